@@ -1,0 +1,91 @@
+"""Which chunk each token of a call belongs to, when rows differ: masks, documents, flushes.
+
+Counted with cumulative sums over the whole call, so a device is asked nothing unless documents or
+flushes make the number of chunks itself a fact of the data.
+
+Letters: B batch, N tokens, K tokens per chunk, S chunks touched by this call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The place of every token, and what happens to every chunk.
+
+    Chunk 0 is the one left unfinished by the call before, where there is one. At each position a
+    reset comes first, then the token, then a flush.
+    """
+
+    steps: int
+    """S, at least as many as any row uses; a step beyond a row's last chunk does nothing."""
+
+    slot: Tensor
+    """(B, N) place in the (S · K) slots; S · K, one past the end, for masked tokens."""
+
+    writes: Tensor
+    """(B, S) bool: the chunk was completed or flushed. A chunk dropped by a reset is not."""
+
+    resets: Tensor
+    """(B, S) bool: a document started between the previous chunk and this one."""
+
+    reset_after: Tensor
+    """(B,) bool: a document started after the last chunk."""
+
+    last: Tensor
+    """(B,) the last chunk touched."""
+
+    fill: Tensor
+    """(B,) tokens left in the last chunk, 0 where it was written or dropped."""
+
+
+def assign(
+    fill: Tensor,
+    mask: Tensor,
+    reset: Tensor | None,
+    flush: Tensor | bool,
+    chunk_size: int,
+) -> Assignment:
+    """Place N > 0 tokens per row into chunks: fill (B,), mask (B, N), reset and flush (B, N)."""
+    B, N = mask.shape
+    K = chunk_size
+    ends = flush if isinstance(flush, Tensor) else torch.zeros_like(mask)
+    if flush is True:
+        ends = ends.index_fill(1, torch.tensor([N - 1], device=mask.device), True)
+    begins = torch.zeros_like(mask) if reset is None else reset
+
+    real = mask.long()
+    seen = fill[:, None] + real.cumsum(1)  # (B, N) tokens since the unfinished chunk began
+    breaks = begins | torch.cat([torch.zeros_like(ends[:, :1]), ends[:, :-1]], dim=1)
+    at_break = torch.where(breaks, seen - real, 0).cummax(1).values
+    count = seen - at_break  # (B, N) tokens since the last document or flush, this one included
+
+    place = (count - 1) % K
+    starts = mask & (place == 0)
+    chunk = starts.cumsum(1) + (fill > 0).long()[:, None] - 1  # the latest begun; −1 before any
+    completed = (mask & (place == K - 1)) | (ends & (count % K > 0))
+
+    if reset is None and not isinstance(flush, Tensor):
+        S = -(-(K - 1 + N) // K)  # a bound the host knows: at most K − 1 tokens were waiting
+    else:
+        S = max(int(chunk[:, -1].amax()) + 1, 1) if B else 1
+
+    writes = mask.new_zeros(B, S + 1)
+    writes = writes.scatter(1, torch.where(completed, chunk, S), True)
+    next_chunk = chunk - starts.long() + 1  # the first to begin at or after this position
+    resets = mask.new_zeros(B, S + 2)
+    resets = resets.scatter(1, torch.where(begins, next_chunk, S + 1), True)
+    return Assignment(
+        steps=S,
+        slot=torch.where(mask, chunk * K + place, S * K),
+        writes=writes[:, :S],
+        resets=resets[:, :S],
+        reset_after=resets[:, S],
+        last=chunk[:, -1].clamp(min=0),
+        fill=torch.where(ends[:, -1], 0, count[:, -1] % K),
+    )

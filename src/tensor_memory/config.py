@@ -1,0 +1,145 @@
+"""The choices that define a memory, and the checks that keep them sane."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+Reads = Literal["chunk", "token"]
+Write = Literal["gaussian", "nearest"]
+Mixing = Literal["factorized", "pointwise"]
+
+MAX_AXES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """Everything that defines a memory but the width of its host. The defaults are the paper's.
+
+    >>> config = MemoryConfig(channels=16, grid=(4, 4, 4), chunk_size=8)
+    >>> config.axes, config.voxels, config.state_values
+    (3, 64, 2048)
+    >>> MemoryConfig.from_dict(config.to_dict()) == config
+    True
+    """
+
+    channels: int = 32
+    """C, the features each voxel holds."""
+
+    grid: tuple[int, ...] = (8, 8, 8)
+    """Voxels along each of the 1 to 4 axes, each at least 2. Coordinate 0 addresses the last."""
+
+    chunk_size: int = 16
+    """K, tokens per chunk: the memory is written once per chunk."""
+
+    reads: Reads = "chunk"
+    """"chunk": the first token of a chunk reads for all K. "token": every token reads for itself,
+    on the state before its chunk, so the scan gets no longer and nothing leaks."""
+
+    read_heads: int = 1
+    """R, points sampled per query; their features are concatenated before W_out."""
+
+    write_heads: int = 1
+    """M, volumes deposited per chunk; they are summed."""
+
+    write: Write = "gaussian"
+    """"gaussian": a soft volume around the coordinate. "nearest": the closest voxel alone (the
+    write coordinate then has no gradient of its own)."""
+
+    share_coordinates: bool = True
+    """One coordinate head for reads and writes (needs as many read heads as write heads)."""
+
+    mixing: Mixing = "factorized"
+    """"factorized": depthwise 3-tap filters along each axis, then the pointwise mix.
+    "pointwise": the mix alone, so voxels never exchange anything."""
+
+    sigma_scale: float = 1.0
+    """α, the fixed factor on the predicted spread."""
+
+    spread_bias: float = 1.0
+    """Initial b_σ."""
+
+    forget_bias: float = 0.0
+    """Initial bias of the forget gate."""
+
+    backend: str = "auto"
+    """Implementation of the scan, see `tensor_memory.memory_scan`."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.grid, int) or not all(_is_int(size) for size in self.grid):
+            raise TypeError(
+                f"grid: expected a tuple of integers such as (8, 8, 8), got {self.grid!r}"
+            )
+        object.__setattr__(self, "grid", tuple(self.grid))  # lists come back from JSON
+        if not 1 <= len(self.grid) <= MAX_AXES:
+            raise ValueError(f"grid: expected 1 to {MAX_AXES} axes, got {len(self.grid)}")
+        if min(self.grid) < 2:
+            raise ValueError(
+                f"grid: expected at least 2 voxels along every axis, got {self.grid}; "
+                "drop the axis instead of giving it one voxel"
+            )
+        for name in ("channels", "chunk_size", "read_heads", "write_heads"):
+            value = getattr(self, name)
+            if not _is_int(value):
+                raise TypeError(f"{name}: expected an integer, got {value!r}")
+            if value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}")
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}"
+                )
+        for name in ("sigma_scale", "spread_bias", "forget_bias"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                raise ValueError(f"{name}: expected a finite number, got {value!r}")
+        if self.sigma_scale <= 0:
+            raise ValueError(f"sigma_scale: expected a positive number, got {self.sigma_scale}")
+        if self.share_coordinates and self.read_heads != self.write_heads:
+            raise ValueError(
+                "share_coordinates: shared coordinates need as many read heads as write heads, "
+                f"got {self.read_heads} and {self.write_heads}; set share_coordinates=False"
+            )
+
+    @property
+    def axes(self) -> int:
+        """n, the number of grid axes."""
+        return len(self.grid)
+
+    @property
+    def voxels(self) -> int:
+        """V, the product of the grid."""
+        return math.prod(self.grid)
+
+    @property
+    def state_values(self) -> int:
+        """Numbers in one row's hidden and cell together."""
+        return 2 * self.channels * self.voxels
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return asdict(self) | {"grid": list(self.grid)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> MemoryConfig:
+        """The inverse of `to_dict`; an unknown name is an error."""
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise ValueError(
+                f"MemoryConfig: unknown field {', '.join(unknown)}; known are {', '.join(known)}"
+            )
+        return cls(**values)
+
+
+_CHOICES = {
+    "reads": ("chunk", "token"),
+    "write": ("gaussian", "nearest"),
+    "mixing": ("factorized", "pointwise"),
+}
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

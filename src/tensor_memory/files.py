@@ -1,0 +1,58 @@
+"""Files that are whole or absent, and tensors read back without pickle."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+def write_whole(path: str | os.PathLike[str], write: Callable[[Path], None]) -> None:
+    """Let `write` fill a temporary neighbour of `path`, then rename it into place.
+
+    A crash, a full disk or a raising `write` leaves what stood at `path` untouched.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        write(temporary)
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def save_tensors(
+    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], *, kind: str
+) -> None:
+    """Write named tensors as safetensors; `kind` says what the file is and is asked for on load."""
+    detached = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    write_whole(path, lambda at: save_file(detached, at, metadata={"kind": kind}))
+
+
+def load_tensors(
+    path: str | os.PathLike[str], *, kind: str, device: torch.device | str = "cpu"
+) -> dict[str, Tensor]:
+    """Read what `save_tensors` wrote; a truncated or foreign file is a `ValueError`."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path}: no such file; expected a {kind} in safetensors format")
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            found = (file.metadata() or {}).get("kind")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path}: expected a {kind} in safetensors format, got a truncated or foreign file "
+            f"({error}); write it again"
+        ) from error
+    if found != kind:
+        raise ValueError(f"{path}: expected a {kind}, got a file of kind {found!r}")
+    return tensors
+

@@ -1,0 +1,391 @@
+"""The memory as a module, and the gated residual that puts it into a Transformer.
+
+Nothing that steers the memory depends on the memory: coordinates, spread and content come from
+tokens alone, so every projection is one product over all chunks and only `memory_scan` is
+sequential.
+
+Letters: B batch, N tokens, K tokens per chunk, S chunks, d width, C channels, n axes, R reads and
+M writes per chunk.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tensor_memory.chunking import assign
+from tensor_memory.config import MemoryConfig
+from tensor_memory.ops import BACKENDS, memory_read, memory_scan
+from tensor_memory.state import MemoryState
+
+SIGMA_FLOOR = 1e-4  # keeps the Gaussian from collapsing to a point
+
+
+class TensorMemory(nn.Module):
+    """A fixed-size spatial memory that tokens write into and read from, causally.
+
+    Tokens are taken in chunks of K. A chunk reads the state left by the chunks before it, then
+    writes. An unfinished chunk waits in the returned state, read but not written, so that cutting
+    a sequence into calls anywhere changes nothing.
+
+    Args:
+        dim: d, width of the tokens.
+        config: what the memory is.
+        zero_init: start W_out at zero, so that the readout is zero until it has been trained.
+
+    >>> memory = TensorMemory(8, MemoryConfig(channels=4, grid=(3, 3, 3), chunk_size=2))
+    >>> x = torch.randn(2, 5, 8)
+    >>> whole, _ = memory(x)
+    >>> first, state = memory(x[:, :3])
+    >>> second, state = memory(x[:, 3:], state)
+    >>> torch.allclose(whole, torch.cat([first, second], dim=1), atol=1e-6)
+    True
+    >>> state.fill  # the fifth token waits for a sixth
+    tensor([1, 1])
+    """
+
+    def __init__(
+        self, dim: int, config: MemoryConfig | None = None, *, zero_init: bool = False
+    ) -> None:
+        super().__init__()
+        config = config or MemoryConfig()
+        if not isinstance(config, MemoryConfig):
+            raise TypeError(f"config: expected a MemoryConfig, got {type(config).__name__}")
+        if dim < 1:
+            raise ValueError(f"dim: expected the tokens' width, at least 1, got {dim}")
+        if config.backend not in BACKENDS:
+            raise ValueError(
+                f"config.backend: expected one of {', '.join(BACKENDS)}, got {config.backend!r}"
+            )
+        self.dim, self.config, self.zero_init = dim, config, zero_init
+        C, K, n = config.channels, config.chunk_size, config.axes
+        R, M = config.read_heads, config.write_heads
+
+        self.write_proj = nn.Linear(K * dim, dim, bias=False)
+        if config.share_coordinates:
+            self.coordinate = nn.Linear(dim, R * n, bias=False)
+        else:
+            self.read_coordinate = nn.Linear(dim, R * n, bias=False)
+            self.write_coordinate = nn.Linear(dim, M * n, bias=False)
+        self.content = nn.Linear(dim, M * C, bias=False)
+        if config.write == "gaussian":
+            self.spread = nn.Linear(dim, M)
+        if config.mixing == "factorized":
+            self.taps = nn.Parameter(torch.empty(n, 2 * C, 3))
+        self.mix = nn.Linear(2 * C, 4 * C)
+        self.output = nn.Linear(R * C, dim, bias=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialise everything, as the constructor does."""
+        for layer in self.children():
+            assert isinstance(layer, nn.Linear)
+            layer.reset_parameters()
+        C = self.config.channels
+        nn.init.xavier_uniform_(self.mix.weight)
+        self.mix.bias.zero_()
+        self.mix.bias[C : 2 * C] = self.config.forget_bias  # gates in the order i, f, o, g
+        if self.config.write == "gaussian":
+            self.spread.bias.fill_(self.config.spread_bias)
+        if self.config.mixing == "factorized":
+            self.taps.copy_(torch.tensor([0.0, 1.0, 0.0]))
+        if self.zero_init:
+            self.output.weight.zero_()
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, {self.config}"
+
+    def forward(
+        self,
+        x: Tensor,
+        state: MemoryState | None = None,
+        *,
+        mask: Tensor | None = None,
+        reset: Tensor | None = None,
+        flush: Tensor | bool = False,
+    ) -> tuple[Tensor, MemoryState]:
+        """Read and write N tokens.
+
+        Args:
+            x: (B, N, d) tokens; N = 0 is legal.
+            state: where the previous call ended; None starts from an empty memory.
+            mask: (B, N) bool, true where a token is real. The others neither read nor write nor
+                advance a chunk, and their readout is exactly zero.
+            reset: (B, N) bool, true where a new document starts: the state is emptied before that
+                position and an unfinished chunk is dropped. Counts on masked positions too.
+            flush: write the unfinished chunk zero-padded, after the last token (True) or after
+                each position marked in a (B, N) bool tensor: the end of a frame or a layer.
+
+        Returns:
+            m (B, N, d) in x's type, and the state to continue from, differentiable until
+            `state.detach()`.
+        """
+        self._check(x, mask, reset, flush)
+        if state is None:
+            state = MemoryState.zeros(
+                self.config, self.dim, x.shape[0], dtype=x.dtype, device=x.device
+            )
+        else:
+            state.require(self.config, x)
+        if x.shape[1] == 0:
+            if flush is not True:
+                return torch.zeros_like(x), state
+            mask = reset = None
+        marked = mask is not None or reset is not None or isinstance(flush, Tensor)
+        if state.aligned is not None and not marked:
+            m, state = self._forward_aligned(x, state, state.aligned, flush is True)
+        else:
+            m, state = self._forward_rows(x, state, mask, reset, flush)
+        return m.to(x.dtype), state
+
+    def _forward_aligned(
+        self, x: Tensor, state: MemoryState, waiting: int, flush: bool
+    ) -> tuple[Tensor, MemoryState]:
+        """All rows stand at the same place in their chunk, and the host knows which."""
+        B, N, d = x.shape
+        K = self.config.chunk_size
+        written, left = divmod(waiting + N, K)
+        if flush and left:
+            written, left = written + 1, 0
+        S = written + (left > 0)
+        padding = S * K - waiting - N
+        if waiting or padding:
+            x = torch.cat([state.tokens[:, :waiting], x, x.new_zeros(B, padding, d)], dim=1)
+        tokens = x.reshape(B, S, K, d)
+
+        hidden, cell, parts = state.hidden, state.cell, []
+        if written:
+            reads, hidden, cell = self._scan(tokens[:, :written], hidden, cell)
+            parts.append(reads)
+        if left:
+            begun_before = self.config.reads == "chunk" and waiting and not written
+            parts.append(
+                state.readout[:, None]
+                if begun_before
+                else memory_read(self._read_at(tokens[:, written:]), hidden).flatten(2)
+            )
+        if not parts:
+            return x.new_zeros(B, 0, d), state
+        reads = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+        if self.config.reads == "chunk" and waiting and written:
+            reads = torch.cat([state.readout[:, None], reads[:, 1:]], dim=1)
+
+        m = self._readout(reads)[:, waiting : waiting + N]
+        kept = state.readout.shape[1]
+        return m, MemoryState(
+            hidden=hidden,
+            cell=cell,
+            tokens=tokens[:, -1].clone() if left else torch.zeros_like(state.tokens),
+            fill=torch.full_like(state.fill, left),
+            readout=reads[:, -1, :kept].clone() if left else torch.zeros_like(state.readout),
+            aligned=left,
+        )
+
+    def _forward_rows(
+        self,
+        x: Tensor,
+        state: MemoryState,
+        mask: Tensor | None,
+        reset: Tensor | None,
+        flush: Tensor | bool,
+    ) -> tuple[Tensor, MemoryState]:
+        """Rows differ in what is masked, reset, flushed or waiting."""
+        B, N, d = x.shape
+        K = self.config.chunk_size
+        if N == 0:  # one masked token stands in, so that a flush has a place to happen
+            masked = torch.zeros(B, 1, dtype=torch.bool, device=x.device)
+            m, state = self._forward_rows(x.new_zeros(B, 1, d), state, masked, None, flush)
+            return m[:, :0], state
+        if mask is None:
+            mask = torch.ones(B, N, dtype=torch.bool, device=x.device)
+        place = assign(state.fill, mask, reset, flush, K)
+        S = place.steps
+
+        tokens = torch.cat([state.tokens, x.new_zeros(B, S * K + 1 - K, d)], dim=1)
+        tokens = tokens.scatter(1, place.slot[..., None].expand_as(x), x)
+        tokens = tokens[:, : S * K].reshape(B, S, K, d)
+
+        reads, hidden, cell = self._scan(
+            tokens,
+            state.hidden,
+            state.cell,
+            writes=place.writes,
+            resets=None if reset is None else place.resets,
+        )
+        if reset is not None:
+            keep = ~place.reset_after.reshape(-1, *[1] * (hidden.ndim - 1))
+            hidden, cell = hidden.where(keep, 0), cell.where(keep, 0)
+        if self.config.reads == "chunk":
+            begun_before = (state.fill > 0)[:, None]
+            first = torch.where(begun_before, state.readout, reads[:, 0])
+            reads = torch.cat([first[:, None], reads[:, 1:]], dim=1)
+
+        taken = place.slot.clamp(max=S * K - 1)
+        m = self._readout(reads).gather(1, taken[..., None].expand(B, N, d))
+        waiting = place.fill > 0
+        row, kept = torch.arange(B, device=x.device), state.readout.shape[1]
+        return m.masked_fill(~mask[..., None], 0), MemoryState(
+            hidden=hidden,
+            cell=cell,
+            tokens=tokens[row, place.last].where(waiting[:, None, None], 0),
+            fill=place.fill,
+            readout=reads[row, place.last, :kept].where(waiting[:, None], 0),
+            aligned=0 if flush is True else None,
+        )
+
+    def _scan(
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        cell: Tensor,
+        writes: Tensor | None = None,
+        resets: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens (B, S, K, d) -> reads (B, S, Q·C) with Q = R or K·R, hidden, cell."""
+        config = self.config
+        summary = self.write_proj(tokens.flatten(2))  # (B, S, d)
+        head = self.coordinate if config.share_coordinates else self.write_coordinate
+        reads, hidden, cell = memory_scan(
+            self._read_at(tokens),
+            self._coordinates(head, summary),
+            self._spread(summary) if config.write == "gaussian" else None,
+            self.content(summary).unflatten(-1, (config.write_heads, config.channels)),
+            self.taps if config.mixing == "factorized" else None,
+            self.mix.weight,
+            self.mix.bias,
+            hidden,
+            cell,
+            writes=writes,
+            resets=resets,
+            backend=config.backend,
+        )
+        assert reads is not None
+        return reads.flatten(2), hidden, cell
+
+    def _read_at(self, tokens: Tensor) -> Tensor:
+        """(B, S, K, d) -> (B, S, Q, n): the chunk's first token asks, or every token does."""
+        queries = tokens[:, :, :1] if self.config.reads == "chunk" else tokens
+        head = self.coordinate if self.config.share_coordinates else self.read_coordinate
+        return self._coordinates(head, queries).flatten(2, 3)
+
+    def _coordinates(self, head: nn.Linear, source: Tensor) -> Tensor:
+        """μ = tanh(W_coord ·): (..., d) -> (..., heads, n), in float32 even under autocast."""
+        at = head(source)
+        return at.to(_at_least_float32(at)).tanh().unflatten(-1, (-1, self.config.axes))
+
+    def _spread(self, summary: Tensor) -> Tensor:
+        """σ = α (softplus(W_σ · + b_σ) + 1e-4): (B, S, d) -> (B, S, M)."""
+        raw = self.spread(summary)
+        return self.config.sigma_scale * (F.softplus(raw.to(_at_least_float32(raw))) + SIGMA_FLOOR)
+
+    def _readout(self, reads: Tensor) -> Tensor:
+        """m = W_out r, one per token: reads (B, S, Q·C) -> (B, S·K, d)."""
+        K = self.config.chunk_size
+        reads = reads.to(self.output.weight.dtype)  # the state is float32 or better, a host may not be
+        if self.config.reads == "token":
+            return self.output(reads.unflatten(-1, (K, -1))).flatten(1, 2)
+        return self.output(reads)[:, :, None].expand(-1, -1, K, -1).flatten(1, 2)
+
+    def _check(
+        self, x: Tensor, mask: Tensor | None, reset: Tensor | None, flush: Tensor | bool
+    ) -> None:
+        if x.ndim != 3 or x.shape[-1] != self.dim:
+            raise ValueError(
+                f"x: expected tokens of shape (B, N, {self.dim}), got {tuple(x.shape)}; "
+                f"this memory was built for width {self.dim}"
+            )
+        if not x.is_floating_point():
+            raise TypeError(f"x: expected a float type, got {x.dtype}; embed token ids first")
+        weight = self.output.weight
+        if x.device != weight.device:
+            raise ValueError(
+                f"x: expected device {weight.device} like the memory's weights, got {x.device}; "
+                "move one of them with .to()"
+            )
+        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(
+                f"x: expected {weight.dtype} like the memory's weights, got {x.dtype}; "
+                "convert one of them with .to(), or run under torch.autocast"
+            )
+        for name, marks in (("mask", mask), ("reset", reset), ("flush", flush)):
+            if marks is None or (name == "flush" and isinstance(marks, bool)):
+                continue
+            if not isinstance(marks, Tensor) or marks.dtype != torch.bool:
+                got = marks.dtype if isinstance(marks, Tensor) else type(marks).__name__
+                raise TypeError(
+                    f"{name}: expected a bool tensor of shape (B, N), got {got}; "
+                    "convert it with .bool()"
+                )
+            if marks.shape != x.shape[:2]:
+                raise ValueError(
+                    f"{name}: expected shape (B, N) = {tuple(x.shape[:2])}, "
+                    f"got {tuple(marks.shape)}"
+                )
+            if marks.device != x.device:
+                raise ValueError(
+                    f"{name}: expected device {x.device} like x, got {marks.device}; "
+                    "move it with .to()"
+                )
+
+
+class MemoryResidual(nn.Module):
+    """x̂ = x + σ(γ)·D(memory(LayerNorm(x))): one per layer; several may share one memory.
+
+    Args:
+        memory: the memory to read and write.
+        gate_init: initial γ; 0 opens the gate half, the paper's vision models start at −2.
+        norm: LayerNorm before the memory.
+        dropout: probability of dropping single features of the readout.
+        drop_path: probability of dropping a row's whole readout (stochastic depth).
+
+    >>> memory = TensorMemory(8, MemoryConfig(channels=4, grid=(3, 3, 3)), zero_init=True)
+    >>> layer = MemoryResidual(memory)
+    >>> x = torch.randn(2, 5, 8)
+    >>> y, state = layer(x)
+    >>> torch.equal(x, y)  # zero_init: nothing changes until the memory has been trained
+    True
+    """
+
+    def __init__(
+        self,
+        memory: TensorMemory,
+        *,
+        gate_init: float = 0.0,
+        norm: bool = True,
+        dropout: float = 0.0,
+        drop_path: float = 0.0,
+    ) -> None:
+        super().__init__()
+        for name, rate in (("dropout", dropout), ("drop_path", drop_path)):
+            if not 0 <= rate < 1:
+                raise ValueError(f"{name}: expected a probability in [0, 1), got {rate}")
+        self.memory = memory
+        self.norm = nn.LayerNorm(memory.dim) if norm else nn.Identity()
+        self.gate = nn.Parameter(torch.tensor([float(gate_init)]))
+        self.dropout, self.drop_path = dropout, drop_path
+
+    def extra_repr(self) -> str:
+        return f"dropout={self.dropout}, drop_path={self.drop_path}"
+
+    def forward(
+        self,
+        x: Tensor,
+        state: MemoryState | None = None,
+        *,
+        mask: Tensor | None = None,
+        reset: Tensor | None = None,
+        flush: Tensor | bool = False,
+    ) -> tuple[Tensor, MemoryState]:
+        """x (B, N, d) -> x̂ (B, N, d), state; the options are `TensorMemory.forward`'s."""
+        m, state = self.memory(self.norm(x), state, mask=mask, reset=reset, flush=flush)
+        m = F.dropout(m, self.dropout, self.training)
+        if self.training and self.drop_path:
+            kept = torch.rand(m.shape[0], 1, 1, device=m.device) >= self.drop_path
+            m = m * (kept / (1 - self.drop_path)).to(m.dtype)
+        return x + (self.gate.sigmoid() * m).to(x.dtype), state
+
+
+def _at_least_float32(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)

@@ -1,0 +1,190 @@
+"""What a memory remembers between calls: its grid, and the chunk it has not finished."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+import torch
+from torch import Tensor
+
+from tensor_memory.config import MemoryConfig
+from tensor_memory.files import load_tensors, save_tensors
+
+_KIND = "tensor-memory state"
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryState:
+    """The state of one memory layer for B rows. Its size never depends on what has been seen.
+
+    States are values: every method returns a new one and leaves the old as it was.
+
+    >>> config = MemoryConfig(channels=4, grid=(3, 3), chunk_size=2)
+    >>> state = MemoryState.zeros(config, dim=8, batch_size=2)
+    >>> state.hidden.shape, state.tokens.shape, state.nbytes
+    (torch.Size([2, 4, 3, 3]), torch.Size([2, 2, 8]), 752)
+    >>> state.select([1, 1, 0]).batch_size
+    3
+    """
+
+    hidden: Tensor
+    """(B, C, *grid), what reads see; float32 or better."""
+
+    cell: Tensor
+    """(B, C, *grid), what the gates accumulate; float32 or better."""
+
+    tokens: Tensor
+    """(B, K, d) the unfinished chunk in the input's type; unused slots are zero."""
+
+    fill: Tensor
+    """(B,) int64, how many of those slots hold a token."""
+
+    readout: Tensor
+    """(B, R·C) what the unfinished chunk's first token read; width 0 where every token reads."""
+
+    aligned: int | None = field(default=None, repr=False)
+    """`fill` where the host knows that all rows share it; spares the device a question."""
+
+    @classmethod
+    def zeros(
+        cls,
+        config: MemoryConfig,
+        dim: int,
+        batch_size: int,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> MemoryState:
+        """An empty memory for `batch_size` rows of tokens of width `dim` and type `dtype`."""
+        dtype = dtype or torch.get_default_dtype()
+        volume = torch.zeros(
+            batch_size, config.channels, *config.grid, dtype=_state_dtype(dtype), device=device
+        )
+        kept_reads = config.read_heads * config.channels if config.reads == "chunk" else 0
+        return cls(
+            hidden=volume,
+            cell=torch.zeros_like(volume),
+            tokens=torch.zeros(batch_size, config.chunk_size, dim, dtype=dtype, device=device),
+            fill=torch.zeros(batch_size, dtype=torch.long, device=device),
+            readout=volume.new_zeros(batch_size, kept_reads),
+            aligned=0,
+        )
+
+    @property
+    def batch_size(self) -> int:
+        """B, the number of rows."""
+        return self.hidden.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, the unfinished chunk's buffer included."""
+        return sum(tensor.nbytes for tensor in self._tensors().values())
+
+    def detach(self) -> MemoryState:
+        """The same values cut off from the graph, for truncated back-propagation."""
+        return self._map(Tensor.detach)
+
+    def to(
+        self,
+        device: torch.device | str | torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> MemoryState:
+        """Move, or change the token type (hidden and cell stay at float32 or better)."""
+        if isinstance(device, torch.dtype):
+            device, dtype = None, device
+        dtype = dtype or self.tokens.dtype
+        moved = self._map(lambda tensor: tensor.to(device))
+        return replace(
+            moved,
+            hidden=moved.hidden.to(_state_dtype(dtype)),
+            cell=moved.cell.to(_state_dtype(dtype)),
+            readout=moved.readout.to(_state_dtype(dtype)),
+            tokens=moved.tokens.to(dtype),
+        )
+
+    def select(self, rows: Tensor | Sequence[int]) -> MemoryState:
+        """The rows named by index, in that order, repeats allowed: beam reordering."""
+        index = torch.as_tensor(rows, dtype=torch.long, device=self.hidden.device)
+        return self._map(lambda tensor: tensor.index_select(0, index))
+
+    def reset(self, rows: Tensor | Sequence[int] | None = None) -> MemoryState:
+        """Empty all rows, or those named by index or by a (B,) bool mask."""
+        if rows is None:
+            emptied = self._map(torch.zeros_like)
+            return replace(emptied, aligned=0)
+        chosen = torch.as_tensor(rows, device=self.hidden.device)
+        if chosen.dtype != torch.bool:
+            chosen = torch.zeros_like(self.fill, dtype=torch.bool).index_fill(
+                0, chosen.long(), True
+            )
+        elif chosen.shape != self.fill.shape:
+            raise ValueError(
+                f"MemoryState.reset: expected a mask of shape ({self.batch_size},), "
+                f"got {tuple(chosen.shape)}"
+            )
+        emptied = self._map(
+            lambda tensor: tensor.masked_fill(chosen.reshape(-1, *[1] * (tensor.ndim - 1)), 0)
+        )
+        return replace(emptied, aligned=0 if self.aligned == 0 else None)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the state as safetensors, whole or not at all."""
+        save_tensors(path, self._tensors(), kind=_KIND)
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], *, device: torch.device | str = "cpu"
+    ) -> MemoryState:
+        """Read what `save` wrote."""
+        tensors = load_tensors(path, kind=_KIND, device=device)
+        if set(tensors) != set(_TENSORS):
+            raise ValueError(
+                f"{path}: expected the tensors {', '.join(_TENSORS)}, got {', '.join(tensors)}"
+            )
+        fills = tensors["fill"].unique().tolist()
+        return cls(**tensors, aligned=fills[0] if len(fills) == 1 else None)
+
+    def require(self, config: MemoryConfig, x: Tensor) -> None:
+        """Raise unless this state can continue with tokens `x` (B, N, d) under `config`."""
+        kept_reads = config.read_heads * config.channels if config.reads == "chunk" else 0
+        volume = (x.shape[0], config.channels, *config.grid)
+        expected = {
+            "hidden": (volume, _state_dtype(x.dtype)),
+            "cell": (volume, _state_dtype(x.dtype)),
+            "tokens": ((x.shape[0], config.chunk_size, x.shape[2]), x.dtype),
+            "fill": ((x.shape[0],), torch.long),
+            "readout": ((x.shape[0], kept_reads), _state_dtype(x.dtype)),
+        }
+        for name, (shape, dtype) in expected.items():
+            tensor = getattr(self, name)
+            if tensor.shape != shape:
+                raise ValueError(
+                    f"state.{name}: expected shape {shape} for this memory and input "
+                    f"{tuple(x.shape)}, got {tuple(tensor.shape)}; a state continues only the "
+                    "memory and the rows it came from (use select() to reorder or repeat rows)"
+                )
+            if tensor.dtype != dtype:
+                raise TypeError(
+                    f"state.{name}: expected {dtype} for an input of type {x.dtype}, "
+                    f"got {tensor.dtype}; convert it with state.to({x.dtype})"
+                )
+            if tensor.device != x.device:
+                raise ValueError(
+                    f"state.{name}: expected device {x.device} like the input, "
+                    f"got {tensor.device}; move it with state.to({str(x.device)!r})"
+                )
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in _TENSORS}
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> MemoryState:
+        return replace(self, **{name: change(t) for name, t in self._tensors().items()})
+
+
+_TENSORS = tuple(f.name for f in fields(MemoryState) if f.name != "aligned")
+
+
+def _state_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
