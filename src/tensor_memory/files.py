@@ -29,9 +29,7 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[Path], None]) -> 
         temporary.unlink(missing_ok=True)
 
 
-def save_tensors(
-    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], *, kind: str
-) -> None:
+def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], *, kind: str) -> None:
     """Write named tensors as safetensors; `kind` says what the file is and is asked for on load."""
     detached = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     write_whole(path, lambda at: save_file(detached, at, metadata={"kind": kind}))
@@ -55,4 +53,3 @@ def load_tensors(
     if found != kind:
         raise ValueError(f"{path}: expected a {kind}, got a file of kind {found!r}")
     return tensors
-

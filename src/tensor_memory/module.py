@@ -94,7 +94,7 @@ class TensorMemory(nn.Module):
         if self.zero_init:
             self.output.weight.zero_()
 
-    def extra_repr(self) -> str:
+    def extra_repr(self) -> str:  # noqa: D102
         return f"{self.dim}, {self.config}"
 
     def forward(
@@ -283,7 +283,7 @@ class TensorMemory(nn.Module):
     def _readout(self, reads: Tensor) -> Tensor:
         """m = W_out r, one per token: reads (B, S, Q·C) -> (B, S·K, d)."""
         K = self.config.chunk_size
-        reads = reads.to(self.output.weight.dtype)  # the state is float32 or better, a host may not be
+        reads = reads.to(self.output.weight.dtype)  # a host in half precision multiplies in it
         if self.config.reads == "token":
             return self.output(reads.unflatten(-1, (K, -1))).flatten(1, 2)
         return self.output(reads)[:, :, None].expand(-1, -1, K, -1).flatten(1, 2)
@@ -366,7 +366,7 @@ class MemoryResidual(nn.Module):
         self.gate = nn.Parameter(torch.tensor([float(gate_init)]))
         self.dropout, self.drop_path = dropout, drop_path
 
-    def extra_repr(self) -> str:
+    def extra_repr(self) -> str:  # noqa: D102
         return f"dropout={self.dropout}, drop_path={self.drop_path}"
 
     def forward(

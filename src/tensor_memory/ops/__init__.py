@@ -48,9 +48,12 @@ def memory_scan(
         content: (B, S, M, C) what is written.
         taps: (n, 2C, 3) depthwise filters in grid order, channels [U; hidden]; None mixes
             pointwise only.
-        mix: (4C, 2C) pointwise mix. bias: (4C), gates in the order i, f, o, g.
-        hidden, cell: (B, C, *grid) the state before the first step.
-        writes, resets: (B, S) bool.
+        mix: (4C, 2C) pointwise mix to the gates i, f, o, g.
+        bias: (4C) added to them.
+        hidden: (B, C, *grid) what reads see, before the first step.
+        cell: (B, C, *grid) what the gates accumulate, before the first step.
+        writes: (B, S) bool, rows that write at a step.
+        resets: (B, S) bool, rows that are emptied before a step's read.
         backend: "auto", or the name of an implementation, which then serves or raises.
 
     Returns:
@@ -67,9 +70,7 @@ def memory_scan(
     >>> bool(reads[0, 0].eq(0).all())  # the first read precedes the first write
     True
     """
-    _check(
-        read_at, write_at, spread, content, taps, mix, bias, hidden, cell, writes, resets
-    )
+    _check(read_at, write_at, spread, content, taps, mix, bias, hidden, cell, writes, resets)
     run = _SCANS[_choose(backend)]
     floats = (read_at, write_at, spread, content, taps, mix, bias, hidden, cell)
     dtype = functools.reduce(

@@ -96,7 +96,10 @@ def axis_filter(volume: Tensor, taps: Tensor, axis: int) -> Tensor:
 
 
 def gates(volume: Tensor, taps: Tensor | None, mix: Tensor, bias: Tensor) -> Tensor:
-    """G = Phys([U; h]): the axis filters, then the pointwise mix. (B, 2C, *grid) -> (B, 4C, *grid)"""
+    """G = Phys([U; h]): the axis filters, then the pointwise mix.
+
+    volume (B, 2C, *grid) -> (B, 4C, *grid)
+    """
     if taps is not None:
         for axis, axis_taps in enumerate(taps):
             volume = axis_filter(volume, axis_taps, axis)
