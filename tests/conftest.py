@@ -1,0 +1,33 @@
+"""What every test runs under: one thread per worker, no deadlines, a known seed."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+torch.set_num_threads(1)  # the suite runs on several workers; more threads only contend
+
+settings.register_profile(
+    "suite",
+    deadline=None,  # a shared machine makes timing a coin toss
+    derandomize=True,
+    database=None,
+    max_examples=25,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("suite")
+
+
+@pytest.fixture(autouse=True)
+def seed() -> int:
+    """Every test starts from the same random state."""
+    torch.manual_seed(0)
+    return 0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device, and none is available here")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
