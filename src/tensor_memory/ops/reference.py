@@ -38,7 +38,8 @@ def sample(hidden: Tensor, at: Tensor) -> Tensor:
     corners = []  # per axis: the index and the weight of the lower and of the upper neighbour
     for axis, size in enumerate(grid):
         position = voxel_position(at[..., len(grid) - 1 - axis], size)  # (B, Q)
-        lower = position.detach().floor().clamp(max=size - 2)
+        # Nowhere (NaN) has no index, yet must read NaN rather than somebody else's memory.
+        lower = position.detach().nan_to_num().floor().clamp(max=size - 2)
         upper_weight = position - lower
         index = lower.long()
         corners.append(((index, 1 - upper_weight), (index + 1, upper_weight)))
@@ -72,7 +73,7 @@ def nearest_mask(at: Tensor, grid: tuple[int, ...]) -> Tensor:
     flat = torch.zeros_like(at[..., 0], dtype=torch.long)
     for axis, size in enumerate(grid):
         position = voxel_position(at[..., len(grid) - 1 - axis], size)
-        flat = flat * size + (position + 0.5).floor().long()
+        flat = flat * size + (position.nan_to_num() + 0.5).floor().long()
     return F.one_hot(flat, math.prod(grid)).to(at.dtype).unflatten(-1, grid)
 
 
