@@ -122,6 +122,11 @@ class Call:
             flush = False
         return Call(self.x[:, start:stop], cut(self.mask), cut(self.reset), flush)
 
+    def rows(self, order: list[int]) -> Call:
+        """These rows alone, in this order."""
+        marks = (m[order] if isinstance(m, Tensor) else m for m in self.marks.values())
+        return Call(self.x[order], *marks)
+
 
 @st.composite
 def calls(draw: st.DrawFn, rows: int, lengths: st.SearchStrategy[int]) -> Call:
