@@ -1,6 +1,8 @@
 """A fixed-size, recurrent, spatial memory that any Transformer can carry."""
 
+from tensor_memory.attach import Attachment, attach, detach, memory_disabled
 from tensor_memory.causality import LeakReport, find_leak
+from tensor_memory.checkpoint import load_memory, save_memory
 from tensor_memory.config import MemoryConfig
 from tensor_memory.module import MemoryResidual, TensorMemory
 from tensor_memory.ops import memory_scan
@@ -8,11 +10,17 @@ from tensor_memory.state import MemoryState
 
 __version__ = "0.1.0"
 __all__ = [
+    "Attachment",
     "LeakReport",
     "MemoryConfig",
     "MemoryResidual",
     "MemoryState",
     "TensorMemory",
+    "attach",
+    "detach",
     "find_leak",
+    "load_memory",
+    "memory_disabled",
     "memory_scan",
+    "save_memory",
 ]

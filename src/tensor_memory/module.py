@@ -339,6 +339,9 @@ class MemoryResidual(nn.Module):
         norm: LayerNorm before the memory.
         dropout: probability of dropping single features of the readout.
         drop_path: probability of dropping a row's whole readout (stochastic depth).
+        own_memory: register `memory` as a part of this module. False keeps a plain reference, for
+            layers that share a memory registered elsewhere: safetensors refuses tensors that are
+            registered under several names.
 
     >>> memory = TensorMemory(8, MemoryConfig(channels=4, grid=(3, 3, 3)), zero_init=True)
     >>> layer = MemoryResidual(memory)
@@ -356,12 +359,16 @@ class MemoryResidual(nn.Module):
         norm: bool = True,
         dropout: float = 0.0,
         drop_path: float = 0.0,
+        own_memory: bool = True,
     ) -> None:
         super().__init__()
         for name, rate in (("dropout", dropout), ("drop_path", drop_path)):
             if not 0 <= rate < 1:
                 raise ValueError(f"{name}: expected a probability in [0, 1), got {rate}")
-        self.memory = memory
+        if own_memory:
+            self.memory = memory
+        else:
+            self.__dict__["memory"] = memory  # nn.Module registers what it is given by name
         self.norm = nn.LayerNorm(memory.dim) if norm else nn.Identity()
         self.gate = nn.Parameter(torch.tensor([float(gate_init)]))
         self.dropout, self.drop_path = dropout, drop_path
@@ -379,12 +386,12 @@ class MemoryResidual(nn.Module):
         flush: Tensor | bool = False,
     ) -> tuple[Tensor, MemoryState]:
         """x (B, N, d) -> x̂ (B, N, d), state; the options are `TensorMemory.forward`'s."""
-        m, state = self.memory(self.norm(x), state, mask=mask, reset=reset, flush=flush)
+        m, after = self.memory(self.norm(x), state, mask=mask, reset=reset, flush=flush)
         m = F.dropout(m, self.dropout, self.training)
         if self.training and self.drop_path:
             kept = torch.rand(m.shape[0], 1, 1, device=m.device) >= self.drop_path
             m = m * (kept / (1 - self.drop_path)).to(m.dtype)
-        return x + (self.gate.sigmoid() * m).to(x.dtype), state
+        return x + (self.gate.sigmoid() * m).to(x.dtype), after
 
 
 def _at_least_float32(tensor: Tensor) -> torch.dtype:

@@ -1,0 +1,171 @@
+"""Put the memory on an existing Transformer, take it off, switch it off for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+from torch import nn
+
+from tensor_memory.attach.attachment import Attachment
+from tensor_memory.attach.blocks import Layers, NoBlocksFoundError, find_blocks, is_causal
+from tensor_memory.attach.causal_calls import LEAK
+from tensor_memory.attach.stream import Stream
+from tensor_memory.config import MemoryConfig
+
+__all__ = [
+    "Attachment",
+    "NoBlocksFoundError",
+    "Stream",
+    "attach",
+    "attachment_of",
+    "detach",
+    "memory_disabled",
+]
+
+NAME = "tensor_memory"
+"""The host's attribute that holds the attachment, and the prefix of its `state_dict` keys."""
+
+
+def attach(
+    model: nn.Module,
+    config: MemoryConfig | None = None,
+    *,
+    layers: Layers = "auto",
+    every: int = 1,
+    dim: int | None = None,
+    share_weights: bool = True,
+    scope: Literal["layer", "depth"] = "layer",
+    causal: bool | Literal["auto"] = "auto",
+    zero_init: bool = False,
+    freeze_host: bool = False,
+    **residual: Any,
+) -> Attachment:
+    """Put a memory after the blocks of `model`, which stays the object it was.
+
+    Args:
+        model: the host, any module with Transformer blocks.
+        config: what the memory is; the paper's by default.
+        layers: "auto" finds the host's row of blocks; otherwise a module path, a list of them, a
+            glob such as "encoder.layer.*", or a predicate (path, module) -> bool.
+        every: use every Nth of those blocks only.
+        dim: width of the blocks, where it cannot be inferred.
+        share_weights: one memory for all layers (the paper's parameter count), or one each.
+        scope: "layer": each layer owns its state. "depth": one state is threaded through the
+            layers and flushed after each, on bidirectional hosts only.
+        causal: whether the host attends causally; "auto" asks its modules, and what they do not
+            say counts as causal.
+        zero_init: the host's outputs stay as they are until the memory has been trained.
+        freeze_host: train the memory alone; `detach` gives the host its gradients back.
+        **residual: options of `MemoryResidual`: gate_init, norm, dropout, drop_path.
+
+    Raises:
+        NoBlocksFoundError: no blocks found, or `layers` matches nothing.
+        ValueError: already attached, a width that cannot be inferred or differs, or
+            scope="depth" on a causal host. The host is then left as it was.
+
+    >>> host = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 2,
+    ...                              enable_nested_tensor=False)
+    >>> attachment = attach(host, MemoryConfig(channels=4, grid=(3, 3, 3), chunk_size=2))
+    >>> attachment.paths, attachment.num_parameters()
+    (['layers.0', 'layers.1'], 929)
+    >>> detach(host)
+    """
+    config = config or MemoryConfig()
+    if not isinstance(config, MemoryConfig):
+        raise TypeError(f"config: expected a MemoryConfig, got {type(config).__name__}")
+    if scope not in ("layer", "depth"):
+        raise ValueError(f"scope: expected 'layer' or 'depth', got {scope!r}")
+    if causal not in (True, False, "auto"):
+        raise ValueError(f"causal: expected True, False or 'auto', got {causal!r}")
+    if any(isinstance(part, Attachment) for part in model.modules()):
+        raise ValueError(
+            f"attach: {type(model).__name__} already has a memory attached; detach(model) first"
+        )
+    if hasattr(model, NAME):
+        raise ValueError(
+            f"attach: {type(model).__name__} already has an attribute '{NAME}', where the memory "
+            "would be registered; rename it"
+        )
+    blocks = find_blocks(model, layers, every=every, dim=dim)
+    if scope == "depth" and (is_causal(model, blocks) if causal == "auto" else causal):
+        known = "counts as causal" if causal == "auto" else "is causal"
+        raise ValueError(
+            f"attach: {type(model).__name__} {known}, and {LEAK}; use scope='layer', or pass "
+            "causal=False if no token attends to the tokens before it only"
+        )
+    if share_weights:
+        _require_shareable(blocks)
+    attachment = Attachment(
+        model,
+        blocks,
+        config,
+        share_weights=share_weights,
+        scope=scope,
+        refuse_causal=causal == "auto",
+        zero_init=zero_init,
+        residual=residual,
+    )
+    with ExitStack() as undo:  # a host that refuses half-way is left as it was
+        undo.callback(_release, attachment)
+        if freeze_host:
+            attachment.frozen = [p for p in model.parameters() if p.requires_grad]
+            for parameter in attachment.frozen:
+                parameter.requires_grad_(False)
+        attachment.install()
+        model.add_module(NAME, attachment)
+        undo.pop_all()
+    return attachment
+
+
+def detach(model: nn.Module) -> None:
+    """Take the memory off: the host is what it was before `attach`, bit for bit."""
+    attachment = attachment_of(model, "detach")
+    delattr(model, NAME)
+    _release(attachment)
+
+
+@contextmanager
+def memory_disabled(model: nn.Module) -> Iterator[None]:
+    """Inside, the host computes what it computes detached; the memory neither reads nor writes.
+
+    A cache filled inside cannot be continued outside: the memory has not seen its tokens.
+    """
+    attachment = attachment_of(model, "memory_disabled")
+    was_on = attachment.uninstall()
+    try:
+        yield
+    finally:
+        if was_on and getattr(model, NAME, None) is attachment:
+            attachment.install()
+
+
+def attachment_of(model: nn.Module, asker: str = "attachment_of") -> Attachment:
+    """The attachment of a host; an error where there is none."""
+    attachment = getattr(model, NAME, None)
+    if not isinstance(attachment, Attachment):
+        raise ValueError(
+            f"{asker}: {type(model).__name__} has no memory attached; call attach(model, ...) first"
+        )
+    return attachment
+
+
+def _release(attachment: Attachment) -> None:
+    attachment.uninstall()
+    for parameter in attachment.frozen:
+        parameter.requires_grad_(True)
+    attachment.frozen = []
+
+
+def _require_shareable(blocks: list[Any]) -> None:
+    for what, values in (
+        ("widths", {block.dim for block in blocks}),
+        ("devices", {str(p.device) for block in blocks for p in block.module.parameters()}),
+    ):
+        if len(values) > 1:
+            raise ValueError(
+                f"attach: one memory cannot be shared by blocks of several {what} "
+                f"({', '.join(map(str, sorted(values)))}); pass share_weights=False, or name "
+                "blocks that agree with layers="
+            )

@@ -1,0 +1,277 @@
+"""The memory as a part of a host: its parameters, the hooks on the blocks, who holds the state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from tensor_memory.attach.blocks import Block
+from tensor_memory.attach.caches import advance, carry, find_cache, memory_of
+from tensor_memory.attach.call import Call, Marks, Signature
+from tensor_memory.attach.causal_calls import refuse_causal_call
+from tensor_memory.attach.hidden import put_hidden, take_hidden
+from tensor_memory.attach.recompute import FirstRuns, Given, in_backward
+from tensor_memory.attach.stream import Stream
+from tensor_memory.config import MemoryConfig
+from tensor_memory.module import MemoryResidual, TensorMemory
+from tensor_memory.state import MemoryState
+
+DEPTH = "depth"
+
+_NESTED = "use_nested_tensor"  # of nn.TransformerEncoder
+
+
+class Attachment(nn.Module):
+    """The memory attached to a host, registered there as `tensor_memory`.
+
+    Returned by `attach`; never built by hand. `memory` is the `TensorMemory` shared by all layers
+    (None where each has its own), `layers` the `MemoryResidual` of each block in order, `paths`
+    the blocks they follow. `parameters()` are the memory's alone.
+    """
+
+    def __init__(
+        self,
+        host: nn.Module,
+        blocks: Sequence[Block],
+        config: MemoryConfig,
+        *,
+        share_weights: bool,
+        scope: str,
+        refuse_causal: bool,
+        zero_init: bool,
+        residual: Mapping[str, Any],
+    ) -> None:
+        super().__init__()
+        self.config, self.scope, self.refuse_causal = config, scope, refuse_causal
+        self.paths = [block.path for block in blocks]
+        self.dims = [block.dim for block in blocks]
+        self.memory = (
+            TensorMemory(self.dims[0], config, zero_init=zero_init) if share_weights else None
+        )
+        self.layers = nn.ModuleList(
+            MemoryResidual(
+                self.memory or TensorMemory(dim, config, zero_init=zero_init),
+                **residual,
+                own_memory=not share_weights,
+            )
+            for dim in self.dims
+        )
+        for block, layer in zip(blocks, self.layers, strict=True):
+            like = _placement(block)
+            layer.to(like.device, like.dtype)
+            if self.memory is not None:
+                self.memory.to(like.device, like.dtype)
+        self.train(host.training)
+
+        self._call: Call | None = None
+        self._stream: Stream | None = None
+        self._handles: list[RemovableHandle] = []
+        self._unnested: list[nn.Module] = []
+        self.frozen: list[nn.Parameter] = []
+        """The host's parameters that `attach` froze and `detach` gives back."""
+        self._sites = [
+            _Site(self, block, layer) for block, layer in zip(blocks, self.layers, strict=True)
+        ]
+        self._entries = [_Entry(self, module) for module in _around(host, self.paths)]
+        # An encoder's mask says nothing about the decoder's tokens, so there only the innermost
+        # module's own mask counts.
+        self.masks_fall_back = not getattr(
+            getattr(host, "config", None), "is_encoder_decoder", False
+        )
+
+    @property
+    def shared(self) -> bool:
+        """Whether all layers share one set of memory weights."""
+        return self.memory is not None
+
+    def num_parameters(self, *, trainable_only: bool = False) -> int:
+        """Numbers the memory adds to the host."""
+        return sum(p.numel() for p in self.parameters() if p.requires_grad or not trainable_only)
+
+    def stream(self, state: Mapping[str, MemoryState] | None = None) -> Stream:
+        """Calls that belong together: `with attachment.stream() as s:`, see `Stream`."""
+        return Stream(self, state)
+
+    def state_on(self, cache: Any) -> dict[str, MemoryState]:
+        """The states a Hugging Face cache carries, by the path of their block."""
+        memory = memory_of(cache)
+        return dict(memory.states) if memory is not None else {}
+
+    def extra_repr(self) -> str:  # noqa: D102
+        kind = "one memory shared" if self.shared else "one memory each"
+        return f"{len(self.paths)} layers, {kind}, scope={self.scope!r}"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Not callable: the memory runs inside the host."""
+        raise TypeError("Attachment: call the host model; the memory runs after its blocks")
+
+    def open_stream(self, stream: Stream) -> None:
+        """Give the state to `stream`; one at a time."""
+        if self._stream is not None:
+            raise RuntimeError("stream: another stream of this model is open; close it first")
+        self._stream = stream
+
+    def close_stream(self) -> None:
+        """Take the state from the open stream."""
+        self._stream = None
+
+    def install(self) -> None:
+        """Put the hooks on the host."""
+        for entry in self._entries:
+            self._handles += entry.install()
+            if getattr(entry.module, _NESTED, False) is True:
+                # nn.TransformerEncoder packs padded rows for a fused kernel that hooks switch off
+                setattr(entry.module, _NESTED, False)
+                self._unnested.append(entry.module)
+        self._handles += [site.install() for site in self._sites]
+
+    def uninstall(self) -> bool:
+        """Take the hooks off; whether there were any."""
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.remove()
+        for module in self._unnested:
+            setattr(module, _NESTED, True)
+        self._unnested = []
+        return bool(handles)
+
+    def call(self) -> Call | None:
+        """The call of the host under way."""
+        return self._call
+
+    def enter(self, entry: _Entry, marks: Marks) -> None:
+        """A module around the blocks is entered; the outermost opens the call."""
+        if self._call is None:
+            self._call = Call()
+        self._call.levels.append((entry, marks))
+
+    def leave(self, entry: _Entry) -> None:
+        """It returned, or raised."""
+        if self._call is not None and self._call.levels and self._call.levels[-1][0] is entry:
+            self._call.levels.pop()
+            if not self._call.levels:
+                self._call = None
+
+    def holder(self, slot: str, tokens: int, cache: Any | None) -> Any:
+        """Who keeps the state from call to call: the open stream, else the cache, else nobody."""
+        if self._stream is not None:
+            if cache is not None:
+                memory = carry(cache)
+                if memory.states:
+                    raise ValueError(
+                        "stream: the cache carries a state of the memory, and so does the open "
+                        "stream; start the stream with an empty cache, or leave it and let the "
+                        "cache carry the state"
+                    )
+                memory.streamed = True
+            return self._stream
+        if cache is None:
+            return None
+        if self.scope == DEPTH:
+            raise ValueError(
+                "attach: scope='depth' has no state to keep on a cache: a host that generates "
+                "with one attends causally; use scope='layer'"
+            )
+        memory = carry(cache)
+        advance(cache, memory, slot, tokens)
+        return memory
+
+
+class _Site:
+    """The hook after one block."""
+
+    def __init__(self, attachment: Attachment, block: Block, layer: nn.Module) -> None:
+        self.attachment, self.block, self.layer = attachment, block, layer
+        self.first_runs = FirstRuns()
+
+    def install(self) -> RemovableHandle:
+        # First in line: hooks that record hidden states then see those with the memory.
+        return self.block.module.register_forward_hook(self.after, with_kwargs=True, prepend=True)
+
+    def after(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        attachment, block = self.attachment, self.block
+        x = take_hidden(output, block)
+        call = attachment.call()
+        if call is None and in_backward():
+            given = self.first_runs.recall(block.path, args, kwargs)
+            return put_hidden(output, block, self._run(x, given)[0])
+
+        call = call or Call()
+        depth = attachment.scope == DEPTH
+        if depth and attachment.refuse_causal:
+            refuse_causal_call(block.path, args, kwargs)
+        slot = DEPTH if depth else call.slot(block.path)
+        mask, reset = call.marks(x, fall_back=attachment.masks_fall_back)
+        cache = find_cache(args, kwargs)
+        holder = attachment.holder(slot, x.shape[1], cache)
+        state = call.states.get(slot) if depth else None
+        if state is None and holder is not None:
+            state = holder.get(slot)
+
+        given = Given(state, mask, reset)
+        if not torch.compiler.is_compiling() and (torch.is_grad_enabled() or module.training):
+            self.first_runs.remember(args, kwargs, given)
+        y, state = self._run(x, given)
+        if depth:
+            call.states[slot] = state
+        if holder is not None:
+            holder.put(slot, state)
+        return put_hidden(output, block, y)
+
+    def _run(self, x: Tensor, given: Given) -> tuple[Tensor, MemoryState]:
+        return self.layer(
+            x,
+            given.state,
+            mask=given.mask,
+            reset=given.reset,
+            flush=self.attachment.scope == DEPTH,
+        )
+
+
+class _Entry:
+    """The hooks around one module that holds the blocks."""
+
+    def __init__(self, attachment: Attachment, module: nn.Module) -> None:
+        self.attachment, self.module = attachment, module
+        self.signature = Signature(module)
+
+    def install(self) -> list[RemovableHandle]:
+        return [
+            self.module.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True),
+            self.module.register_forward_hook(self.after, always_call=True),
+        ]
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.attachment.enter(self, Marks.read(self.signature, args, kwargs))
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.attachment.leave(self)
+
+
+def _around(host: nn.Module, paths: Sequence[str]) -> list[nn.Module]:
+    """The modules on the way from the host to its blocks, outermost first."""
+    around = {"": host}
+    for path in paths:
+        parts = path.split(".")
+        for length in range(1, len(parts)):
+            name = ".".join(parts[:length])
+            around[name] = host.get_submodule(name)
+    return [
+        module
+        for name, module in around.items()
+        if not isinstance(module, nn.ModuleList | nn.ModuleDict) and name not in paths
+    ]
+
+
+def _placement(block: Block) -> Tensor:
+    """A parameter whose device and type the memory takes after."""
+    for parameter in block.module.parameters():
+        if parameter.is_floating_point():
+            return parameter
+    return torch.empty(0)

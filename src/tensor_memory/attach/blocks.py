@@ -1,0 +1,238 @@
+"""Finding the repeated blocks of a Transformer by their structure, their width, their causality.
+
+A block is one of a row of siblings that all attend (a module with query, key and value
+projections inside) and all have weights beside their attention (a feed-forward part).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+Layers = str | Sequence[str] | Callable[[str, nn.Module], bool]
+
+_FUSED = ("qkv", "wqkv", "c_attn", "in_proj", "query_key_value", "qkv_proj")
+
+
+class NoBlocksFoundError(ValueError):
+    """The host holds nothing that looks like a row of Transformer blocks, or nothing matched."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One place where a memory goes: after this module of the host."""
+
+    path: str
+    module: nn.Module
+    dim: int
+    """d, width of the hidden states the block returns."""
+
+    sequence_first: bool
+    """Hidden states are (N, B, d), as `nn.MultiheadAttention` has them by default."""
+
+
+def find_blocks(
+    model: nn.Module, layers: Layers = "auto", *, every: int = 1, dim: int | None = None
+) -> list[Block]:
+    """The blocks of `model` named by `layers`, every Nth of them, with their widths.
+
+    Raises:
+        NoBlocksFoundError: nothing found; lists what could have been meant.
+        ValueError: several rows of blocks, or a width that cannot be inferred or is another one.
+    """
+    if every < 1:
+        raise ValueError(f"every: expected at least 1 (every Nth block), got {every}")
+    found = _auto(model) if isinstance(layers, str) and layers == "auto" else _named(model, layers)
+    blocks = []
+    for path, module in found[::every]:
+        inferred = _width(module, _config_value(model, "hidden_size"))
+        if inferred is None and dim is None:
+            raise ValueError(
+                f"attach: the width of block '{path}' ({type(module).__name__}) cannot be "
+                "inferred from its norms and projections; pass dim="
+            )
+        if dim is not None and inferred is not None and dim != inferred:
+            raise ValueError(
+                f"attach: dim={dim} was asked for, but block '{path}' "
+                f"({type(module).__name__}) has width {inferred}; leave dim out or pass {inferred}"
+            )
+        width = inferred or dim
+        assert width is not None
+        blocks.append(Block(path, module, width, _is_sequence_first(module)))
+    return blocks
+
+
+def is_causal(model: nn.Module, blocks: Sequence[Block]) -> bool:
+    """Whether the host attends causally; what its modules do not say counts as causal.
+
+    Hugging Face attention modules carry `is_causal`, and blocks that can be either carry
+    `is_decoder`. In `nn.TransformerEncoder` causality is a fact of the call, so it is unknown here.
+    """
+    if _config_value(model, "is_decoder"):
+        return True
+    said = [
+        flag
+        for block in blocks
+        for module in block.module.modules()
+        for flag in (getattr(module, "is_causal", None), getattr(module, "is_decoder", None))
+        if isinstance(flag, bool)
+    ]
+    return not said or any(said)
+
+
+def _auto(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    rows = {
+        path: container
+        for path, container in _containers(model)
+        if all(_is_block(child) for child in container.children())
+    }
+    outermost = {
+        path: row
+        for path, row in rows.items()
+        if not any(path != other and path.startswith(f"{other}.") for other in rows)
+    }
+    if not outermost:
+        raise NoBlocksFoundError(
+            f"attach: no row of Transformer blocks found in {type(model).__name__}; "
+            + _candidates(model)
+        )
+    if len(outermost) > 1:
+        choices = ", ".join(f"'{_join(path, '*')}'" for path in outermost)
+        raise ValueError(
+            f"attach: {type(model).__name__} has several rows of Transformer blocks; "
+            f"choose with layers= one of {choices}, or a list of paths"
+        )
+    ((path, row),) = outermost.items()
+    return [(_join(path, name), child) for name, child in row.named_children()]
+
+
+def _named(model: nn.Module, layers: Layers) -> list[tuple[str, nn.Module]]:
+    modules = [(path, module) for path, module in model.named_modules() if path]
+    if callable(layers):
+        found = [(path, module) for path, module in modules if layers(path, module)]
+        asked = "the predicate given as layers="
+    else:
+        patterns = [layers] if isinstance(layers, str) else list(layers)
+        found, asked = [], f"layers={layers!r}"
+        for pattern in patterns:
+            matched = [(path, module) for path, module in modules if _matches(path, pattern)]
+            if not matched:
+                raise NoBlocksFoundError(
+                    f"attach: {pattern!r} matches no module of {type(model).__name__}; "
+                    + _candidates(model)
+                )
+            found += [item for item in matched if item not in found]
+    if not found:
+        raise NoBlocksFoundError(
+            f"attach: {asked} matches no module of {type(model).__name__}; " + _candidates(model)
+        )
+    for path, module in found:
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            raise ValueError(
+                f"attach: '{path}' is a {type(module).__name__}, which is never called itself; "
+                f"name its blocks, as in layers='{path}.*'"
+            )
+    return found
+
+
+def _matches(path: str, pattern: str) -> bool:
+    """Glob by segments: `*` never crosses a dot, so 'h.*' does not mean 'h.0.attn'."""
+    parts, wanted = path.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def _containers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module):
+            yield path, module
+
+
+def _candidates(model: nn.Module) -> str:
+    lines = []
+    for path, container in _containers(model):
+        kinds = {type(child).__name__ for child in container.children()}
+        if len(kinds) == 1 and len(list(container.children())) > 1:
+            count = len(list(container.children()))
+            lines.append(f"'{_join(path, '*')}' ({count} × {kinds.pop()})")
+    if not lines:
+        top = ", ".join(f"'{n}' ({type(m).__name__})" for n, m in model.named_children())
+        return f"name blocks with layers=; its parts are {top or 'none'}"
+    return "name blocks with layers=; its repeated modules are " + ", ".join(lines)
+
+
+def _is_block(module: nn.Module) -> bool:
+    attention = [part for part in module.modules() if part is not module and _attends(part)]
+    inside = {id(part) for top in attention for part in top.modules()}
+    return bool(attention) and any(
+        id(part) not in inside and len(_weight_shape(part)) == 2 for part in module.modules()
+    )
+
+
+def _attends(module: nn.Module) -> bool:
+    kind = type(module).__name__.lower()
+    if isinstance(module, nn.MultiheadAttention) or "attention" in kind or kind.endswith("attn"):
+        return True
+    names = [name.lower() for name, _ in module.named_children()]
+    if any(name in _FUSED for name in names):
+        return True
+    # q_proj k_proj v_proj, query key value, to_q to_k to_v, wq wk wv, q k v: three names that
+    # differ in one letter, or the words themselves
+    if {"query", "key", "value"} <= set(names):
+        return True
+    return any(
+        name.replace("q", "k", 1) in names and name.replace("q", "v", 1) in names
+        for name in names
+        if "q" in name
+    )
+
+
+def _width(block: nn.Module, hint: object) -> int | None:
+    """d, from the block's norms: its own first, then those of its parts, the host's word last."""
+    own = [_norm_width(child) for child in block.children()]
+    deeper = [_norm_width(part) for part in block.modules()]
+    for widths in (own, deeper):
+        counted = Counter(width for width in widths if width is not None)
+        if len(counted) == 1:
+            return next(iter(counted))
+        if isinstance(hint, int) and hint in counted:
+            return hint
+    attention = {m.embed_dim for m in block.modules() if isinstance(m, nn.MultiheadAttention)}
+    if len(attention) == 1:
+        return attention.pop()
+    shapes = [_weight_shape(part) for part in block.modules()]
+    square = {shape[0] for shape in shapes if len(shape) == 2 and shape[0] == shape[1]}
+    return square.pop() if len(square) == 1 else None
+
+
+def _norm_width(module: nn.Module) -> int | None:
+    """Width of a leaf that scales each feature: LayerNorm and RMSNorm of any make."""
+    shape = _weight_shape(module)
+    return shape[0] if len(shape) == 1 and shape[0] > 1 and not any(module.children()) else None
+
+
+def _weight_shape(module: nn.Module) -> tuple[int, ...]:
+    weight = getattr(module, "weight", None)
+    return tuple(weight.shape) if isinstance(weight, nn.Parameter) else ()
+
+
+def _is_sequence_first(block: nn.Module) -> bool:
+    return any(
+        isinstance(part, nn.MultiheadAttention) and not part.batch_first for part in block.modules()
+    )
+
+
+def _config_value(model: nn.Module, name: str) -> object:
+    """A value of the host's own config, or of a wrapped host's (PEFT, DDP)."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, name):
+            return getattr(config, name)
+    return None
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

@@ -1,0 +1,150 @@
+"""One call of the host: what its entry was given, and what that means for the memory.
+
+Blocks see a 4-D attention mask or none, so the 2-D mask is taken where the caller gave it: at the
+host's entry, or at the innermost module around the blocks that still has one (a PEFT model calls
+its base model directly in `generate`, and may lengthen the mask on the way in).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tensor_memory.state import MemoryState
+
+
+class Signature:
+    """Finds arguments by name in a call of one module, positional ones too."""
+
+    def __init__(self, module: nn.Module) -> None:
+        parameters = inspect.signature(module.forward).parameters
+        self.places = {name: place for place, name in enumerate(parameters)}
+
+    def get(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The argument, or None where it was not given."""
+        place = self.places.get(name)
+        if name in kwargs:
+            return kwargs[name]
+        return args[place] if place is not None and place < len(args) else None
+
+
+@dataclass
+class Marks:
+    """What one level of the call says about its tokens, as the caller gave it."""
+
+    attention_mask: Tensor | None = None
+    """(B, W), not zero where a token is real; its last N columns belong to this call."""
+
+    padding: Tensor | None = None
+    """(B, N) or (N,): torch.nn's mask, true or not zero where a token is not real."""
+
+    positions: Tensor | None = None
+    """(B, N) or (N,) position ids."""
+
+    @classmethod
+    def read(cls, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Marks:
+        """Take the 2-D mask and the position ids out of a module's arguments."""
+        return cls(
+            _tensor(signature.get("attention_mask", args, kwargs), (2,)),
+            _tensor(signature.get("src_key_padding_mask", args, kwargs), (1, 2)),
+            _tensor(signature.get("position_ids", args, kwargs), (1, 2)),
+        )
+
+    @property
+    def mask(self) -> Tensor | None:
+        """(B, W) bool, true where a token is real."""
+        if self.attention_mask is not None:
+            return self.attention_mask != 0
+        if self.padding is not None:
+            return (self.padding == 0).reshape(-1, self.padding.shape[-1])
+        return None
+
+
+@dataclass
+class Call:
+    """One call of the host, from its outermost entry to its return."""
+
+    levels: list[tuple[object, Marks]] = field(default_factory=list)
+    """The modules around the blocks entered so far, outermost first."""
+
+    states: dict[str, MemoryState] = field(default_factory=dict)
+    """States that live for this call alone."""
+
+    visits: Counter[str] = field(default_factory=Counter)
+    """How often each block has run: a block used twice in depth keeps one state per use."""
+
+    told: tuple[Tensor | None, Tensor | None] | None = None
+    """What `marks` answered for the number of tokens in `told_for`."""
+
+    told_for: tuple[int, int] = (-1, -1)
+
+    def slot(self, path: str) -> str:
+        """Name of the state that the next run of block `path` uses."""
+        visit = self.visits[path]
+        self.visits[path] += 1
+        return f"{path}#{visit}" if visit else path
+
+    def marks(self, x: Tensor, *, fall_back: bool) -> tuple[Tensor | None, Tensor | None]:
+        """`mask` and `reset` (B, N) for hidden states x (B, N, d); None where they say nothing.
+
+        Asked once per call for each number of tokens: the answer costs the device a question.
+        """
+        B, N = x.shape[:2]
+        if self.told is None or self.told_for != (B, N):
+            mask = _last_columns(self._innermost("mask", fall_back), B, N)
+            reset = _documents(self._innermost("positions", fall_back), mask, B, N)
+            if not torch.compiler.is_compiling() and mask is not None and bool(mask.all()):
+                mask = None  # every row stands at the same place: no bookkeeping per row
+            self.told, self.told_for = (mask, reset), (B, N)
+        return self.told
+
+    def _innermost(self, name: str, fall_back: bool) -> Tensor | None:
+        for _, marks in reversed(self.levels):
+            value = getattr(marks, name)
+            if value is not None:
+                return value
+            if not fall_back:
+                return None
+        return None
+
+
+def _last_columns(mask: Tensor | None, B: int, N: int) -> Tensor | None:
+    if mask is None:
+        return None
+    if mask.shape[1] < N or mask.shape[0] not in (1, B):
+        raise ValueError(
+            f"attention_mask: expected shape (B, at least N) = ({B}, {N} or more) like the hidden "
+            f"states of the blocks that carry the memory, got {tuple(mask.shape)}"
+        )
+    return mask[:, mask.shape[1] - N :].expand(B, N)
+
+
+def _documents(positions: Tensor | None, mask: Tensor | None, B: int, N: int) -> Tensor | None:
+    """(B, N) true where a position is smaller than that of the real token before it.
+
+    Never at column 0: a call that continues another starts wherever it starts.
+    """
+    if positions is None or N < 2 or positions.shape[-1] != N:
+        return None
+    positions = positions.reshape(-1, N).expand(B, N)
+    if mask is None:
+        starts = positions[:, 1:] < positions[:, :-1]
+        starts = torch.cat([torch.zeros_like(starts[:, :1]), starts], dim=1)
+    else:  # padding carries positions of no meaning, so each token looks back at a real one
+        column = torch.arange(N, device=positions.device).expand(B, N)
+        last_real = torch.where(mask, column, -1).cummax(1).values
+        before = torch.cat([torch.full_like(last_real[:, :1], -1), last_real[:, :-1]], dim=1)
+        earlier = positions.gather(1, before.clamp(min=0))
+        starts = mask & (before >= 0) & (positions < earlier)
+    if not torch.compiler.is_compiling() and not bool(starts.any()):
+        return None
+    return starts
+
+
+def _tensor(value: Any, ndims: tuple[int, ...]) -> Tensor | None:
+    return value if isinstance(value, Tensor) and value.ndim in ndims else None

@@ -1,0 +1,31 @@
+"""Seeing at call time that a host attends causally although its modules do not say so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+def refuse_causal_call(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise where a block is told to attend causally: by `is_causal`, or by its 4-D mask."""
+    masks = [value for value in (*args, *kwargs.values()) if _is_causal_mask(value)]
+    if kwargs.get("is_causal") is True or masks:
+        raise ValueError(
+            f"attach: block '{path}' is called with a causal mask, and {LEAK}; use scope='layer'"
+        )
+
+
+LEAK = (
+    "scope='depth' starts each layer from the state that the layer before it left after the whole "
+    "sequence, so that from the second layer on a token would read what later tokens wrote"
+)
+
+
+def _is_causal_mask(value: Any) -> bool:
+    """(B, heads, N, columns): the last token sees what the first does not, and not the reverse."""
+    if not isinstance(value, Tensor) or value.ndim != 4 or value.shape[-2] < 2:
+        return False
+    open_ = value if value.dtype.is_floating_point is False else value == 0
+    first, last = open_[..., 0, :].bool(), open_[..., -1, :].bool()
+    return bool((last & ~first).any()) and not bool((first & ~last).any())

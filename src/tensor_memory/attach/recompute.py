@@ -1,0 +1,89 @@
+"""Gradient checkpointing runs a block a second time in the backward pass; its memory must not
+advance then, and must start where it started the first time.
+
+The second run happens outside any call of the host, so nothing but the block's input tells which
+first run it repeats. Checkpointing keeps that input alive, in the same storage, until then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tensor_memory.state import MemoryState
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a memory layer was given in one run of its block."""
+
+    state: MemoryState | None
+    mask: Tensor | None
+    reset: Tensor | None
+
+
+@dataclass
+class _Run:
+    given: Given
+    storage: StorageWeakRef
+    unique: bool = True
+
+
+class FirstRuns:
+    """The runs of one block whose inputs are still alive."""
+
+    def __init__(self) -> None:
+        self._runs: dict[tuple[int, tuple[int, ...]], _Run] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FirstRuns:
+        return FirstRuns()  # a copied model has run nothing yet
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_runs": {}}
+
+    def remember(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: Given) -> None:
+        """Keep what the memory was given for as long as the block's input lives."""
+        self._runs = {key: run for key, run in self._runs.items() if not run.storage.expired()}
+        x = _first_tensor(args, kwargs)
+        if x is None:
+            return
+        key = (x.data_ptr(), tuple(x.shape))
+        before = self._runs.get(key)
+        same = before is None or (before.unique and _is_same(before.given, given))
+        self._runs[key] = _Run(given, StorageWeakRef(x.untyped_storage()), unique=same)
+
+    def recall(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+        """What the memory was given in the run that this one repeats."""
+        x = _first_tensor(args, kwargs)
+        run = None if x is None else self._runs.get((x.data_ptr(), tuple(x.shape)))
+        if run is None:
+            raise RuntimeError(
+                f"attach: block '{path}' runs again in the backward pass with an input that its "
+                "memory has not seen; checkpoint the block without moving its input elsewhere "
+                "(save_on_cpu and the like)"
+            )
+        if not run.unique:
+            raise RuntimeError(
+                f"attach: block '{path}' was given one and the same tensor in several calls and "
+                "runs again in the backward pass, so its memory cannot tell them apart; pass a "
+                "clone of the input to each call"
+            )
+        return run.given
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    values = (*args, *kwargs.values())
+    return next((v for v in values if isinstance(v, Tensor) and v.is_floating_point()), None)
+
+
+def _is_same(one: Given, other: Given) -> bool:
+    return one.state is other.state and one.mask is other.mask and one.reset is other.reset

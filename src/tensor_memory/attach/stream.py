@@ -1,0 +1,66 @@
+"""A stretch of calls that belong together: the memory continues from one to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from tensor_memory.state import MemoryState
+
+if TYPE_CHECKING:
+    from tensor_memory.attach.attachment import Attachment
+
+
+class Stream:
+    """Open with `with attachment.stream() as s:`; while open it owns the memory's state.
+
+    The state stays readable after the stream has closed, and `attachment.stream(s.state)`
+    continues from it.
+    """
+
+    def __init__(
+        self, attachment: Attachment, state: Mapping[str, MemoryState] | None = None
+    ) -> None:
+        self._attachment = attachment
+        self._states = dict(state or {})
+
+    @property
+    def state(self) -> dict[str, MemoryState]:
+        """The state of every memory layer by the path of its block; empty before the first call."""
+        return dict(self._states)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held; does not depend on how much has been streamed."""
+        return sum(state.nbytes for state in self._states.values())
+
+    def reset(self, rows: Tensor | Sequence[int] | None = None) -> None:
+        """Empty the memory of all rows, or of those named by index or by a (B,) bool mask."""
+        self._states = {slot: state.reset(rows) for slot, state in self._states.items()}
+
+    def detach(self) -> None:
+        """Cut the state off from the graph: truncated back-propagation through time."""
+        self._states = {slot: state.detach() for slot, state in self._states.items()}
+
+    def get(self, slot: str) -> MemoryState | None:
+        """The state of one memory layer, None before its first call."""
+        return self._states.get(slot)
+
+    def put(self, slot: str, state: MemoryState) -> None:
+        """Continue that layer from `state` in the next call."""
+        self._states[slot] = state
+
+    def __enter__(self) -> Stream:
+        self._attachment.open_stream(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._attachment.close_stream()

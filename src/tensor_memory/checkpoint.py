@@ -1,0 +1,148 @@
+"""The memory's weights in a folder of their own: safetensors, and what they are in JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tensor_memory.attach import Attachment, attachment_of
+from tensor_memory.config import MemoryConfig
+from tensor_memory.files import load_tensors, save_tensors, write_whole
+
+WEIGHTS, DESCRIPTION = "memory.safetensors", "memory.json"
+
+_KIND = "tensor-memory weights"
+_FORMAT = 1
+
+
+def save_memory(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+    """Write the memory attached to `model`, and nothing of the host, into `folder`.
+
+    `memory.safetensors` holds the weights, `memory.json` the config and the blocks it sits on.
+    """
+    attachment = attachment_of(model, "save_memory")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_tensors(folder / WEIGHTS, attachment.state_dict(), kind=_KIND)
+    text = json.dumps(_describe(attachment), indent=2) + "\n"
+    write_whole(folder / DESCRIPTION, lambda at: _write(at, text))
+
+
+def load_memory(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+    """Read what `save_memory` wrote into the memory attached to `model`.
+
+    Raises:
+        FileNotFoundError: the folder is not one of `save_memory`.
+        ValueError: a truncated or foreign file, a key that is unknown or missing, another config,
+            host width or number of layers. The memory is then left as it was.
+    """
+    attachment = attachment_of(model, "load_memory")
+    folder = Path(folder)
+    _require_same(_read_description(folder / DESCRIPTION), _describe(attachment), folder)
+    weights = load_tensors(folder / WEIGHTS, kind=_KIND)
+    _require_fit(weights, attachment.state_dict(), folder / WEIGHTS)
+    attachment.load_state_dict(weights, strict=True)
+
+
+def _describe(attachment: Attachment) -> dict[str, Any]:
+    return {
+        "format": _FORMAT,
+        "config": attachment.config.to_dict(),
+        "widths": attachment.dims,
+        "blocks": attachment.paths,
+        "share_weights": attachment.shared,
+        "scope": attachment.scope,
+    }
+
+
+def _read_description(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path}: no such file; expected a folder written by save_memory(model, folder)"
+        )
+    try:
+        described = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"{path}: expected JSON, got a truncated or foreign file ({error}); save again"
+        ) from error
+    known = ("format", "config", "widths", "blocks", "share_weights", "scope")
+    found = list(described) if isinstance(described, dict) else []
+    if sorted(found) != sorted(known):
+        raise ValueError(
+            f"{path}: expected the keys {', '.join(known)}, got {', '.join(found) or 'none'}"
+        )
+    if described["format"] != _FORMAT:
+        raise ValueError(
+            f"{path}: expected format {_FORMAT}, got {described['format']!r}; it was written by "
+            "another version of tensor-memory"
+        )
+    return described
+
+
+def _require_same(saved: dict[str, Any], here: dict[str, Any], folder: Path) -> None:
+    if set(saved["widths"]) != set(here["widths"]):
+        raise ValueError(
+            f"{folder}: holds a memory for hosts of width {_listed(saved['widths'])}, and this "
+            f"host has width {_listed(here['widths'])}; load it into the host it was trained on"
+        )
+    if saved["share_weights"] != here["share_weights"]:
+        raise ValueError(
+            f"{folder}: expected share_weights={here['share_weights']} as attached, got "
+            f"{saved['share_weights']}; attach with share_weights={saved['share_weights']}"
+        )
+    if len(saved["blocks"]) != len(here["blocks"]):
+        raise ValueError(
+            f"{folder}: holds {len(saved['blocks'])} memory layers "
+            f"({', '.join(saved['blocks'])}), and this host has {len(here['blocks'])} "
+            f"({', '.join(here['blocks'])}); attach to as many blocks with layers= or every="
+        )
+    if saved["scope"] != here["scope"]:
+        raise ValueError(
+            f"{folder}: expected scope={here['scope']!r} as attached, got {saved['scope']!r}; "
+            f"attach with scope={saved['scope']!r}"
+        )
+    config = MemoryConfig.from_dict(saved["config"]).to_dict()
+    differing = [
+        f"{name} {config[name]!r} (here {value!r})"
+        for name, value in here["config"].items()
+        if config[name] != value and name != "backend"  # how it is computed, not what it is
+    ]
+    if differing:
+        raise ValueError(
+            f"{folder}: holds a memory of another config: {', '.join(differing)}; attach with "
+            "the config it was saved with"
+        )
+
+
+def _require_fit(weights: dict[str, Tensor], here: dict[str, Tensor], path: Path) -> None:
+    unknown, missing = sorted(set(weights) - set(here)), sorted(set(here) - set(weights))
+    if unknown or missing:
+        raise ValueError(
+            f"{path}: unknown tensors {_listed(unknown)}, missing tensors {_listed(missing)}; "
+            "attach with the options (norm, share_weights, layers) it was saved with"
+        )
+    for name, tensor in weights.items():
+        if tensor.shape != here[name].shape:
+            raise ValueError(
+                f"{path}: expected {name} of shape {tuple(here[name].shape)}, "
+                f"got {tuple(tensor.shape)}"
+            )
+        if not torch.can_cast(tensor.dtype, here[name].dtype):
+            raise ValueError(
+                f"{path}: expected {name} of a type that fits {here[name].dtype}, "
+                f"got {tensor.dtype}"
+            )
+
+
+def _listed(values: Any) -> str:
+    return ", ".join(str(value) for value in dict.fromkeys(values)) or "none"
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
