@@ -56,7 +56,7 @@ def assign(
     K = chunk_size
     ends = flush if isinstance(flush, Tensor) else torch.zeros_like(mask)
     if flush is True:
-        ends = ends.index_fill(1, torch.tensor([N - 1], device=mask.device), True)
+        ends[:, -1].fill_(True)  # an index tensor would have to travel to the device
     begins = torch.zeros_like(mask) if reset is None else reset
 
     real = mask.long()
