@@ -32,7 +32,13 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[Path], None]) -> 
 def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], *, kind: str) -> None:
     """Write named tensors as safetensors; `kind` says what the file is and is asked for on load."""
     detached = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    write_whole(path, lambda at: save_file(detached, at, metadata={"kind": kind}))
+    try:
+        write_whole(path, lambda at: save_file(detached, at, metadata={"kind": kind}))
+    except SafetensorError as error:  # its own name for a disk or a folder that refuses
+        raise OSError(
+            f"{path}: cannot write the {kind} ({error}); expected a folder that exists, may be "
+            "written to and has room"
+        ) from error
 
 
 def load_tensors(
