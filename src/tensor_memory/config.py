@@ -70,11 +70,15 @@ class MemoryConfig:
     def __post_init__(self) -> None:
         if isinstance(self.grid, int) or not all(_is_int(size) for size in self.grid):
             raise TypeError(
-                f"grid: expected a tuple of integers such as (8, 8, 8), got {self.grid!r}"
+                f"grid: expected a tuple of integers, got {self.grid!r}; "
+                "write it as (8, 8, 8), or (8,) for one axis"
             )
         object.__setattr__(self, "grid", tuple(self.grid))  # lists come back from JSON
         if not 1 <= len(self.grid) <= MAX_AXES:
-            raise ValueError(f"grid: expected 1 to {MAX_AXES} axes, got {len(self.grid)}")
+            raise ValueError(
+                f"grid: expected 1 to {MAX_AXES} axes, got {len(self.grid)}; "
+                "give the voxels of each axis, such as (8, 8, 8)"
+            )
         if min(self.grid) < 2:
             raise ValueError(
                 f"grid: expected at least 2 voxels along every axis, got {self.grid}; "
@@ -83,20 +87,30 @@ class MemoryConfig:
         for name in ("channels", "chunk_size", "read_heads", "write_heads"):
             value = getattr(self, name)
             if not _is_int(value):
-                raise TypeError(f"{name}: expected an integer, got {value!r}")
+                raise TypeError(
+                    f"{name}: expected an integer, got {value!r}; convert it with int()"
+                )
             if value < 1:
-                raise ValueError(f"{name}: expected at least 1, got {value}")
+                raise ValueError(
+                    f"{name}: expected at least 1, got {value}; leave it out for the default"
+                )
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(
-                    f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}"
+                    f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}; "
+                    "leave it out for the paper's"
                 )
         for name in ("sigma_scale", "spread_bias", "forget_bias"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not math.isfinite(value):
-                raise ValueError(f"{name}: expected a finite number, got {value!r}")
+                raise ValueError(
+                    f"{name}: expected a finite number, got {value!r}; leave it out for the paper's"
+                )
         if self.sigma_scale <= 0:
-            raise ValueError(f"sigma_scale: expected a positive number, got {self.sigma_scale}")
+            raise ValueError(
+                f"sigma_scale: expected a positive number, got {self.sigma_scale}; "
+                "leave it out for the paper's"
+            )
         if self.share_coordinates and self.read_heads != self.write_heads:
             raise ValueError(
                 "share_coordinates: shared coordinates need as many read heads as write heads, "

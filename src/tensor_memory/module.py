@@ -127,6 +127,11 @@ class TensorMemory(nn.Module):
             state = MemoryState.zeros(
                 self.config, self.dim, x.shape[0], dtype=x.dtype, device=x.device
             )
+        elif not isinstance(state, MemoryState):
+            raise TypeError(
+                f"state: expected a MemoryState, got {type(state).__name__}; "
+                "pass what the previous call returned, and mask, reset and flush by name"
+            )
         else:
             state.require(self.config, x)
         if x.shape[1] == 0:
@@ -321,7 +326,7 @@ class TensorMemory(nn.Module):
             if marks.shape != x.shape[:2]:
                 raise ValueError(
                     f"{name}: expected shape (B, N) = {tuple(x.shape[:2])}, "
-                    f"got {tuple(marks.shape)}"
+                    f"got {tuple(marks.shape)}; give one mark per token of x"
                 )
             if marks.device != x.device:
                 raise ValueError(
@@ -364,7 +369,9 @@ class MemoryResidual(nn.Module):
         super().__init__()
         for name, rate in (("dropout", dropout), ("drop_path", drop_path)):
             if not 0 <= rate < 1:
-                raise ValueError(f"{name}: expected a probability in [0, 1), got {rate}")
+                raise ValueError(
+                    f"{name}: expected a probability in [0, 1), got {rate}; 0 drops nothing"
+                )
         if own_memory:
             self.memory = memory
         else:
@@ -386,7 +393,12 @@ class MemoryResidual(nn.Module):
         flush: Tensor | bool = False,
     ) -> tuple[Tensor, MemoryState]:
         """x (B, N, d) -> x̂ (B, N, d), state; the options are `TensorMemory.forward`'s."""
-        m, after = self.memory(self.norm(x), state, mask=mask, reset=reset, flush=flush)
+        if mask is None:
+            source = x
+        else:  # garbage under the mask would reach the LayerNorm's gradient as 0 · NaN
+            self.memory._check(x, mask, reset, flush)
+            source = x.masked_fill(~mask[..., None], 0)
+        m, after = self.memory(self.norm(source), state, mask=mask, reset=reset, flush=flush)
         m = F.dropout(m, self.dropout, self.training)
         if self.training and self.drop_path:
             kept = torch.rand(m.shape[0], 1, 1, device=m.device) >= self.drop_path

@@ -106,7 +106,13 @@ class MemoryState:
 
     def select(self, rows: Tensor | Sequence[int]) -> MemoryState:
         """The rows named by index, in that order, repeats allowed: beam reordering."""
-        index = torch.as_tensor(rows, dtype=torch.long, device=self.hidden.device)
+        index = torch.as_tensor(rows, device=self.hidden.device)
+        if index.dtype == torch.bool:
+            raise TypeError(
+                "MemoryState.select: expected row indices, got a bool mask; "
+                "pass mask.nonzero().flatten()"
+            )
+        index = index.long()
         return self._map(lambda tensor: tensor.index_select(0, index))
 
     def reset(self, rows: Tensor | Sequence[int] | None = None) -> MemoryState:
@@ -121,8 +127,8 @@ class MemoryState:
             )
         elif chosen.shape != self.fill.shape:
             raise ValueError(
-                f"MemoryState.reset: expected a mask of shape ({self.batch_size},), "
-                f"got {tuple(chosen.shape)}"
+                f"MemoryState.reset: expected a mask of shape (B,) = ({self.batch_size},), "
+                f"got {tuple(chosen.shape)}; give one mark per row, or row indices"
             )
         emptied = self._map(
             lambda tensor: tensor.masked_fill(chosen.reshape(-1, *[1] * (tensor.ndim - 1)), 0)
