@@ -53,6 +53,7 @@ def configs(draw: st.DrawFn) -> MemoryConfig:
         share_coordinates=shared,
         mixing=draw(st.sampled_from(["factorized", "pointwise"])),
         sigma_scale=draw(st.sampled_from([1.0, 0.4])),
+        backend=draw(st.sampled_from(["auto", "reference"])),
     )
 
 
