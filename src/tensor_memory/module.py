@@ -402,7 +402,7 @@ class MemoryResidual(nn.Module):
         m = F.dropout(m, self.dropout, self.training)
         if self.training and self.drop_path:
             kept = torch.rand(m.shape[0], 1, 1, device=m.device) >= self.drop_path
-            m = m * (kept / (1 - self.drop_path)).to(m.dtype)
+            m = m * (kept.to(m.dtype) / (1 - self.drop_path))
         return x + (self.gate.sigmoid() * m).to(x.dtype), after
 
 
