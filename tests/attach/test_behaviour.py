@@ -1,0 +1,146 @@
+"""What attaching and detaching must do on every host alike."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from hosts import HOSTS, SMALL, Host, read
+from torch import Tensor, nn
+
+from tensor_memory import (
+    attach,
+    detach,
+    load_memory,
+    memory_disabled,
+    save_memory,
+)
+
+pytestmark = pytest.mark.parametrize("host", HOSTS.values(), ids=HOSTS.keys())
+
+
+def outputs(model: nn.Module, example: Tensor) -> Tensor:
+    return read(model(example)).detach()
+
+
+def traces(model: nn.Module) -> list[tuple[str, list[str], int]]:
+    """Everything an attachment could leave behind: attributes and hooks of every module."""
+    return [
+        (path, sorted(vars(m)), len(m._forward_hooks) + len(m._forward_pre_hooks))
+        for path, m in model.named_modules()
+    ]
+
+
+def test_the_repeated_blocks_are_found_by_themselves(host: Host) -> None:
+    model = host()
+    assert tuple(attach(model, SMALL).paths) == host.blocks
+
+
+def test_zero_init_leaves_the_outputs_bit_identical(host: Host) -> None:
+    model, example = host(), host.example()
+    before = outputs(model, example)
+    attach(model, SMALL, zero_init=True)
+    assert torch.equal(outputs(model, example), before)
+
+
+def test_without_zero_init_the_outputs_change(host: Host) -> None:
+    model, example = host(), host.example()
+    before = outputs(model, example)
+    attach(model, SMALL)
+    assert not torch.equal(outputs(model, example), before)
+
+
+@pytest.mark.parametrize("freeze", [False, True], ids=["trained", "frozen"])
+def test_detaching_leaves_no_trace(host: Host, freeze: bool) -> None:
+    model, example = host(), host.example()
+    before, keys, left = outputs(model, example), list(model.state_dict()), traces(model)
+    attach(model, SMALL, freeze_host=freeze)
+    outputs(model, example)
+    detach(model)
+    assert torch.equal(outputs(model, example), before)
+    assert list(model.state_dict()) == keys
+    assert traces(model) == left
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_disabled_equals_detached(host: Host) -> None:
+    model, example = host(), host.example()
+    before = outputs(model, example)
+    attach(model, SMALL)
+    attached = outputs(model, example)
+    with memory_disabled(model), memory_disabled(model):
+        assert torch.equal(outputs(model, example), before)
+    assert torch.equal(outputs(model, example), attached)
+
+
+def test_attaching_twice_is_an_error_that_changes_nothing(host: Host) -> None:
+    model, example = host(), host.example()
+    attach(model, SMALL)
+    before, keys = outputs(model, example), list(model.state_dict())
+    with pytest.raises(ValueError, match=r"already has a memory attached; detach\(model\) first"):
+        attach(model, SMALL)
+    assert torch.equal(outputs(model, example), before)
+    assert list(model.state_dict()) == keys
+
+
+@pytest.mark.parametrize("share", [True, False], ids=["shared", "each"])
+def test_a_saved_memory_restores_the_outputs_exactly(
+    host: Host, share: bool, tmp_path: Path
+) -> None:
+    model, example = host(), host.example()
+    attach(model, SMALL, share_weights=share, gate_init=-1.0)
+    before = outputs(model, example)
+    save_memory(model, tmp_path)
+    detach(model)
+    attach(model, SMALL, share_weights=share)
+    assert not torch.equal(outputs(model, example), before)
+    load_memory(model, tmp_path)
+    assert torch.equal(outputs(model, example), before)
+
+
+@pytest.mark.parametrize("share", [True, False], ids=["shared", "each"])
+def test_gradients_reach_every_memory_parameter(host: Host, share: bool) -> None:
+    model = host()
+    attachment = attach(model, SMALL, share_weights=share)
+    read(model(host.example())).square().sum().backward()
+    missing = [
+        name
+        for name, parameter in attachment.named_parameters()
+        if parameter.grad is None or not parameter.grad.any()
+    ]
+    assert missing == []
+
+
+def test_freezing_the_host_leaves_the_memory_to_train(host: Host) -> None:
+    model = host()
+    attachment = attach(model, SMALL, freeze_host=True)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {f"tensor_memory.{name}" for name, _ in attachment.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_host_in_half_precision_works(host: Host, dtype: torch.dtype) -> None:
+    model, example = host().to(dtype), host.example()
+    example = example.to(dtype) if example.is_floating_point() else example
+    attachment = attach(model, SMALL)
+    assert {p.dtype for p in attachment.parameters()} == {dtype}
+    output = outputs(model, example)
+    assert output.dtype == dtype
+    assert output.isfinite().all()
+
+
+def test_a_copied_model_carries_its_own_memory(host: Host) -> None:
+    model, example = host(), host.example()
+    bare = outputs(model, example)
+    attach(model, SMALL)
+    before = outputs(model, example)
+    copied = copy.deepcopy(model)
+    assert torch.equal(outputs(copied, example), before)
+    with torch.no_grad():
+        copied.get_parameter("tensor_memory.memory.output.weight").zero_()
+    assert torch.equal(outputs(copied, example), bare)
+    detach(copied)
+    assert torch.equal(outputs(copied, example), bare)
+    assert torch.equal(outputs(model, example), before)

@@ -1,0 +1,125 @@
+"""No host sees the future because of its memory, and depth-threading is kept from those it would."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from hosts import HOSTS, SMALL, WIDTH, Host, bert, encoder, ids, llama, read
+from torch import nn
+
+from tensor_memory import attach, find_leak
+
+CAUSAL = {name: host for name, host in HOSTS.items() if host.causal}
+KNOWN = {n: h for n, h in HOSTS.items() if not h.causal and h.bidirectional_is_known}
+UNKNOWN = {n: h for n, h in HOSTS.items() if not h.causal and not h.bidirectional_is_known}
+LEAK = "a token would read what later tokens wrote"
+
+
+def hosts(kind: dict[str, Host]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("host", kind.values(), ids=kind.keys())
+
+
+@hosts(CAUSAL)
+@pytest.mark.parametrize("share", [True, False], ids=["shared", "each"])
+def test_a_causal_host_stays_causal(host: Host, share: bool) -> None:
+    model = host()
+    attach(model, SMALL, share_weights=share)
+    report = find_leak(model, host.example())
+    assert not report, str(report)
+
+
+@hosts(CAUSAL)
+def test_depth_is_refused_on_causal_hosts(host: Host) -> None:
+    model = host()
+    with pytest.raises(ValueError, match=f"counts as causal, and .*{LEAK}.*scope='layer'"):
+        attach(model, SMALL, scope="depth")
+    assert not hasattr(model, "tensor_memory")
+
+
+@hosts(KNOWN)
+def test_depth_is_allowed_where_the_host_says_it_is_bidirectional(host: Host) -> None:
+    model, example = host(), host.example()
+    attach(model, SMALL)
+    by_layer = read(model(example))
+    model = host()
+    attach(model, SMALL, scope="depth")
+    assert read(model(example)).shape == by_layer.shape
+
+
+@hosts(UNKNOWN)
+def test_what_cannot_be_known_counts_as_causal_until_the_user_says_otherwise(host: Host) -> None:
+    model = host()
+    with pytest.raises(ValueError, match="pass causal=False"):
+        attach(model, SMALL, scope="depth")
+    attach(model, SMALL, scope="depth", causal=False)
+    read(model(host.example()))
+
+
+def test_a_user_who_says_causal_is_believed() -> None:
+    with pytest.raises(ValueError, match=f"BertModel is causal, and .*{LEAK}"):
+        attach(bert(), SMALL, scope="depth", causal=True)
+
+
+def test_a_bert_built_as_a_decoder_is_causal() -> None:
+    with pytest.raises(ValueError, match=LEAK):
+        attach(bert(is_decoder=True), SMALL, scope="depth")
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_causal_mask_seen_only_in_the_call_is_refused_there(attention: str) -> None:
+    # CLIP's text model says is_causal=False on its attention and hands it a causal mask
+    config = transformers.CLIPTextConfig(
+        hidden_size=WIDTH,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=30,
+        eos_token_id=29,
+        max_position_embeddings=16,
+        attn_implementation=attention,
+    )
+    model = transformers.CLIPTextModel(config).eval()
+    attach(model, SMALL, scope="depth")
+    with pytest.raises(ValueError, match=f"called with a causal mask, and .*{LEAK}"):
+        model(ids())
+
+
+def test_depth_threads_one_state_and_flushes_after_each_layer() -> None:
+    model = bert().double().eval()
+    attachment = attach(model, SMALL, scope="depth")
+    seen = []
+    for layer in attachment.layers:
+        layer.register_forward_hook(
+            lambda _, args, kwargs, output: seen.append((args[1], kwargs["flush"], output[1])),
+            with_kwargs=True,
+        )
+    model(ids())
+    (first, flush, after_first), (second, _, after_second) = seen
+    assert first is None
+    assert flush is True
+    assert second is after_first
+    assert after_first.fill.tolist() == after_second.fill.tolist() == [0, 0]
+
+
+def test_depth_refuses_a_cache() -> None:
+    model = llama().eval()
+    attach(model, SMALL, scope="depth", causal=False)
+    with pytest.raises(ValueError, match="scope='depth' has no state to keep on a cache"):
+        model(ids(), use_cache=True)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_the_layout_of_torch_encoders_is_recognised(batch_first: bool) -> None:
+    torch.manual_seed(1)
+    model = encoder(batch_first=batch_first).double().eval()
+    attach(model, SMALL)
+    x = torch.randn(2, 9, WIDTH, dtype=torch.float64)
+    mask = nn.Transformer.generate_square_subsequent_mask(9, dtype=torch.float64)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        given = x if batch_first else x.transpose(0, 1)
+        output = model(given, mask=mask)
+        return output if batch_first else output.transpose(0, 1)
+
+    assert not find_leak(run, x)

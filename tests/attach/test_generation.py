@@ -1,0 +1,250 @@
+"""Generated tokens are those of full re-computation, however the state was carried there."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hosts import SMALL, VOCABULARY, gpt2, llama, mistral
+from tolerances import assert_same
+from torch import Tensor, nn
+
+from tensor_memory import MemoryConfig, attach, memory_disabled
+
+Build = Callable[[], nn.Module]
+HOSTS = {"gpt2": gpt2, "llama": llama}
+both = pytest.mark.parametrize("build", HOSTS.values(), ids=HOSTS.keys())
+NEW = 200
+
+
+def host(build: Build, chunk: int = 3, **options: Any) -> Any:
+    model = build().double().eval()
+    attach(model, MemoryConfig(channels=4, grid=(3, 3), chunk_size=chunk), **options)
+    return model
+
+
+def prompts() -> tuple[Tensor, Tensor]:
+    """Two rows of 7 ids and their mask; the second row is padded on its left."""
+    tokens = torch.randint(1, VOCABULARY, (2, 7))
+    mask = torch.ones_like(tokens)
+    mask[1, :3] = 0
+    return tokens, mask
+
+
+def generate(model: Any, tokens: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
+    mask = torch.ones_like(tokens) if mask is None else mask
+    defaults = dict(max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+    return model.generate(tokens, attention_mask=mask, **defaults | options)
+
+
+def choices(model: Any, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The greedy choice after every position, from one pass over the whole sequence."""
+    mask = torch.ones_like(tokens) if mask is None else mask
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    return model(tokens, attention_mask=mask, position_ids=positions).logits.argmax(-1)
+
+
+def lengthened(mask: Tensor, tokens: Tensor) -> Tensor:
+    new = tokens.shape[1] - mask.shape[1]
+    return torch.cat([mask, mask.new_ones(len(mask), new)], dim=1)
+
+
+@both
+@pytest.mark.parametrize("chunk", [1, 3, 16])
+def test_greedy_tokens_are_those_of_full_recomputation(build: Build, chunk: int) -> None:
+    model, (tokens, _) = host(build, chunk), prompts()
+    made = generate(model, tokens)
+    assert made.shape == (2, 7 + NEW)
+    assert torch.equal(made[:, 7:], choices(model, made)[:, 6:-1])
+    with memory_disabled(model):
+        assert not torch.equal(made[:, 7:], choices(model, made)[:, 6:-1])
+
+
+@both
+@pytest.mark.parametrize("chunk", [1, 3, 16])
+def test_left_padded_rows_generate_as_by_full_recomputation(build: Build, chunk: int) -> None:
+    model, (tokens, mask) = host(build, chunk), prompts()
+    made = generate(model, tokens, mask)
+    assert torch.equal(made[:, 7:], choices(model, made, lengthened(mask, made))[:, 6:-1])
+
+
+@both
+def test_a_left_padded_row_generates_what_it_generates_alone(build: Build) -> None:
+    model, (tokens, mask) = host(build), prompts()
+    together = generate(model, tokens, mask, max_new_tokens=40)
+    alone = generate(model, tokens[1:, 3:], max_new_tokens=40)
+    assert torch.equal(together[1, 3:], alone[0])
+
+
+class Watcher(transformers.LogitsProcessor):
+    """Keeps what beam search decides on: the running beams and their log-probabilities."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[Tensor, Tensor]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.steps.append((input_ids.clone(), scores.clone()))
+        return scores
+
+
+@both
+@pytest.mark.parametrize("chunk", [1, 3, 16])
+def test_beam_search_decides_on_what_full_recomputation_gives(build: Build, chunk: int) -> None:
+    model, (tokens, mask) = host(build, chunk), prompts()
+    watcher, beams = Watcher(), 3
+    made = generate(model, tokens, mask, num_beams=beams, logits_processor=[watcher])
+    assert made.shape == (2, 7 + NEW)
+    assert len(watcher.steps) == NEW
+
+    mask = mask.repeat_interleave(beams, 0)
+    lineages: dict[tuple[int, ...], int] = {}  # every beam that ever ran -> its row
+    for running, _ in reversed(watcher.steps):
+        for row, beam in enumerate(running.tolist()):
+            if not any(tuple(beam) == known[: len(beam)] for known in lineages):
+                lineages[tuple(beam)] = row
+    whole = [torch.tensor(beam + (1,) * (7 + NEW - len(beam))) for beam in lineages]
+    rows = torch.stack(whole), mask[list(lineages.values())]
+    positions = (lengthened(rows[1], rows[0]).cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        logits = model(
+            rows[0], attention_mask=lengthened(rows[1], rows[0]), position_ids=positions
+        ).logits
+    for running, scores in watcher.steps:
+        length = running.shape[1]
+        for beam, score in zip(running.tolist(), scores, strict=True):
+            index = next(i for i, known in enumerate(lineages) if known[:length] == tuple(beam))
+            recomputed = logits[index, length - 1].float().log_softmax(-1)
+            assert_same(score, recomputed)
+
+
+@both
+def test_beams_are_those_of_full_recomputation(build: Build) -> None:
+    model, (tokens, mask) = host(build), prompts()
+    beams = dict(num_beams=3, num_return_sequences=2, max_new_tokens=24)
+    cached = generate(model, tokens, mask, **beams)
+    recomputed = generate(model, tokens, mask, **beams, use_cache=False)
+    assert cached.shape == (4, 31)
+    assert torch.equal(cached, recomputed)
+
+
+@both
+def test_samples_are_those_of_full_recomputation(build: Build) -> None:
+    model, (tokens, mask) = host(build), prompts()
+    made = []
+    for use_cache in (True, False):
+        torch.manual_seed(7)
+        options = dict(do_sample=True, num_return_sequences=2, max_new_tokens=60)
+        made.append(generate(model, tokens, mask, use_cache=use_cache, **options))
+    assert torch.equal(*made)
+
+
+@both
+def test_a_second_call_continues_from_a_returned_cache(build: Build) -> None:
+    model, (tokens, mask) = host(build), prompts()
+    whole = generate(model, tokens, mask, max_new_tokens=60)
+    first = generate(model, tokens, mask, max_new_tokens=25, return_dict_in_generate=True)
+    made, cache = first.sequences, first.past_key_values
+    again = generate(model, made, lengthened(mask, made), max_new_tokens=35, past_key_values=cache)
+    assert torch.equal(again, whole)
+
+
+@both
+def test_a_copied_cache_carries_its_own_state(build: Build) -> None:
+    model, (tokens, mask) = host(build), prompts()
+    first = generate(model, tokens, mask, max_new_tokens=10, return_dict_in_generate=True)
+    made, cache = first.sequences, first.past_key_values
+    copied = copy.deepcopy(cache)
+    assert type(copied).__name__ == "DynamicCache"
+    more = dict(mask=lengthened(mask, made), max_new_tokens=20)
+    one = generate(model, made, past_key_values=cache, **more)
+    other = generate(model, made, past_key_values=copied, **more)
+    assert torch.equal(one, other)
+
+
+def test_every_operation_on_the_rows_of_a_cache_moves_the_memory_along() -> None:
+    model = host(llama)
+    attachment = model.tensor_memory
+    tokens = torch.randint(1, VOCABULARY, (3, 8))
+
+    def rows(cache: Any) -> Tensor:
+        return torch.stack([state.hidden for state in attachment.state_on(cache).values()])
+
+    def filled() -> Any:
+        return model(tokens, use_cache=True).past_key_values
+
+    before = rows(filled())
+    assert before.any()
+    cache = filled()
+    cache.reorder_cache(torch.tensor([2, 0, 0]))
+    assert torch.equal(rows(cache), before[:, [2, 0, 0]])
+    cache = filled()
+    cache.batch_repeat_interleave(2)
+    assert torch.equal(rows(cache), before[:, [0, 0, 1, 1, 2, 2]])
+    cache = filled()
+    cache.batch_select_indices(torch.tensor([2, 1]))
+    assert torch.equal(rows(cache), before[:, [2, 1]])
+    next_token = tokens[:, :1]
+    chosen = model(next_token[[2, 1]], past_key_values=cache).logits
+    assert_same(chosen, model(next_token, past_key_values=filled()).logits[[2, 1]])
+    cache = filled()
+    cache.reset()
+    assert attachment.state_on(cache) == {}
+    assert_same(model(tokens, past_key_values=cache).logits, model(tokens).logits)
+
+
+@both
+def test_the_bytes_of_the_memory_do_not_grow_with_the_tokens_generated(build: Build) -> None:
+    model, tokens = host(build), torch.randint(1, VOCABULARY, (1, 3))
+    held = []
+    for new in (10, 2000):
+        made = generate(model, tokens, max_new_tokens=new, return_dict_in_generate=True)
+        states = model.tensor_memory.state_on(made.past_key_values)
+        assert made.sequences.shape == (1, 3 + new)
+        held.append(sum(state.nbytes for state in states.values()))
+    assert held[0] == held[1] > 0
+
+
+def test_a_fresh_call_forgets_the_one_before() -> None:
+    model, (tokens, _) = host(llama), prompts()
+    before = model(tokens).logits
+    model(tokens.flip(1))
+    assert torch.equal(model(tokens).logits, before)
+
+
+def test_every_layer_of_a_sliding_window_host_generates_exactly() -> None:
+    model, (tokens, mask) = host(mistral), prompts()
+    made = generate(model, tokens, mask, max_new_tokens=60)
+    assert torch.equal(made[:, 7:], choices(model, made, lengthened(mask, made))[:, 6:-1])
+
+
+def test_a_memory_on_some_layers_only_generates_exactly() -> None:
+    model, (tokens, _) = host(llama, layers="model.layers.1", share_weights=False), prompts()
+    made = generate(model, tokens, max_new_tokens=40)
+    assert torch.equal(made[:, 7:], choices(model, made)[:, 6:-1])
+
+
+def test_a_cache_filled_without_the_memory_is_refused() -> None:
+    model, (tokens, _) = host(llama), prompts()
+    with memory_disabled(model):
+        cache = model(tokens, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="holds 7 tokens, of which the memory has seen 0: it was"):
+        model(tokens[:, :1], past_key_values=cache)
+
+
+def test_a_cache_that_went_on_without_the_memory_is_refused() -> None:
+    model, (tokens, _) = host(llama), prompts()
+    cache = model(tokens, use_cache=True).past_key_values
+    with memory_disabled(model):
+        model(tokens[:, :2], past_key_values=cache)
+    with pytest.raises(ValueError, match="holds 9 tokens, of which the memory has seen 7"):
+        model(tokens[:, :1], past_key_values=cache)
+
+
+def test_a_static_cache_is_refused() -> None:
+    model, (tokens, _) = host(llama), prompts()
+    with pytest.raises(ValueError, match="a static cache .* use the default dynamic cache"):
+        generate(model, tokens, cache_implementation="static")
