@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
@@ -68,7 +68,7 @@ class MemoryConfig:
     """Implementation of the scan, see `tensor_memory.memory_scan`."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.grid, int) or not all(_is_int(size) for size in self.grid):
+        if not isinstance(self.grid, Sequence) or not all(_is_int(size) for size in self.grid):
             raise TypeError(
                 f"grid: expected a tuple of integers, got {self.grid!r}; "
                 "write it as (8, 8, 8), or (8,) for one axis"
