@@ -1,0 +1,219 @@
+"""What a memory refuses: the error names what was expected, what came, and what to do."""
+
+import pytest
+import torch
+
+from memories import (
+    DIM,
+    OPTIONS,
+    assert_identical_state,
+    assert_same_state,
+    make_memory,
+    make_state,
+    make_tokens,
+)
+from tensor_memory import MemoryConfig, MemoryResidual, MemoryState, TensorMemory
+
+PAPER = OPTIONS["paper"]  # chunks of 3, grid (2, 3, 2), 2 channels
+MARKS = ["mask", "reset", "flush"]
+
+
+@pytest.fixture
+def memory() -> TensorMemory:
+    return make_memory(PAPER)
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return make_tokens(2, 5, DIM)
+
+
+def test_a_wrong_width_is_refused(memory):
+    message = r"^x: expected tokens of shape \(B, N, 3\), got \(2, 5, 4\); .* built for width 3"
+    with pytest.raises(ValueError, match=message):
+        memory(make_tokens(2, 5, 4))
+
+
+@pytest.mark.parametrize("shape", [(3,), (5, 3), (1, 2, 5, 3)])
+def test_a_wrong_rank_is_refused(memory, shape):
+    with pytest.raises(ValueError, match=r"^x: expected tokens of shape \(B, N, 3\), got \("):
+        memory(make_tokens(*shape))
+
+
+def test_token_ids_are_refused(memory):
+    message = r"^x: expected a float type, got torch.int64; embed token ids first"
+    with pytest.raises(TypeError, match=message):
+        memory(torch.zeros(2, 5, DIM, dtype=torch.long))
+
+
+def test_tokens_of_another_type_than_the_weights_are_refused(memory, x):
+    message = r"^x: expected torch.float64 like .*, got torch.float32; convert one .*autocast"
+    with pytest.raises(TypeError, match=message):
+        memory(x.float())
+
+
+def test_tokens_on_another_device_than_the_weights_are_refused(memory, x):
+    message = r"^x: expected device cpu like the memory's weights, got meta; move one of them"
+    with pytest.raises(ValueError, match=message):
+        memory(x.to("meta"))
+
+
+@pytest.mark.parametrize(
+    ("state", "name", "expected", "got"),
+    [
+        (make_state(PAPER, 3), "hidden", r"\(2, 2, 2, 3, 2\)", r"\(3, 2, 2, 3, 2\)"),
+        (make_state(OPTIONS["heads"], 2), "hidden", r"\(2, 2, 2, 3, 2\)", r"\(2, 2, 3, 2\)"),
+        (
+            make_state(MemoryConfig(channels=2, grid=(2, 2, 2), chunk_size=3), 2),
+            "hidden",
+            r"\(2, 2, 2, 3, 2\)",
+            r"\(2, 2, 2, 2, 2\)",
+        ),
+        (
+            make_state(MemoryConfig(channels=2, grid=(2, 3, 2), chunk_size=4), 2),
+            "tokens",
+            r"\(2, 3, 3\)",
+            r"\(2, 4, 3\)",
+        ),
+        (make_state(PAPER, 2, dim=5), "tokens", r"\(2, 3, 3\)", r"\(2, 3, 5\)"),
+        (
+            make_state(MemoryConfig(channels=2, grid=(2, 3, 2), chunk_size=3, reads="token"), 2),
+            "readout",
+            r"\(2, 2\)",
+            r"\(2, 0\)",
+        ),
+    ],
+    ids=["batch", "axes", "grid", "chunk size", "width", "reads"],
+)
+def test_a_state_of_another_shape_is_refused(memory, x, state, name, expected, got):
+    message = rf"^state\.{name}: expected shape {expected} .*\(2, 5, 3\), got {got}; .*select\(\)"
+    with pytest.raises(ValueError, match=message):
+        memory(x, state)
+
+
+def test_a_state_of_another_type_is_refused(memory, x):
+    message = (
+        r"^state\.hidden: expected torch.float64 for an input of type torch.float64, "
+        r"got torch.float32; convert it with state\.to\(torch.float64\)"
+    )
+    with pytest.raises(TypeError, match=message):
+        memory(x, MemoryState.zeros(PAPER, DIM, 2, dtype=torch.float32))
+
+
+def test_a_state_on_another_device_is_refused(memory, x):
+    message = r"^state\.hidden: expected device cpu .*, got meta; move it with state\.to\('cpu'\)"
+    with pytest.raises(ValueError, match=message):
+        memory(x, make_state(PAPER, 2).to("meta"))
+
+
+def test_the_remedies_for_a_refused_state_work(memory, x):
+    memory(x, MemoryState.zeros(PAPER, DIM, 2, dtype=torch.float32).to(x.dtype))
+    memory(x, make_state(PAPER, 3).select([0, 2]))
+
+
+def test_what_is_no_state_is_refused(memory, x):
+    message = r"^state: expected a MemoryState, got Tensor; pass what the previous call returned"
+    with pytest.raises(TypeError, match=message):
+        memory(x, torch.ones(2, 5, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("name", MARKS)
+@pytest.mark.parametrize("shape", [(2, 4), (5,), (2, 5, 1), (1, 5)])
+@pytest.mark.parametrize("layer", [lambda memory: memory, MemoryResidual])
+def test_marks_of_another_shape_are_refused(memory, x, name, shape, layer):
+    message = rf"^{name}: expected shape \(B, N\) = \(2, 5\), got \({shape[0]}.*; give one mark per"
+    with pytest.raises(ValueError, match=message):
+        layer(memory).double()(x, **{name: torch.ones(shape, dtype=torch.bool)})
+
+
+@pytest.mark.parametrize("name", MARKS)
+@pytest.mark.parametrize("dtype", [torch.long, torch.float32])
+@pytest.mark.parametrize("layer", [lambda memory: memory, MemoryResidual])
+def test_marks_that_are_not_bool_are_refused(memory, x, name, dtype, layer):
+    message = rf"^{name}: expected a bool tensor of shape \(B, N\), got {dtype}; convert .*bool\(\)"
+    with pytest.raises(TypeError, match=message):
+        layer(memory).double()(x, **{name: torch.ones(2, 5, dtype=dtype)})
+
+
+@pytest.mark.parametrize("name", MARKS)
+def test_marks_that_are_no_tensor_are_refused(memory, x, name):
+    with pytest.raises(TypeError, match=rf"^{name}: expected a bool tensor .*, got list; convert"):
+        memory(x, **{name: [[True] * 5] * 2})
+
+
+@pytest.mark.parametrize("name", MARKS)
+def test_marks_on_another_device_are_refused(memory, x, name):
+    message = rf"^{name}: expected device cpu like x, got meta; move it with \.to\(\)"
+    with pytest.raises(ValueError, match=message):
+        memory(x, **{name: torch.ones(2, 5, dtype=torch.bool, device="meta")})
+
+
+def test_a_reset_mask_of_another_shape_is_refused():
+    message = r"expected a mask of shape \(B,\) = \(2,\), got \(3,\); give one mark per row"
+    with pytest.raises(ValueError, match=message):
+        make_state(PAPER, 2).reset(torch.ones(3, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+def test_a_width_below_one_is_refused(dim):
+    with pytest.raises(
+        ValueError, match=rf"^dim: expected the tokens' width, at least 1, got {dim}"
+    ):
+        TensorMemory(dim, PAPER)
+
+
+def test_what_is_no_config_is_refused():
+    with pytest.raises(TypeError, match=r"^config: expected a MemoryConfig, got dict"):
+        TensorMemory(DIM, {"channels": 3})
+
+
+def test_an_unknown_backend_is_refused():
+    with pytest.raises(ValueError, match=r"^config\.backend: expected one of auto, .*, got 'gpu'"):
+        TensorMemory(DIM, MemoryConfig(backend="gpu"))
+
+
+@pytest.mark.parametrize("name", ["dropout", "drop_path"])
+@pytest.mark.parametrize("rate", [-0.1, 1.0, float("nan")])
+def test_a_rate_that_is_no_probability_is_refused(memory, name, rate):
+    message = rf"^{name}: expected a probability in \[0, 1\), got {rate}; 0 drops nothing"
+    with pytest.raises(ValueError, match=message):
+        MemoryResidual(memory, **{name: rate})
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("marked", [False, True])
+def test_an_empty_sequence_is_legal_and_keeps_the_state(option, marked):
+    memory, state = make_memory(OPTIONS[option]), make_state(OPTIONS[option], 2)
+    nothing = torch.ones(2, 0, dtype=torch.bool)
+    marks = {"mask": nothing, "reset": nothing, "flush": nothing} if marked else {}
+    m, end = memory(make_tokens(2, 0, DIM), state, **marks)
+    assert m.shape == (2, 0, DIM)
+    assert_identical_state(end, state)
+    m, end = memory(make_tokens(2, 0, DIM), **marks)
+    fresh = MemoryState.zeros(OPTIONS[option], DIM, 2, dtype=torch.float64)
+    assert_identical_state(end, fresh)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_empty_sequence_can_flush(option):
+    memory = make_memory(OPTIONS[option])
+    x, nothing = make_tokens(2, 5, DIM), make_tokens(2, 0, DIM)
+    flushed = memory(x, flush=True)[1]
+    later = memory(nothing, memory(x)[1], flush=True)[1]  # all rows at the same place
+    assert_same_state(later, flushed)
+    apart = make_state(OPTIONS[option], 3)
+    m, end = memory(nothing[:1].expand(3, 0, DIM), apart, flush=True)
+    assert m.shape == (3, 0, DIM)
+    assert end.fill.eq(0).all()
+    for b in range(3):
+        before = apart.select([b])
+        unchanged = before.fill.item() == 0
+        assert torch.equal(end.cell[b], before.cell[0]) == unchanged
+
+
+def test_a_batch_of_no_rows_is_legal(memory):
+    none = torch.ones(0, 5, dtype=torch.bool)
+    for marks in ({}, {"mask": none}, {"mask": none, "reset": none, "flush": none}):
+        m, state = memory(make_tokens(0, 5, DIM), **marks)
+        assert m.shape == (0, 5, DIM)
+        assert state.batch_size == 0

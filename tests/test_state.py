@@ -1,0 +1,277 @@
+"""MemoryState: a value of constant size that can be cut off, reordered, emptied, moved, saved."""
+
+import errno
+import os
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from memories import (
+    DIM,
+    OPTIONS,
+    SEEDS,
+    assert_identical_state,
+    assert_same_state,
+    calls,
+    make_memory,
+    make_state,
+    make_tokens,
+)
+from tensor_memory import MemoryConfig, MemoryState, files
+from tolerances import assert_same
+
+FLOATS = ("hidden", "cell", "tokens", "readout")
+
+
+def test_an_empty_state_is_zero_everywhere():
+    config = MemoryConfig(channels=4, grid=(3, 5), chunk_size=2, read_heads=2, write_heads=2)
+    state = MemoryState.zeros(config, dim=7, batch_size=3, dtype=torch.bfloat16)
+    expected = {
+        "hidden": ((3, 4, 3, 5), torch.float32),
+        "cell": ((3, 4, 3, 5), torch.float32),
+        "tokens": ((3, 2, 7), torch.bfloat16),
+        "fill": ((3,), torch.long),
+        "readout": ((3, 8), torch.float32),
+    }
+    for name, (shape, dtype) in expected.items():
+        tensor = getattr(state, name)
+        assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype)
+        assert tensor.eq(0).all()
+    assert state.batch_size == 3
+
+
+def test_states_of_token_reads_keep_no_readout():
+    assert MemoryState.zeros(OPTIONS["token reads"], DIM, 2).readout.shape == (2, 0)
+
+
+def test_hidden_and_cell_of_an_empty_state_share_nothing():
+    state = MemoryState.zeros(OPTIONS["paper"], DIM, 1)
+    assert state.hidden.data_ptr() != state.cell.data_ptr()
+
+
+def test_a_state_counts_its_bytes():
+    state = MemoryState.zeros(OPTIONS["paper"], DIM, 2, dtype=torch.float64)
+    volume = 2 * 2 * 12 * 8  # rows, channels, voxels, bytes
+    assert state.nbytes == 2 * volume + 2 * 3 * DIM * 8 + 2 * 8 + 2 * 2 * 8
+
+
+@settings(max_examples=50)
+@given(data=st.data(), option=st.sampled_from(sorted(OPTIONS)), seed=SEEDS)
+def test_the_size_never_depends_on_what_has_been_seen(data, option, seed):
+    memory = make_memory(OPTIONS[option], seed=seed)
+    state = MemoryState.zeros(OPTIONS[option], DIM, 2, dtype=torch.float64)
+    nbytes = state.nbytes
+    for call in data.draw(st.lists(calls(2, st.integers(0, 9)), min_size=1, max_size=4)):
+        _, state = memory(call.x, state, **call.marks)
+        assert state.nbytes == nbytes
+        for name in (*FLOATS, "fill"):  # nor does a small view hold a large buffer
+            tensor = getattr(state, name).detach()
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes, name
+
+
+def test_detach_cuts_the_graph_and_keeps_the_values():
+    _, state = make_memory(OPTIONS["paper"])(make_tokens(2, 4, DIM).requires_grad_())
+    assert state.hidden.requires_grad
+    detached = state.detach()
+    assert_identical_state(detached, state)
+    assert not any(getattr(detached, name).requires_grad for name in FLOATS)
+    assert detached.aligned == state.aligned
+
+
+@pytest.mark.parametrize("rows", [[2, 0, 0, 1], torch.tensor([2, 0, 0, 1]), (2, 0, 0, 1)])
+def test_select_reorders_and_repeats_rows(rows):
+    state = make_state(OPTIONS["paper"], 3)
+    chosen = state.select(rows)
+    for name in (*FLOATS, "fill"):
+        assert torch.equal(getattr(chosen, name), getattr(state, name)[[2, 0, 0, 1]])
+
+
+def test_selected_rows_go_on_as_the_rows_they_came_from():
+    memory = make_memory(OPTIONS["paper"])
+    _, state = memory(make_tokens(3, 7, DIM))
+    x = make_tokens(3, 5, DIM, seed=1)
+    beams = [2, 0, 0, 1]
+    m, end = memory(x, state)
+    chosen_m, chosen_end = memory(x[beams], state.select(beams))
+    assert_same(chosen_m, m[beams])
+    assert_same_state(chosen_end, end.select(beams))
+
+
+def test_select_of_no_rows_is_an_empty_batch():
+    memory = make_memory(OPTIONS["paper"])
+    state = make_state(OPTIONS["paper"], 3).select([])
+    m, end = memory(make_tokens(0, 5, DIM), state)
+    assert m.shape == (0, 5, DIM)
+    assert end.batch_size == 0
+
+
+def test_select_refuses_a_mask():
+    with pytest.raises(TypeError, match=r"expected row indices, got a bool mask; pass mask\.nonz"):
+        make_state(OPTIONS["paper"], 2).select(torch.tensor([True, False]))
+
+
+@pytest.mark.parametrize(
+    "rows", [[0, 2], torch.tensor([0, 2]), [True, False, True], torch.tensor([True, False, True])]
+)
+def test_reset_empties_the_rows_named_and_no_other(rows):
+    state = make_state(OPTIONS["paper"], 3, seed=1)
+    emptied = state.reset(rows)
+    assert_identical_state(emptied.select([1]), state.select([1]))
+    nothing = MemoryState.zeros(OPTIONS["paper"], DIM, 2, dtype=torch.float64)
+    assert_identical_state(emptied.select([0, 2]), nothing)
+
+
+def test_reset_of_all_rows_is_a_fresh_state():
+    fresh = MemoryState.zeros(OPTIONS["paper"], DIM, 3, dtype=torch.float64)
+    assert_identical_state(make_state(OPTIONS["paper"], 3).reset(), fresh)
+
+
+def test_reset_removes_what_is_not_a_number():
+    state = make_state(OPTIONS["paper"], 2)
+    state = MemoryState(
+        *(torch.full_like(getattr(state, name), torch.nan) for name in FLOATS[:3]),
+        fill=state.fill,
+        readout=torch.full_like(state.readout, torch.nan),
+    )
+    assert state.reset([0]).hidden[0].eq(0).all()
+    assert state.reset().cell.eq(0).all()
+
+
+def test_rows_go_on_after_a_reset_of_some():
+    memory = make_memory(OPTIONS["paper"])
+    _, state = memory(make_tokens(2, 7, DIM))
+    x = make_tokens(2, 5, DIM, seed=1)
+    m, _ = memory(x, state.reset([0]))
+    assert_same(m[:1], memory(x[:1])[0])
+    assert_same(m[1:], memory(x[1:], state.select([1]))[0])
+
+
+@pytest.mark.parametrize("moved", ["reset", "select", "detach", "to"])
+def test_methods_leave_the_state_they_are_called_on(moved):
+    state, before = make_state(OPTIONS["paper"], 2), make_state(OPTIONS["paper"], 2)
+    changed = {
+        "reset": lambda: state.reset([0]),
+        "select": lambda: state.select([1, 0]),
+        "detach": state.detach,
+        "to": lambda: state.to(torch.float32),
+    }[moved]()
+    assert changed is not state
+    assert_identical_state(state, before)
+
+
+def test_to_changes_the_token_type_and_keeps_float32_underneath():
+    state = make_state(OPTIONS["paper"], 2)
+    half = state.to(torch.bfloat16)
+    assert half.tokens.dtype == torch.bfloat16
+    assert half.hidden.dtype == half.cell.dtype == half.readout.dtype == torch.float32
+    assert half.fill.dtype == torch.long
+    assert half.to(torch.float64).hidden.dtype == torch.float64
+    assert_identical_state(state.to("cpu"), state)
+    assert_identical_state(state.to(device="cpu", dtype=torch.float64), state)
+
+
+def test_to_moves_everything():
+    moved = make_state(OPTIONS["paper"], 2).to("meta")
+    assert all(getattr(moved, name).device.type == "meta" for name in (*FLOATS, "fill"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("option", ["paper", "token reads"])
+def test_a_saved_state_comes_back_bit_for_bit(tmp_path, option, dtype):
+    state = make_state(OPTIONS[option], 3).to(dtype)
+    state.save(tmp_path / "state.safetensors")
+    loaded = MemoryState.load(tmp_path / "state.safetensors")
+    assert_identical_state(loaded, state)
+    assert loaded.tokens.dtype == dtype
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_loaded_state_goes_on_as_if_never_saved(tmp_path, masked):
+    memory = make_memory(OPTIONS["paper"])
+    mask = torch.tensor([[True] * 7, [True] * 5 + [False] * 2]) if masked else None
+    _, state = memory(make_tokens(2, 7, DIM), mask=mask)
+    state.save(tmp_path / "state.safetensors")
+    loaded = MemoryState.load(tmp_path / "state.safetensors")
+    x = make_tokens(2, 5, DIM, seed=1)
+    m, end = memory(x, state)
+    loaded_m, loaded_end = memory(x, loaded)
+    assert torch.equal(loaded_m, m)
+    assert_identical_state(loaded_end, end)
+
+
+def test_saving_overwrites_and_leaves_nothing_else_behind(tmp_path):
+    path = tmp_path / "state.safetensors"
+    for seed in range(2):
+        make_state(OPTIONS["paper"], 2, seed=seed).save(path)
+    assert_identical_state(MemoryState.load(path), make_state(OPTIONS["paper"], 2, seed=1))
+    assert os.listdir(tmp_path) == ["state.safetensors"]
+
+
+@pytest.mark.parametrize("kept", [0, 4, 40, 0.5, -1])
+def test_a_truncated_file_is_refused(tmp_path, kept):
+    path = tmp_path / "state.safetensors"
+    make_state(OPTIONS["paper"], 2).save(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(len(whole) * kept) if isinstance(kept, float) else kept])
+    with pytest.raises(ValueError, match=r"expected a tensor-memory state .* truncated or foreign"):
+        MemoryState.load(path)
+
+
+def test_foreign_files_are_refused(tmp_path):
+    path = tmp_path / "other"
+    path.write_text("a letter to a friend, long enough to hold a header")
+    with pytest.raises(ValueError, match=r"got a truncated or foreign file .*; write it again"):
+        MemoryState.load(path)
+    save_file({"weight": torch.zeros(2)}, path)
+    with pytest.raises(ValueError, match="expected a tensor-memory state, got a file of kind None"):
+        MemoryState.load(path)
+    save_file({"weight": torch.zeros(2)}, path, metadata={"kind": "tensor-memory state"})
+    with pytest.raises(ValueError, match=r"expected the tensors hidden, cell, .*, got weight"):
+        MemoryState.load(path)
+    with pytest.raises(FileNotFoundError, match="no such file; expected a tensor-memory state"):
+        MemoryState.load(tmp_path / "missing")
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    path = tmp_path / "missing" / "state.safetensors"
+    with pytest.raises(OSError, match=rf"^{re.escape(str(path))}: cannot write .* a folder"):
+        make_state(OPTIONS["paper"], 2).save(path)
+
+
+@pytest.mark.parametrize("fails", ["writing", "renaming"])
+def test_a_failed_save_leaves_the_old_file_and_no_other(tmp_path, monkeypatch, fails):
+    path = tmp_path / "state.safetensors"
+    make_state(OPTIONS["paper"], 2).save(path)
+    old = path.read_bytes()
+
+    def write_half(tensors, at, metadata):
+        at.write_bytes(old[: len(old) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def refuse(self, target):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    if fails == "writing":
+        monkeypatch.setattr(files, "save_file", write_half)
+    else:
+        monkeypatch.setattr(files.Path, "replace", refuse)
+    with pytest.raises(OSError, match=r"No space left|Permission denied"):
+        make_state(OPTIONS["paper"], 2, seed=1).save(path)
+    assert path.read_bytes() == old
+    assert os.listdir(tmp_path) == ["state.safetensors"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_an_unwritable_folder_leaves_the_old_file(tmp_path):
+    path = tmp_path / "state.safetensors"
+    make_state(OPTIONS["paper"], 2).save(path)
+    old = path.read_bytes()
+    tmp_path.chmod(0o500)
+    with pytest.raises(OSError, match="cannot write the tensor-memory state"):
+        make_state(OPTIONS["paper"], 2, seed=1).save(path)
+    tmp_path.chmod(0o700)
+    assert path.read_bytes() == old
