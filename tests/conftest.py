@@ -4,6 +4,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+collect_ignore_glob = ["conftest.py", "*/conftest.py"]  # one name for several modules, no doctests
+
 torch.set_num_threads(1)  # the suite runs on several workers; more threads only contend
 
 settings.register_profile(
