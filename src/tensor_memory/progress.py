@@ -1,0 +1,79 @@
+"""Progress of long work: a bar on a terminal, a line now and then anywhere else."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol, TextIO
+
+
+class Advance(Protocol):
+    """Reports finished work."""
+
+    def __call__(self, amount: int = 1, note: str = "") -> None:
+        """`amount` more is done; `note` says how it goes and stays until the next one."""
+        ...
+
+
+@contextmanager
+def progress(
+    label: str, total: int, *, unit: str = "steps", file: TextIO | None = None
+) -> Iterator[Advance]:
+    """Show how far work of `total` units has come, on standard error unless `file` is given.
+
+    The bar needs rich (the `experiments` extra); without it the lines are printed instead.
+
+    >>> with progress("reading", 100, unit="pages", file=sys.stdout) as advance:
+    ...     advance(60)
+    ...     advance(40, note="all found")  # doctest: +ELLIPSIS
+    reading: 60 of 100 pages, 60 %, .../s
+    reading: 100 of 100 pages, 100 %, .../s, all found
+    """
+    out = sys.stderr if file is None else file
+    shown = _bar if out.isatty() and importlib.util.find_spec("rich") else _lines
+    with shown(label, total, unit, out) as advance:
+        yield advance
+
+
+@contextmanager
+def _bar(label: str, total: int, unit: str, file: TextIO) -> Iterator[Advance]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeRemainingColumn as Remaining
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(unit),
+        Remaining(elapsed_when_finished=True),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, console=Console(file=file)) as bars:
+        task = bars.add_task(label, total=total, note="")
+
+        def advance(amount: int = 1, note: str = "") -> None:
+            bars.update(task, advance=amount, note=note or bars.tasks[0].fields["note"])
+
+        yield advance
+
+
+@contextmanager
+def _lines(label: str, total: int, unit: str, file: TextIO) -> Iterator[Advance]:
+    done, printed, last_note, started = 0, 0, "", time.perf_counter()
+
+    def advance(amount: int = 1, note: str = "") -> None:
+        nonlocal done, printed, last_note
+        done, last_note = done + amount, note or last_note
+        tenth = done * 10 // total
+        if tenth > printed:  # ten lines at most, however often this is called
+            printed = tenth
+            rate = done / max(time.perf_counter() - started, 1e-9)
+            parts = [f"{label}: {done:,} of {total:,} {unit}, {done * 100 // total} %"]
+            parts += [f"{rate:,.0f}/s" if rate >= 10 else f"{rate:.1f}/s", last_note]
+            print(", ".join(part for part in parts if part), file=file, flush=True)
+
+    yield advance
