@@ -1,0 +1,107 @@
+"""Where a number comes from: commit, versions, hardware, date."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tensor_memory
+from tensor_memory.files import write_whole
+
+_PACKAGES = ("torch", "triton", "transformers", "safetensors", "numpy")
+
+
+def provenance() -> dict[str, Any]:
+    """What must stand beside a measured number for it to be repeated; plain values for JSON.
+
+    >>> sorted(provenance())
+    ['commit', 'date', 'dirty', 'hardware', 'versions']
+    """
+    commit, dirty = _commit()
+    return {
+        "commit": commit,
+        "dirty": dirty,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": _versions(),
+        "hardware": _hardware(),
+    }
+
+
+def write_record(
+    path: str | os.PathLike[str],
+    *,
+    benchmark: str,
+    config: dict[str, Any],
+    seed: int,
+    result: dict[str, Any],
+) -> None:
+    """Write what was run, what came out and where as JSON, whole or not at all."""
+    record = {"benchmark": benchmark, "config": config, "seed": seed, "result": result}
+    text = json.dumps(record | provenance(), indent=2, ensure_ascii=False) + "\n"
+
+    def write(at: Path) -> None:
+        at.write_text(text, encoding="utf-8")
+
+    write_whole(path, write)
+
+
+def _commit() -> tuple[str | None, bool | None]:
+    """HEAD of this package's repository and whether tracked files differ from it.
+
+    None, None where the package is not run from its own checkout, or git is not there.
+    """
+    package = Path(tensor_memory.__file__).resolve().parent
+    top = _git(package, "rev-parse", "--show-toplevel")
+    # An installed copy may lie inside somebody else's repository, whose commit says nothing.
+    if top is None or Path(top).resolve() / "src" / "tensor_memory" != package:
+        return None, None
+    changed = _git(package, "status", "--porcelain", "--untracked-files=no")
+    return _git(package, "rev-parse", "HEAD"), None if changed is None else changed != ""
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    if shutil.which("git") is None:
+        return None
+    done = subprocess.run(
+        ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _versions() -> dict[str, str]:
+    versions = {"tensor-memory": tensor_memory.__version__, "python": platform.python_version()}
+    installed = {name.lower() for d in metadata.distributions() if (name := d.name)}
+    versions |= {name: metadata.version(name) for name in _PACKAGES if name in installed}
+    versions["torch"] = torch.__version__  # with its build, which tells CPU from CUDA
+    return versions
+
+
+def _hardware() -> dict[str, Any]:
+    gpu = None
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_name()
+    return {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "gpu": gpu,
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
