@@ -1,0 +1,52 @@
+# Every target makes the environment it needs in .venv: Python 3.11 or newer is all it asks for.
+# A stamp per set of packages makes the second run start at once; pyproject.toml renews them.
+
+PYTHON ?= python3
+WORKERS ?= 2
+VENV := .venv
+BIN := $(VENV)/bin
+
+# Installed before anything that depends on it, so that nothing else decides which torch it is.
+# Without a GPU, PIP_EXTRA_INDEX_URL pointed at PyTorch's CPU index spares the CUDA packages.
+TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.6,torch==2.13.0)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.demo  ## train a small model with and without memory, stream 50,000 tokens
+	$(BIN)/python examples/streaming.py
+
+test: lint  ## lint, check types, run every test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
+
+lint: $(VENV)/.dev  ## ruff and pyright
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+
+format: $(VENV)/.dev  ## apply what ruff can mend
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:  ## remove the environment and the caches
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.torch:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "expected Python 3.11 or newer, got: $$($(PYTHON) --version 2>&1);" \
+	    "name another with: make PYTHON=python3.12 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check "$(TORCH)"
+	@touch $@
+
+$(VENV)/.demo: pyproject.toml $(VENV)/.torch
+	$(BIN)/python -m pip install --disable-pip-version-check --editable ".[experiments]"
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml $(VENV)/.torch
+	$(BIN)/python -m pip install --disable-pip-version-check --editable ".[dev]"
+	@touch $@ $(VENV)/.demo
