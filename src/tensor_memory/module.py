@@ -151,7 +151,7 @@ class TensorMemory(nn.Module):
         """All rows stand at the same place in their chunk, and the host knows which."""
         B, N, d = x.shape
         K = self.config.chunk_size
-        written, left = divmod(waiting + N, K)
+        written, left = (waiting + N) // K, (waiting + N) % K
         if flush and left:
             written, left = written + 1, 0
         S = written + (left > 0)

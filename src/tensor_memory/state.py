@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from tensor_memory.config import MemoryConfig
 from tensor_memory.files import load_tensors, save_tensors
@@ -194,3 +196,24 @@ _TENSORS = tuple(f.name for f in fields(MemoryState) if f.name != "aligned")
 
 def _state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
+
+
+def _children(state: MemoryState) -> tuple[list[Tensor], int | None]:
+    return [getattr(state, name) for name in _TENSORS], state.aligned
+
+
+def _named_children(state: MemoryState) -> tuple[list[tuple[Any, Tensor]], int | None]:
+    tensors, aligned = _children(state)
+    keys = [pytree.GetAttrKey(name) for name in _TENSORS]
+    return list(zip(keys, tensors, strict=True)), aligned
+
+
+# What traces or exports a model sees the tensors inside; `aligned` is part of the structure,
+# since it decides the shapes of a call.
+pytree.register_pytree_node(
+    MemoryState,
+    _children,
+    lambda tensors, aligned: MemoryState(*tensors, aligned=aligned),
+    serialized_type_name="tensor_memory.MemoryState",
+    flatten_with_keys_fn=_named_children,
+)

@@ -5,20 +5,20 @@ Letters: B batch, S steps, n axes, C channels, Q reads and M writes per step.
 
 from __future__ import annotations
 
-import functools
+import importlib.util
 import logging
+import os
 
 import torch
 from torch import Tensor
 
-from tensor_memory.config import MAX_AXES
-from tensor_memory.ops import reference
+from tensor_memory.ops import operator, reference, sampling
+from tensor_memory.ops.request import Request
 
 _log = logging.getLogger("tensor_memory")
+_announced: set[str] = set()
 
-_SCANS = {"reference": reference.scan}
-
-BACKENDS = ("auto", *_SCANS)
+BACKENDS = ("auto", "reference", "torch", "triton")
 
 
 def memory_scan(
@@ -35,6 +35,7 @@ def memory_scan(
     writes: Tensor | None = None,
     resets: Tensor | None = None,
     backend: str = "auto",
+    checkpoint_every: int | None = None,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """Run the memory's recurrence over S steps: read, deposit, filter, gate; tensors only.
 
@@ -54,7 +55,11 @@ def memory_scan(
         cell: (B, C, *grid) what the gates accumulate, before the first step.
         writes: (B, S) bool, rows that write at a step.
         resets: (B, S) bool, rows that are emptied before a step's read.
-        backend: "auto", or the name of an implementation, which then serves or raises.
+        backend: "reference" (readable, differentiable any number of times), "torch" (fast on a
+            CPU), "triton" (fused, on a GPU), which then serve or raise; "auto" takes the fastest
+            that can serve.
+        checkpoint_every: keep the state of every so many steps alone for the backward, which runs
+            the steps between again; None keeps what the backward needs of all of them.
 
     Returns:
         reads (B, S, Q, C) or None, hidden, cell: in float32, or in float64 where an input is.
@@ -70,19 +75,35 @@ def memory_scan(
     >>> bool(reads[0, 0].eq(0).all())  # the first read precedes the first write
     True
     """
-    _check(read_at, write_at, spread, content, taps, mix, bias, hidden, cell, writes, resets)
-    run = _SCANS[_choose(backend)]
-    floats = (read_at, write_at, spread, content, taps, mix, bias, hidden, cell)
-    dtype = functools.reduce(
-        torch.promote_types, (t.dtype for t in floats if t is not None), torch.float32
+    request = Request(
+        read_at, write_at, spread, content, taps, mix, bias, hidden, cell, writes, resets
     )
-    with torch.autocast(hidden.device.type, enabled=False):
-        reads, new_hidden, new_cell = run(
-            *(None if t is None else t.to(dtype) for t in floats), writes=writes, resets=resets
+    request.check()
+    if checkpoint_every is not None and checkpoint_every < 1:
+        raise ValueError(
+            f"checkpoint_every: expected None or a number of steps, got {checkpoint_every}"
         )
-    if write_at.shape[1] == 0:
-        new_hidden, new_cell = new_hidden.clone(), new_cell.clone()
-    return reads, new_hidden, new_cell
+    chosen = _choose(backend, request)
+    products = _products_dtype(request)
+    with torch.autocast(hidden.device.type, enabled=False):
+        ready = request.at_rest(request.dtype)
+        if chosen == "reference":
+            if checkpoint_every is not None:
+                raise ValueError(
+                    "checkpoint_every: backend 'reference' leaves its backward to autograd, which "
+                    "keeps every step; choose backend 'auto', or use torch.utils.checkpoint"
+                )
+            reads, hidden, cell = reference.scan(*ready.floats, writes=writes, resets=resets)
+            if write_at.shape[1] == 0:
+                hidden, cell = hidden.clone(), cell.clone()
+        else:
+            keep = torch.is_grad_enabled() and any(
+                value is not None and value.requires_grad for value in request.floats
+            )
+            reads, hidden, cell, _ = operator.scan(
+                *ready.with_reads(), keep, checkpoint_every or 0, products, chosen
+            )
+    return None if read_at is None else reads, hidden, cell
 
 
 def memory_read(read_at: Tensor, hidden: Tensor) -> Tensor:
@@ -90,84 +111,69 @@ def memory_read(read_at: Tensor, hidden: Tensor) -> Tensor:
     dtype = torch.promote_types(read_at.dtype, hidden.dtype)
     at = read_at.to(dtype).flatten(1, 2)
     with torch.autocast(hidden.device.type, enabled=False):
-        return reference.sample(hidden.to(dtype), at).unflatten(1, read_at.shape[1:3])
+        return sampling.sample(hidden.to(dtype), at).unflatten(1, read_at.shape[1:3])
 
 
-def _choose(backend: str) -> str:
-    if backend == "auto":
-        _announce("reference")
-        return "reference"
-    if backend not in _SCANS:
+def why_not(backend: str, device: torch.device) -> str | None:
+    """The reason a backend cannot serve on this machine and device, or None where it can."""
+    if backend not in BACKENDS:
         raise ValueError(
             f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}; "
             "'auto' picks the fastest that can serve"
         )
+    if backend != "triton":
+        return None
+    if importlib.util.find_spec("triton") is None:
+        return (
+            "triton is not installed; it comes with CUDA builds of torch, or `pip install triton`"
+        )
+    if device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    return (
+        f"it needs a CUDA device, got {device.type}; "
+        "TRITON_INTERPRET=1 runs its kernels on a CPU, slowly, to test them"
+    )
+
+
+def _choose(backend: str, request: Request) -> str:
+    """The implementation that serves this request; an explicit one serves or raises."""
+    device = request.hidden.device
+    if backend == "auto":
+        if device.type != "cuda":
+            return _announce("torch", f"on device {device.type}")
+        reason = _why_not_fused(request)
+        if reason is None:
+            return _announce("triton", "on device cuda")
+        return _announce("torch", f"because 'triton' cannot serve: {reason}")
+    reason = _why_not_fused(request) if backend == "triton" else why_not(backend, device)
+    if reason is not None:
+        raise ValueError(f"backend {backend!r} cannot serve this request: {reason}")
     return backend
 
 
-@functools.cache
-def _announce(name: str) -> None:
-    _log.info("memory_scan: backend 'auto' chose '%s'", name)
+def _why_not_fused(request: Request) -> str | None:
+    reason = why_not("triton", request.hidden.device)
+    if reason is None:
+        from tensor_memory.ops import triton_scan
+
+        reason = triton_scan.why_not(
+            request.write_at, request.content, request.hidden, request.dtype
+        )
+    return reason
 
 
-def _check(
-    read_at: Tensor | None,
-    write_at: Tensor,
-    spread: Tensor | None,
-    content: Tensor,
-    taps: Tensor | None,
-    mix: Tensor,
-    bias: Tensor,
-    hidden: Tensor,
-    cell: Tensor,
-    writes: Tensor | None,
-    resets: Tensor | None,
-) -> None:
-    if not 3 <= hidden.ndim <= 2 + MAX_AXES:
-        raise ValueError(
-            f"memory_scan: expected hidden of shape (B, C, *grid) with 1 to {MAX_AXES} grid axes, "
-            f"got {tuple(hidden.shape)}"
-        )
-    if write_at.ndim != 4:
-        raise ValueError(
-            f"memory_scan: expected write_at of shape (B, S, M, n), got {tuple(write_at.shape)}"
-        )
-    B, C, *grid = hidden.shape
-    S, M = write_at.shape[1:3]
-    n = len(grid)
-    if min(grid) < 2:
-        raise ValueError(
-            f"memory_scan: expected at least 2 voxels along every axis, got {tuple(grid)}"
-        )
-    Q = read_at.shape[2] if read_at is not None and read_at.ndim == 4 else 1
-    expected = {
-        "read_at": (read_at, (B, S, Q, n), "(B, S, Q, n)"),
-        "write_at": (write_at, (B, S, M, n), "(B, S, M, n)"),
-        "spread": (spread, (B, S, M), "(B, S, M)"),
-        "content": (content, (B, S, M, C), "(B, S, M, C)"),
-        "taps": (taps, (n, 2 * C, 3), "(n, 2C, 3)"),
-        "mix": (mix, (4 * C, 2 * C), "(4C, 2C)"),
-        "bias": (bias, (4 * C,), "(4C)"),
-        "cell": (cell, tuple(hidden.shape), "(B, C, *grid)"),
-        "writes": (writes, (B, S), "(B, S)"),
-        "resets": (resets, (B, S), "(B, S)"),
-    }
-    for name, (tensor, shape, letters) in expected.items():
-        if tensor is None:
-            continue
-        if tensor.shape != shape:
-            raise ValueError(
-                f"memory_scan: expected {name} of shape {letters} = {shape} to go with hidden "
-                f"{tuple(hidden.shape)} and write_at {tuple(write_at.shape)}, "
-                f"got {tuple(tensor.shape)}"
-            )
-        if tensor.device != hidden.device:
-            raise ValueError(
-                f"memory_scan: expected {name} on {hidden.device} like hidden, "
-                f"got {tensor.device}; move it with .to()"
-            )
-        if name in ("writes", "resets"):
-            if tensor.dtype != torch.bool:
-                raise TypeError(f"memory_scan: expected {name} of type bool, got {tensor.dtype}")
-        elif not tensor.is_floating_point():
-            raise TypeError(f"memory_scan: expected {name} of a float type, got {tensor.dtype}")
+def _announce(name: str, why: str) -> str:
+    """Log a choice of "auto" once, and return it."""
+    line = f"memory_scan: backend 'auto' chose '{name}' {why}"
+    if not torch.compiler.is_compiling() and line not in _announced:
+        _announced.add(line)
+        _log.info(line)
+    return name
+
+
+def _products_dtype(request: Request) -> torch.dtype:
+    """The type a fused scan multiplies in: bfloat16 where the caller works in it."""
+    device = request.hidden.device.type
+    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+    low = torch.bfloat16 in (request.content.dtype, autocast)
+    return torch.bfloat16 if low else request.dtype

@@ -1,0 +1,122 @@
+"""One scan's inputs: their names, their order, and the checks that the rest relies on.
+
+Letters: B batch, S steps, n axes, C channels, Q reads and M writes per step.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tensor_memory.config import MAX_AXES
+
+Floats = tuple[
+    Tensor | None, Tensor, Tensor | None, Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor
+]
+
+
+class Request(NamedTuple):
+    """The tensors of `tensor_memory.memory_scan`, in its order."""
+
+    read_at: Tensor | None
+    write_at: Tensor
+    spread: Tensor | None
+    content: Tensor
+    taps: Tensor | None
+    mix: Tensor
+    bias: Tensor
+    hidden: Tensor
+    cell: Tensor
+    writes: Tensor | None = None
+    resets: Tensor | None = None
+
+    @property
+    def floats(self) -> Floats:
+        """All that have a gradient: everything but the masks."""
+        return self[:9]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type to compute in: that of the widest input, at least float32."""
+        types = (value.dtype for value in self.floats if value is not None)
+        return functools.reduce(torch.promote_types, types, torch.float32)
+
+    def at_rest(self, dtype: torch.dtype) -> Request:
+        """All floats in one type and contiguous."""
+        floats = [None if value is None else value.to(dtype).contiguous() for value in self.floats]
+        return Request._make([*floats, self.writes, self.resets])
+
+    def with_reads(self) -> Request:
+        """No reads as reads of no place (Q = 0), so that there is always a tensor."""
+        if self.read_at is not None:
+            return self
+        B, S, _, n = self.write_at.shape
+        return self._replace(read_at=self.write_at.new_empty(B, S, 0, n))
+
+    def rows(self, rows: slice) -> Request:
+        """The same request for some of the rows."""
+        shared = ("taps", "mix", "bias")
+        values = self._asdict().items()
+        return Request._make(
+            value if value is None or name in shared else value[rows] for name, value in values
+        )
+
+    def check(self) -> None:
+        """Raise unless the shapes, types and devices fit together."""
+        hidden, write_at = self.hidden, self.write_at
+        if not 3 <= hidden.ndim <= 2 + MAX_AXES:
+            raise ValueError(
+                "memory_scan: expected hidden of shape (B, C, *grid) with "
+                f"1 to {MAX_AXES} grid axes, got {tuple(hidden.shape)}"
+            )
+        if write_at.ndim != 4:
+            raise ValueError(
+                f"memory_scan: expected write_at of shape (B, S, M, n), got {tuple(write_at.shape)}"
+            )
+        B, C, *grid = hidden.shape
+        S, M = write_at.shape[1:3]
+        n = len(grid)
+        if min(grid) < 2:
+            raise ValueError(
+                f"memory_scan: expected at least 2 voxels along every axis, got {tuple(grid)}"
+            )
+        Q = self.read_at.shape[2] if self.read_at is not None and self.read_at.ndim == 4 else 1
+        expected = {
+            "read_at": ((B, S, Q, n), "(B, S, Q, n)"),
+            "write_at": ((B, S, M, n), "(B, S, M, n)"),
+            "spread": ((B, S, M), "(B, S, M)"),
+            "content": ((B, S, M, C), "(B, S, M, C)"),
+            "taps": ((n, 2 * C, 3), "(n, 2C, 3)"),
+            "mix": ((4 * C, 2 * C), "(4C, 2C)"),
+            "bias": ((4 * C,), "(4C)"),
+            "hidden": ((B, C, *grid), "(B, C, *grid)"),
+            "cell": ((B, C, *grid), "(B, C, *grid)"),
+            "writes": ((B, S), "(B, S)"),
+            "resets": ((B, S), "(B, S)"),
+        }
+        for name, (shape, letters) in expected.items():
+            tensor = getattr(self, name)
+            if tensor is None:
+                continue
+            if tensor.shape != shape:
+                raise ValueError(
+                    f"memory_scan: expected {name} of shape {letters} = {shape} to go with hidden "
+                    f"{tuple(hidden.shape)} and write_at {tuple(write_at.shape)}, "
+                    f"got {tuple(tensor.shape)}"
+                )
+            if tensor.device != hidden.device:
+                raise ValueError(
+                    f"memory_scan: expected {name} on {hidden.device} like hidden, "
+                    f"got {tensor.device}; move it with .to()"
+                )
+            if name in ("writes", "resets"):
+                if tensor.dtype != torch.bool:
+                    raise TypeError(
+                        f"memory_scan: expected {name} of type bool, got {tensor.dtype}; "
+                        "convert it with .bool()"
+                    )
+            elif not tensor.is_floating_point():
+                raise TypeError(f"memory_scan: expected {name} of a float type, got {tensor.dtype}")
