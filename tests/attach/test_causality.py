@@ -1,4 +1,4 @@
-"""No host sees the future because of its memory, and depth-threading is kept from those it would."""
+"""No causal host sees the future because of its memory, whatever is asked for."""
 
 from __future__ import annotations
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hosts import SMALL, VOCABULARY, gpt2, llama, mistral
-from tolerances import assert_same
+from hosts import VOCABULARY, gpt2, llama, mistral
 from torch import Tensor, nn
 
 from tensor_memory import MemoryConfig, attach, memory_disabled
+from tolerances import assert_same
 
 Build = Callable[[], nn.Module]
 HOSTS = {"gpt2": gpt2, "llama": llama}
@@ -246,5 +246,5 @@ def test_a_cache_that_went_on_without_the_memory_is_refused() -> None:
 
 def test_a_static_cache_is_refused() -> None:
     model, (tokens, _) = host(llama), prompts()
-    with pytest.raises(ValueError, match="a static cache .* use the default dynamic cache"):
+    with pytest.raises(ValueError, match=r"a static cache .* use the default dynamic cache"):
         generate(model, tokens, cache_implementation="static")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tensor_memory.attach.blocks import Block
-from tensor_memory.attach.caches import advance, carry, find_cache, memory_of
+from tensor_memory.attach.caches import WAYS, find_cache, memory_of, stay_out_of_graphs
 from tensor_memory.attach.call import Call, Marks, Signature
 from tensor_memory.attach.causal_calls import refuse_causal_call
 from tensor_memory.attach.hidden import put_hidden, take_hidden
@@ -121,6 +121,7 @@ class Attachment(nn.Module):
 
     def install(self) -> None:
         """Put the hooks on the host."""
+        stay_out_of_graphs()
         for entry in self._entries:
             self._handles += entry.install()
             if getattr(entry.module, _NESTED, False) is True:
@@ -160,14 +161,7 @@ class Attachment(nn.Module):
         """Who keeps the state from call to call: the open stream, else the cache, else nobody."""
         if self._stream is not None:
             if cache is not None:
-                memory = carry(cache)
-                if memory.states:
-                    raise ValueError(
-                        "stream: the cache carries a state of the memory, and so does the open "
-                        "stream; start the stream with an empty cache, or leave it and let the "
-                        "cache carry the state"
-                    )
-                memory.streamed = True
+                WAYS.lend(cache)
             return self._stream
         if cache is None:
             return None
@@ -176,9 +170,7 @@ class Attachment(nn.Module):
                 "attach: scope='depth' has no state to keep on a cache: a host that generates "
                 "with one attends causally; use scope='layer'"
             )
-        memory = carry(cache)
-        advance(cache, memory, slot, tokens)
-        return memory
+        return WAYS.hold(cache, slot, tokens)
 
 
 class _Site:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -79,6 +80,44 @@ def carry(cache: Any) -> CacheMemory:
         cache.__class__ = _carrying(type(cache))
         setattr(cache, _ATTRIBUTE, memory)
     return memory
+
+
+def hold(cache: Any, slot: str, tokens: int) -> CacheMemory:
+    """The memory a cache carries, for the next `tokens` of one layer."""
+    memory = carry(cache)
+    advance(cache, memory, slot, tokens)
+    return memory
+
+
+def lend(cache: Any) -> None:
+    """Note that an open stream owns the state while this cache is filled."""
+    memory = carry(cache)
+    if memory.states:
+        raise ValueError(
+            "stream: the cache carries a state of the memory, and so does the open stream; start "
+            "the stream with an empty cache, or leave it and let the cache carry the state"
+        )
+    memory.streamed = True
+
+
+@dataclass
+class _Ways:
+    """How the hooks of a host reach `hold` and `lend`."""
+
+    hold: Callable[[Any, str, int], CacheMemory] = hold
+    lend: Callable[[Any], None] = lend
+
+
+WAYS = _Ways()
+
+
+def stay_out_of_graphs() -> None:
+    """Let compiled hosts call `WAYS`: dynamo cannot trace a change of class.
+
+    Importing dynamo takes seconds, and transformers, where caches come from, has done so already.
+    """
+    if "torch._dynamo" in sys.modules and WAYS.hold is hold:
+        WAYS.hold, WAYS.lend = torch.compiler.disable(hold), torch.compiler.disable(lend)
 
 
 def advance(cache: Any, memory: CacheMemory, slot: str, tokens: int) -> None:

@@ -8,7 +8,6 @@ its base model directly in `generate`, and may lengthen the mask on the way in).
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,7 +74,7 @@ class Call:
     states: dict[str, MemoryState] = field(default_factory=dict)
     """States that live for this call alone."""
 
-    visits: Counter[str] = field(default_factory=Counter)
+    visits: dict[str, int] = field(default_factory=dict)
     """How often each block has run: a block used twice in depth keeps one state per use."""
 
     told: tuple[Tensor | None, Tensor | None] | None = None
@@ -85,8 +84,8 @@ class Call:
 
     def slot(self, path: str) -> str:
         """Name of the state that the next run of block `path` uses."""
-        visit = self.visits[path]
-        self.visits[path] += 1
+        visit = self.visits.get(path, 0)
+        self.visits[path] = visit + 1
         return f"{path}#{visit}" if visit else path
 
     def marks(self, x: Tensor, *, fall_back: bool) -> tuple[Tensor | None, Tensor | None]:

@@ -1,0 +1,276 @@
+"""State across calls: fresh by default, continued in a stream, cut by masks and documents."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hosts import SMALL, VOCABULARY, WIDTH, Custom, bert, encoder, llama, mistral
+from torch import Tensor
+from transformers import DynamicCache
+
+from tensor_memory import MemoryState, attach, find_leak
+from tolerances import assert_same
+
+
+def text(rows: int, length: int) -> Tensor:
+    return torch.randint(1, VOCABULARY, (rows, length))
+
+
+def window_1() -> torch.nn.Module:
+    """A host whose attention sees the token itself alone: all that crosses tokens is memory."""
+    return mistral(window=1).double().eval()
+
+
+def pieces(tokens: Tensor, sizes: list[int]) -> list[Tensor]:
+    return list(tokens.split([*sizes, tokens.shape[1] - sum(sizes)], dim=1))
+
+
+def test_a_stream_continues_where_the_last_call_ended() -> None:
+    model = window_1()
+    attachment = attach(model, SMALL)
+    tokens = text(2, 20)
+    whole = model(tokens, use_cache=False).logits
+    with attachment.stream():
+        parts = [model(part, use_cache=False).logits for part in pieces(tokens, [1, 4, 2, 9])]
+    assert_same(torch.cat(parts, dim=1), whole)
+
+
+def test_outside_a_stream_each_call_starts_empty() -> None:
+    model = window_1()
+    attachment = attach(model, SMALL)
+    tokens = text(1, 9)
+    fresh = model(tokens, use_cache=False).logits
+    with attachment.stream():
+        model(tokens, use_cache=False)
+        assert not torch.equal(model(tokens, use_cache=False).logits, fresh)
+    assert torch.equal(model(tokens, use_cache=False).logits, fresh)
+
+
+def test_a_stream_shows_resets_and_detaches_its_state() -> None:
+    model = window_1()
+    attachment = attach(model, SMALL)
+    tokens = text(2, 10)
+    with attachment.stream() as s:
+        assert s.state == {}
+        model(tokens, use_cache=False)
+        assert list(s.state) == attachment.paths
+        assert all(isinstance(state, MemoryState) for state in s.state.values())
+        assert all(state.hidden.requires_grad for state in s.state.values())
+        s.detach()
+        assert not any(state.hidden.requires_grad for state in s.state.values())
+        before = s.nbytes
+        s.reset([1])
+        assert all(state.hidden[0].any() for state in s.state.values())
+        assert not any(state.hidden[1].any() for state in s.state.values())
+        continued = model(tokens, use_cache=False).logits
+        assert s.nbytes == before
+    fresh = model(tokens, use_cache=False).logits
+    assert_same(continued[1], fresh[1])
+    assert not torch.allclose(continued[0], fresh[0])
+    with attachment.stream() as s:
+        model(tokens, use_cache=False)
+        s.reset()
+        assert_same(model(tokens, use_cache=False).logits, fresh)
+
+
+def test_a_stream_can_start_from_a_state_kept_earlier() -> None:
+    model = window_1()
+    attachment = attach(model, SMALL)
+    tokens = text(1, 12)
+    with attachment.stream() as first:
+        model(tokens[:, :7], use_cache=False)
+    with attachment.stream(first.state):
+        last = model(tokens[:, 7:], use_cache=False).logits
+    assert_same(last, model(tokens, use_cache=False).logits[:, 7:])
+
+
+def test_gradients_cross_calls_of_a_stream() -> None:
+    model = window_1()
+    attachment = attach(model, SMALL)
+    x = torch.randn(1, 9, WIDTH, dtype=torch.float64, requires_grad=True)
+    with attachment.stream():
+        model(inputs_embeds=x[:, :6], use_cache=False)
+        model(inputs_embeds=x[:, 6:], use_cache=False).logits.sum().backward()
+    assert x.grad is not None
+    assert x.grad[:, :3].any()
+
+
+def test_one_stream_at_a_time() -> None:
+    attachment = attach(window_1(), SMALL)
+    with attachment.stream(), pytest.raises(RuntimeError, match=r"another stream .* is open"):
+        attachment.stream().__enter__()
+    with attachment.stream():
+        pass
+
+
+def test_a_stream_refuses_a_cache_that_carries_another_state() -> None:
+    model = llama().double().eval()
+    attachment = attach(model, SMALL)
+    cache = model(text(1, 5), use_cache=True).past_key_values
+    with attachment.stream(), pytest.raises(ValueError, match=r"cache carries a state .* and so"):
+        model(text(1, 1), past_key_values=cache)
+
+
+def test_beam_search_inside_a_stream_is_refused() -> None:
+    model = llama().double().eval()
+    attachment = attach(model, SMALL)
+    with (
+        attachment.stream(),
+        pytest.raises(ValueError, match="rows of a cache whose memory is owned by a stream"),
+    ):
+        model.generate(text(2, 6), num_beams=2, max_new_tokens=3, pad_token_id=0)
+
+
+def test_a_cache_filled_in_a_stream_is_refused_outside() -> None:
+    model = llama().double().eval()
+    attachment = attach(model, SMALL)
+    cache = DynamicCache(config=model.config)
+    tokens = text(2, 6)
+    with attachment.stream():
+        model(tokens, past_key_values=cache)
+    with pytest.raises(ValueError, match="filled inside a stream"):
+        model(tokens[:, :1], past_key_values=cache)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_attention_mask_becomes_the_memory_s_mask(side: str) -> None:
+    model = window_1()
+    attach(model, SMALL)
+    tokens = text(2, 9)
+    mask = torch.ones_like(tokens)
+    real = slice(4, 9) if side == "left" else slice(0, 5)
+    mask[1] = 0
+    mask[1, real] = 1
+    together = model(tokens, attention_mask=mask, use_cache=False).logits
+    alone = model(tokens[1:, real], use_cache=False).logits
+    assert_same(together[1, real], alone[0])
+    assert_same(together[0], model(tokens[:1], use_cache=False).logits[0])
+
+
+def test_the_padding_mask_of_a_torch_encoder_becomes_the_memory_s_mask() -> None:
+    model = encoder().double().eval()
+    attach(model, SMALL)
+    x = torch.randn(2, 9, WIDTH, dtype=torch.float64)
+    padding = torch.zeros(2, 9, dtype=torch.bool)
+    padding[1, 5:] = True
+    alone = model(x[1:, :5])
+    assert_same(model(x, src_key_padding_mask=padding)[1, :5], alone[0])
+    with torch.no_grad():  # where torch would pack the rows for its fused kernel
+        assert_same(model(x, src_key_padding_mask=padding)[1, :5], alone[0])
+
+
+def test_a_positional_attention_mask_is_seen_too() -> None:
+    model = Custom().double().eval()
+    attach(model, SMALL)
+    tokens = text(1, 8)
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
+    masked = model(tokens, mask)
+    assert_same(masked, model(tokens, attention_mask=mask))
+    assert not torch.allclose(masked, model(tokens))
+
+
+def test_a_mask_too_narrow_for_the_tokens_is_an_error() -> None:
+    model = Custom().double().eval()
+    attach(model, SMALL)
+    with pytest.raises(ValueError, match=r"attention_mask: expected shape .* got \(1, 5\)"):
+        model(text(1, 8), torch.ones(1, 5))
+
+
+def test_packed_documents_do_not_see_each_other() -> None:
+    model = window_1()
+    attach(model, SMALL)
+    tokens = text(2, 12)
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6], [*range(12)]])
+    packed = model(tokens, position_ids=positions, use_cache=False).logits
+    alone = model(tokens[:1, 5:], use_cache=False).logits
+    assert_same(packed[0, 5:], alone[0])
+    assert_same(packed[1], model(tokens[1:], use_cache=False).logits[0])
+
+
+def test_a_call_never_starts_a_document_by_itself() -> None:
+    model = window_1()
+    attachment = attach(model, SMALL)
+    tokens = text(1, 12)
+    whole = model(tokens, use_cache=False).logits
+    with attachment.stream():
+        model(tokens[:, :6], position_ids=torch.arange(6)[None], use_cache=False)
+        # positions start again at column 0, and fall to zero nowhere inside the call
+        last = model(tokens[:, 6:], position_ids=torch.arange(6)[None], use_cache=False).logits
+    assert not torch.allclose(last, model(tokens[:, 6:], use_cache=False).logits)
+    assert last.shape == whole[:, 6:].shape
+
+
+def test_positions_of_padding_start_no_document() -> None:
+    model = window_1()
+    attach(model, SMALL)
+    tokens = text(1, 10)
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0, 1, 1, 1, 1]])
+    positions = torch.tensor([[0, 1, 2, 3, 1, 1, 4, 5, 6, 7]])  # as generate() fills them
+    padded = model(tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    kept = mask[0].bool()
+    assert_same(padded[0, kept], model(tokens[:, kept], use_cache=False).logits[0])
+
+
+@pytest.mark.parametrize("owner", ["stream", "cache"])
+def test_a_sliding_window_host_streams_as_in_one_pass(owner: str) -> None:
+    model = mistral(window=8).double().eval()
+    attachment = attach(model, SMALL)
+    tokens = text(1, 400)
+    cache = DynamicCache(config=model.config)
+    sizes = [1, 7, 64, 3, 30, 1, 1, 100, 17]
+    with torch.no_grad():
+        whole = model(tokens, use_cache=False).logits
+        parts = []
+        if owner == "stream":
+            with attachment.stream():
+                for part in pieces(tokens, sizes):
+                    parts.append(model(part, past_key_values=cache, use_cache=True).logits)
+        else:
+            for part in pieces(tokens, sizes):
+                parts.append(model(part, past_key_values=cache, use_cache=True).logits)
+    assert_same(torch.cat(parts, dim=1), whole)
+
+
+def test_a_long_stream_holds_no_more_than_a_short_one() -> None:
+    model = mistral(window=8, max_position_embeddings=8192).eval()
+    attachment = attach(model, SMALL)
+    cache = DynamicCache(config=model.config)
+    generator = torch.Generator().manual_seed(3)
+    held = []
+    with torch.no_grad(), attachment.stream() as s:
+        done = 0
+        while done < 4000:
+            size = int(torch.randint(1, 200, (1,), generator=generator))
+            model(text(1, size), past_key_values=cache, use_cache=True)
+            done += size
+            keys = sum(layer.keys.untyped_storage().nbytes() for layer in cache.layers)
+            held.append((s.nbytes, sum(layer.keys.shape[-2] for layer in cache.layers), keys))
+    assert cache.get_seq_length() == done
+    assert len({nbytes for nbytes, _, _ in held}) == 1
+    assert max(kept for _, kept, _ in held) == 2 * 7
+
+
+def test_an_error_inside_the_host_leaves_the_next_call_clean() -> None:
+    model = bert().double().eval()
+    attach(model, SMALL)
+    tokens = text(1, 9)
+    before = model(tokens).last_hidden_state
+    handle = model.encoder.layer[1].register_forward_pre_hook(_fail)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1]])
+    with pytest.raises(RuntimeError, match="planted"):
+        model(tokens, attention_mask=mask)
+    handle.remove()
+    assert torch.equal(model(tokens).last_hidden_state, before)
+
+
+def _fail(*_: object) -> None:
+    raise RuntimeError("planted")
+
+
+def test_the_window_of_one_leaves_the_memory_as_the_only_path() -> None:
+    model = window_1()
+    assert not find_leak(model, text(1, 8))
+    tokens = text(1, 8)
+    changed = tokens.clone()
+    changed[:, 0] = (changed[:, 0] + 1) % VOCABULARY
+    assert torch.equal(model(tokens).logits[:, 1:], model(changed).logits[:, 1:])

@@ -1,0 +1,266 @@
+"""Training around an attached memory: checkpointing, autocast, compilation, Trainer, PEFT."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from hosts import SMALL, VOCABULARY, WIDTH, TimmViT, bert, encoder, gpt2, llama
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tensor_memory import attach, detach, load_memory, save_memory
+from tolerances import assert_same
+
+
+def text(rows: int = 2, length: int = 10) -> Tensor:
+    return torch.randint(1, VOCABULARY, (rows, length))
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def assert_same_gradients(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        assert_same(one[name], other[name])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("build", [gpt2, llama, bert])
+def test_gradient_checkpointing_changes_no_gradient(
+    build: Callable[[], Any], reentrant: bool
+) -> None:
+    model = build().double().train()
+    attach(model, SMALL)
+    for part in model.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    tokens, mask = text(), torch.ones(2, 10, dtype=torch.long)
+    mask[1, :4] = 0
+
+    def step() -> dict[str, Tensor]:
+        model(tokens, attention_mask=mask)[0].square().sum().backward()
+        return gradients(model)
+
+    plain = step()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert_same_gradients(step(), plain)
+
+
+def test_a_checkpointed_stream_advances_once_per_call() -> None:
+    model: Any = llama().double().train()
+    attachment = attach(model, SMALL)
+    first, second = text(), text()
+
+    def step() -> tuple[list[Tensor], dict[str, Tensor]]:
+        with attachment.stream() as s:
+            loss = model(first, use_cache=False).logits.square().sum()
+            loss = loss + model(second, use_cache=False).logits.square().sum()
+            before = [state.hidden.detach().clone() for state in s.state.values()]
+            fills = [state.fill.tolist() for state in s.state.values()]
+            loss.backward()
+            after = [state.hidden.detach() for state in s.state.values()]
+        assert fills == [[2, 2], [2, 2]]  # 20 tokens in chunks of 3
+        assert all(map(torch.equal, before, after))
+        return before, gradients(model)
+
+    plain_state, plain = step()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    state, checkpointed = step()
+    for one, other in zip(state, plain_state, strict=True):
+        assert_same(one, other)
+    assert_same_gradients(checkpointed, plain)
+
+
+class CheckpointedViT(TimmViT):
+    """Checkpoints its blocks by hand, as timm does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patch_embed(x).flatten(2).transpose(1, 2)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)  # type: ignore[assignment]
+        return self.head(self.norm(x).mean(1))
+
+
+@pytest.mark.parametrize("scope", ["layer", "depth"])
+def test_blocks_checkpointed_by_hand_have_the_same_gradients(scope: Any) -> None:
+    model = CheckpointedViT().double()
+    attach(model, SMALL, scope=scope, causal=False)
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    model(x).square().sum().backward()
+    checkpointed = gradients(model)
+    model.__class__ = TimmViT
+    model(x).square().sum().backward()
+    assert_same_gradients(checkpointed, gradients(model))
+
+
+def test_one_tensor_checkpointed_in_two_calls_of_a_stream_cannot_be_told_apart() -> None:
+    model: Any = encoder()
+
+    def run(block: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(block, x, use_reentrant=False)  # type: ignore[return-value]
+
+    attachment = attach(model, SMALL)
+    x = torch.randn(1, 6, WIDTH, requires_grad=True)
+    with attachment.stream():
+        loss = run(model.layers[0], x).sum() + run(model.layers[0], x).sum()
+        with pytest.raises(RuntimeError, match="one and the same tensor in several calls"):
+            loss.backward()
+
+
+def test_autocast_runs_the_memory_in_bfloat16_near_float32() -> None:
+    model: Any = llama().eval()
+    attachment = attach(model, SMALL)
+    tokens = text()
+    exact = model(tokens).logits
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(tokens)
+        output.logits.float().square().sum().backward()
+    assert_same(output.logits, exact, torch.bfloat16)
+    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in attachment.parameters())
+
+
+@pytest.mark.parametrize("build", [llama, bert])
+def test_a_compiled_host_is_one_graph_and_computes_the_same(build: Callable[[], Any]) -> None:
+    torch._dynamo.reset()
+    model = build().double().eval()
+    model.config.use_cache = False
+    attach(model, SMALL)
+    tokens = text()
+    expected = model(tokens)[0]
+    compiled: Any = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True)
+    output = compiled(tokens)[0]
+    assert_same(output, expected)
+    output.square().sum().backward()
+    expected.square().sum().backward()
+    got = {name.removeprefix("_orig_mod."): g for name, g in gradients(compiled).items()}
+    assert_same_gradients(got, gradients(model))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("owner", ["stream", "cache"])
+def test_a_compiled_host_follows_the_mask_and_carries_its_state(owner: str) -> None:
+    torch._dynamo.reset()
+    model: Any = llama(num_hidden_layers=1).double().eval()
+    attachment = attach(model, SMALL)
+    tokens, mask = text(), torch.ones(2, 10, dtype=torch.long)
+    mask[0, :3] = 0
+
+    def run(model: Any) -> list[Tensor]:
+        if owner == "stream":
+            with attachment.stream():
+                return [
+                    model(tokens, attention_mask=mask, use_cache=False).logits for _ in range(2)
+                ]
+        first = model(tokens, attention_mask=mask, use_cache=True)
+        longer = torch.cat([mask, torch.ones_like(mask)], dim=1)
+        second = model(tokens, attention_mask=longer, past_key_values=first.past_key_values)
+        return [first.logits, second.logits]
+
+    with torch.no_grad():
+        expected = run(model)
+        got = run(torch.compile(model, backend="eager"))
+    for one, other in zip(got, expected, strict=True):
+        assert_same(one, other)
+    torch._dynamo.reset()
+
+
+class Repeats(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = (torch.arange(6) + index) % VOCABULARY
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def trainer(model: nn.Module, folder: Path, steps: int) -> transformers.Trainer:
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        save_steps=2,
+        per_device_train_batch_size=4,
+        report_to=[],
+        use_cpu=True,
+        learning_rate=1e-2,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    return transformers.Trainer(model=model, args=arguments, train_dataset=Repeats())
+
+
+def test_the_trainer_trains_saves_and_resumes_an_attached_host(tmp_path: Path) -> None:
+    start: Any = llama()
+    attach(start, SMALL, freeze_host=True)
+    host = {name: p.clone() for name, p in start.named_parameters() if not p.requires_grad}
+
+    whole = copy.deepcopy(start)
+    trainer(whole, tmp_path / "whole", 4).train()
+    assert not torch.equal(whole.tensor_memory.layers[0].gate, start.tensor_memory.layers[0].gate)
+    for name, before in host.items():
+        assert torch.equal(whole.get_parameter(name), before)
+
+    resumed = copy.deepcopy(start)
+    checkpoint_2 = tmp_path / "whole" / "checkpoint-2"
+    trainer(resumed, tmp_path / "resumed", 4).train(resume_from_checkpoint=str(checkpoint_2))
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(parameter, resumed.get_parameter(name)), name
+
+
+def test_a_host_saved_with_its_memory_loads_without_it(tmp_path: Path) -> None:
+    model: Any = llama().eval()
+    tokens = text()
+    bare = model(tokens).logits
+    attach(model, SMALL)
+    with_memory = model(tokens).logits
+    model.save_pretrained(tmp_path)
+    loaded: Any = transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(loaded(tokens).logits, bare)
+    attach(loaded, SMALL)
+    loaded.load_state_dict(model.state_dict())
+    assert torch.equal(loaded(tokens).logits, with_memory)
+
+
+def test_a_host_with_lora_carries_a_memory_and_generates(tmp_path: Path) -> None:
+    base: Any = llama().double().eval()
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model: Any = peft.get_peft_model(base, config).eval()
+    lora = {name for name, p in model.named_parameters() if p.requires_grad}
+    tokens = text(1, 6)
+    bare = model(tokens).logits
+
+    attachment = attach(model, SMALL)
+    assert attachment.paths == [f"base_model.model.model.layers.{i}" for i in range(2)]
+    memory = {f"tensor_memory.{name}" for name, _ in attachment.named_parameters()}
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == lora | memory
+
+    made = model.generate(input_ids=tokens, max_new_tokens=40, do_sample=False, pad_token_id=0)
+    chosen = model(made).logits.argmax(-1)
+    assert torch.equal(made[:, 6:], chosen[:, 5:-1])
+    save_memory(model, tmp_path)
+    detach(model)
+    assert torch.equal(model(tokens).logits, bare)
+    attach(model, SMALL)
+    load_memory(model, tmp_path)
+    assert torch.equal(model(made).logits.argmax(-1), chosen)
+
+
+def test_hidden_states_asked_for_include_the_memory() -> None:
+    model: Any = llama().double().eval()
+    tokens = text()
+    model(tokens, output_hidden_states=True)
+    attach(model, SMALL)
+    seen = []
+    model.model.layers[1].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    hidden = model(tokens, output_hidden_states=True).hidden_states
+    assert torch.equal(hidden[1], seen[0])
