@@ -105,9 +105,9 @@ class Attachment(nn.Module):
         kind = "one memory shared" if self.shared else "one memory each"
         return f"{len(self.paths)} layers, {kind}, scope={self.scope!r}"
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Not callable: the memory runs inside the host."""
-        raise TypeError("Attachment: call the host model; the memory runs after its blocks")
+    def forward(self, x: Any) -> Any:
+        """x, unchanged: a host that is an `nn.Sequential` calls whatever is registered on it."""
+        return x
 
     def open_stream(self, stream: Stream) -> None:
         """Give the state to `stream`; one at a time."""

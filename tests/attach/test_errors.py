@@ -1,0 +1,214 @@
+"""Bad input: each a clear error, and the host left as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hosts import SMALL, WIDTH, TimmViT, bert, encoder, ids, llama
+from torch import Tensor, nn
+
+from tensor_memory import attach, detach, memory_disabled
+from tensor_memory.attach import NoBlocksFoundError
+
+
+def untouched(model: nn.Module) -> bool:
+    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    trained = all(p.requires_grad for p in model.parameters())
+    return hooks == 0 and trained and not hasattr(model, "tensor_memory")
+
+
+def refused(model: nn.Module, error: type[Exception], match: str, **options: Any) -> None:
+    keys = list(model.state_dict())
+    with pytest.raises(error, match=match):
+        attach(model, options.pop("config", SMALL), freeze_host=True, **options)
+    assert untouched(model)
+    assert list(model.state_dict()) == keys
+
+
+def test_a_model_without_blocks_lists_what_repeats_in_it() -> None:
+    convolutions = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3))
+    model = nn.ModuleDict({"features": convolutions, "head": nn.Linear(8, 2)})
+    refused(
+        model,
+        NoBlocksFoundError,
+        r"no row of Transformer blocks found in ModuleDict; .*'features\.\*' \(2 × Conv2d\)",
+    )
+
+
+def test_a_model_without_anything_repeated_lists_its_parts() -> None:
+    refused(
+        nn.ModuleDict({"head": nn.Linear(8, 2)}), NoBlocksFoundError, r"parts are 'head' \(Linear\)"
+    )
+
+
+@pytest.mark.parametrize(
+    "layers", ["encoder.blocks.*", ["encoder.layer.0", "encoder.layer.7"], lambda *_: False]
+)
+def test_layers_that_match_nothing_are_an_error(layers: Any) -> None:
+    refused(bert(), NoBlocksFoundError, r"match.*'encoder\.layer\.\*' \(2 × ", layers=layers)
+
+
+def test_a_star_does_not_reach_into_blocks() -> None:
+    assert attach(bert(), SMALL, layers="encoder.layer.*").paths == [
+        "encoder.layer.0",
+        "encoder.layer.1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layers", "every", "paths"),
+    [
+        (["encoder.layer.1"], 1, ["encoder.layer.1"]),
+        (lambda path, module: type(module).__name__ == "BertLayer", 1, None),
+        ("auto", 2, ["encoder.layer.0", "encoder.layer.2"]),
+    ],
+    ids=["list", "predicate", "every second"],
+)
+def test_blocks_can_be_chosen(layers: Any, every: int, paths: list[str] | None) -> None:
+    model = bert(num_hidden_layers=4)
+    attachment = attach(model, SMALL, layers=layers, every=every)
+    assert attachment.paths == (paths or [f"encoder.layer.{i}" for i in range(4)])
+    model(ids())
+
+
+def test_naming_a_list_of_blocks_says_how_to_name_the_blocks() -> None:
+    refused(
+        bert(),
+        ValueError,
+        r"never called itself; .*layers='encoder.layer.\*'",
+        layers=("encoder.layer"),
+    )
+
+
+def test_several_rows_of_blocks_ask_for_a_choice() -> None:
+    config = transformers.T5Config(
+        d_model=WIDTH, d_kv=8, d_ff=24, num_layers=2, num_heads=2, vocab_size=30
+    )
+    model = transformers.T5ForConditionalGeneration(config)
+    refused(model, ValueError, r"several rows .* one of 'encoder\.block\.\*', 'decoder\.block\.\*'")
+    attachment = attach(model, SMALL, layers="decoder.block.*")
+    assert attachment.paths == ["decoder.block.0", "decoder.block.1"]
+
+
+class Bare(nn.Module):
+    """Attends, and has nothing that tells its width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 96), nn.Linear(32, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return x + self.out(nn.functional.scaled_dot_product_attention(q, k, v))
+
+
+def test_a_width_that_cannot_be_inferred_must_be_given() -> None:
+    model = nn.Sequential(Bare(), Bare())
+    refused(
+        model,
+        ValueError,
+        r"width of block '0' \(Bare\) cannot be inferred .* pass dim=",
+        layers="*",
+    )
+    attach(model, SMALL, layers="*", dim=WIDTH)
+    assert model(torch.randn(1, 5, WIDTH)).shape == (1, 5, WIDTH)
+
+
+def test_a_memory_for_another_width_is_an_error() -> None:
+    refused(bert(), ValueError, "dim=32 was asked for, but block .* has width 16", dim=32)
+
+
+def test_blocks_of_several_widths_cannot_share_a_memory() -> None:
+    model = nn.ModuleDict({"small": TimmViT().blocks, "large": encoder().layers})
+    model["large"] = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 12)])
+    refused(
+        model,
+        ValueError,
+        r"several widths \(8, 16\); pass share_weights=False",
+        layers=["small.*", "large.*"],
+    )
+    attachment = attach(model, SMALL, layers=["small.*", "large.*"], share_weights=False)
+    assert attachment.dims == [16, 16, 8]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        (dict(scope="model"), ValueError, "scope: expected 'layer' or 'depth', got 'model'"),
+        (dict(causal="no"), ValueError, "causal: expected True, False or 'auto', got 'no'"),
+        (dict(every=0), ValueError, "every: expected at least 1"),
+        (dict(dropout=2.0), ValueError, r"dropout: expected a probability in \[0, 1\), got 2.0"),
+        (dict(gate=1.0), TypeError, "unexpected keyword argument 'gate'"),
+        (dict(config={"channels": 4}), TypeError, "config: expected a MemoryConfig, got dict"),
+    ],
+)
+def test_a_wrong_option_leaves_the_host_alone(
+    options: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    refused(bert(), error, match, **options)
+
+
+def test_an_attach_that_fails_half_way_undoes_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = bert()
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no more modules")
+
+    monkeypatch.setattr(model, "add_module", fail)
+    with pytest.raises(RuntimeError, match="no more modules"):
+        attach(model, SMALL, freeze_host=True)
+    monkeypatch.undo()
+    assert untouched(model)
+    attach(model, SMALL)
+
+
+def test_a_host_with_an_attribute_of_that_name_is_refused() -> None:
+    model = bert()
+    model.tensor_memory = 3
+    with pytest.raises(ValueError, match="already has an attribute 'tensor_memory'"):
+        attach(model, SMALL)
+    assert model.tensor_memory == 3
+
+
+@pytest.mark.parametrize("act", [detach, lambda model: memory_disabled(model).__enter__()])
+def test_what_was_not_attached_cannot_be_detached_or_disabled(act: Any) -> None:
+    with pytest.raises(ValueError, match=r"BertModel has no memory attached; call attach\(model"):
+        act(bert())
+
+
+def test_part_of_an_attached_host_cannot_be_attached_from_outside() -> None:
+    model = llama()
+    attach(model.model, SMALL)
+    with pytest.raises(ValueError, match="already has a memory attached"):
+        attach(model, SMALL)
+
+
+class Strange(nn.Module):
+    """Returns what is no hidden state."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self.norm, self.result = nn.LayerNorm(WIDTH), result
+
+    def forward(self, x: Tensor) -> Any:
+        return self.result
+
+
+@pytest.mark.parametrize(
+    ("result", "error", "match"),
+    [
+        ("text", TypeError, "return a tensor, a tuple that starts with one or a model output"),
+        ((None, 1), TypeError, "got tuple"),
+        (torch.zeros(1, 2, 2, WIDTH), ValueError, r"shape \(B, N, d\), got \(1, 2, 2, 16\)"),
+    ],
+)
+def test_a_block_that_returns_no_hidden_states_is_named(
+    result: Any, error: type[Exception], match: str
+) -> None:
+    model = nn.Sequential(Strange(result))
+    attach(model, SMALL, layers="0")
+    with pytest.raises(error, match=f"block '0' to return .*{match}|{match}"):
+        model(torch.zeros(1, 2, WIDTH))

@@ -1,0 +1,163 @@
+"""The memory saved alone: strict on what comes back, and nothing changed by what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from tensor_memory import MemoryConfig, attach, load_memory, save_memory
+
+CONFIG = MemoryConfig(channels=4, grid=(3, 3), chunk_size=2)
+
+
+def host(width: int = 16, layers: int = 2) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(width, 2, 24, batch_first=True)
+    return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+
+
+def attached(config: MemoryConfig = CONFIG, *, width: int = 16, layers: int = 2, **options: Any):
+    model = host(width, layers)
+    attach(model, config, **options)
+    return model
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    save_memory(attached(), tmp_path)
+    return tmp_path
+
+
+def refused(model: nn.Module, folder: Path, error: type[Exception], match: str) -> None:
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(error, match=match):
+        load_memory(model, folder)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_weights_come_back_exactly_and_the_host_is_not_in_the_file(tmp_path: Path) -> None:
+    first, second = attached(), attached()
+    save_memory(first, tmp_path / "new" / "folder")
+    weights = load_file(tmp_path / "new" / "folder" / "memory.safetensors")
+    assert set(weights) == set(first.tensor_memory.state_dict())
+    load_memory(second, tmp_path / "new" / "folder")
+    for name, tensor in first.tensor_memory.state_dict().items():
+        assert torch.equal(second.tensor_memory.state_dict()[name], tensor)
+
+
+def test_the_description_holds_the_config(saved: Path) -> None:
+    described = json.loads((saved / "memory.json").read_text())
+    assert MemoryConfig.from_dict(described["config"]) == CONFIG
+    assert described["blocks"] == ["layers.0", "layers.1"]
+    assert described["widths"] == [16, 16]
+
+
+def test_a_memory_without_a_host_is_neither_saved_nor_loaded(saved: Path) -> None:
+    with pytest.raises(ValueError, match="save_memory: TransformerEncoder has no memory attached"):
+        save_memory(host(), saved)
+    with pytest.raises(ValueError, match="load_memory: TransformerEncoder has no memory attached"):
+        load_memory(host(), saved)
+
+
+def test_a_folder_of_something_else_is_an_error(tmp_path: Path) -> None:
+    refused(attached(), tmp_path, FileNotFoundError, r"memory\.json: no such file; .*save_memory")
+
+
+def test_missing_weights_are_an_error(saved: Path) -> None:
+    (saved / "memory.safetensors").unlink()
+    refused(attached(), saved, FileNotFoundError, r"memory\.safetensors: no such file")
+
+
+def test_a_memory_for_another_host_width_is_an_error(saved: Path) -> None:
+    refused(attached(width=8), saved, ValueError, "hosts of width 16, and this host has width 8")
+
+
+@pytest.mark.parametrize("name", ["memory.safetensors", "memory.json"])
+def test_a_truncated_file_is_an_error(saved: Path, name: str) -> None:
+    whole = (saved / name).read_bytes()
+    (saved / name).write_bytes(whole[: len(whole) // 2])
+    refused(attached(), saved, ValueError, f"{name}: expected .* got a truncated or foreign file")
+
+
+def test_an_unknown_and_a_missing_tensor_are_named(saved: Path) -> None:
+    path = saved / "memory.safetensors"
+    weights = load_file(path)
+    weights["layers.0.bias"] = weights.pop("layers.0.gate")
+    save_file(weights, path, metadata={"kind": "tensor-memory weights"})
+    match = r"unknown tensors layers\.0\.bias, missing tensors layers\.0\.gate"
+    refused(attached(), saved, ValueError, match)
+
+
+def test_a_tensor_of_another_shape_is_named(saved: Path) -> None:
+    path = saved / "memory.safetensors"
+    weights = load_file(path)
+    weights["memory.taps"] = weights["memory.taps"][:1]
+    save_file(weights, path, metadata={"kind": "tensor-memory weights"})
+    match = r"expected memory\.taps of shape \(2, 8, 3\), got \(1, 8, 3\)"
+    refused(attached(), saved, ValueError, match)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"extra": 1}, "expected the keys format, config, .* got .*extra"),
+        ({"format": 2}, "expected format 1, got 2; it was written by another version"),
+        ({"config": CONFIG.to_dict() | {"colour": 1}}, "unknown field colour"),
+    ],
+)
+def test_an_unknown_key_is_an_error(saved: Path, change: dict[str, Any], match: str) -> None:
+    path = saved / "memory.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    refused(attached(), saved, ValueError, match)
+
+
+def test_another_config_is_named_but_the_backend_may_differ(saved: Path) -> None:
+    other = MemoryConfig(channels=8, grid=(3, 3), chunk_size=2)
+    refused(attached(other), saved, ValueError, r"another config: channels 4 \(here 8\)")
+    load_memory(
+        attached(MemoryConfig(channels=4, grid=(3, 3), chunk_size=2, backend="reference")), saved
+    )
+
+
+def test_another_number_of_layers_is_an_error_when_each_has_its_own(tmp_path: Path) -> None:
+    save_memory(attached(share_weights=False), tmp_path)
+    refused(
+        attached(layers=3, share_weights=False),
+        tmp_path,
+        ValueError,
+        r"holds 2 memory layers \(layers\.0, layers\.1\), and this host has 3",
+    )
+
+
+def test_another_number_of_layers_is_an_error_when_one_is_shared(saved: Path) -> None:
+    refused(attached(layers=3), saved, ValueError, "holds 2 memory layers")
+
+
+def test_shared_and_separate_weights_are_not_exchanged(saved: Path) -> None:
+    refused(attached(share_weights=False), saved, ValueError, "attach with share_weights=True")
+
+
+def test_another_scope_is_an_error(saved: Path) -> None:
+    model = attached(scope="depth", causal=False)
+    refused(model, saved, ValueError, "attach with scope='layer'")
+
+
+def test_another_option_of_the_residual_shows_in_the_names(saved: Path) -> None:
+    refused(attached(norm=False), saved, ValueError, r"unknown tensors layers\.0\.norm")
+
+
+def test_saving_over_an_older_memory_leaves_no_temporary_files(saved: Path) -> None:
+    save_memory(attached(), saved)
+    assert sorted(path.name for path in saved.iterdir()) == ["memory.json", "memory.safetensors"]
+
+
+def test_a_memory_saved_in_float32_loads_into_a_host_in_half_precision(saved: Path) -> None:
+    model = host().bfloat16()
+    attach(model, CONFIG)
+    load_memory(model, saved)
+    assert model.tensor_memory.memory.taps.dtype == torch.bfloat16
