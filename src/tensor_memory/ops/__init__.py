@@ -93,6 +93,8 @@ def memory_scan(
                     "checkpoint_every: backend 'reference' leaves its backward to autograd, which "
                     "keeps every step; choose backend 'auto', or use torch.utils.checkpoint"
                 )
+            if read_at is None:
+                ready = ready._replace(read_at=None)
             reads, hidden, cell = reference.scan(*ready.floats, writes=writes, resets=resets)
             if write_at.shape[1] == 0:
                 hidden, cell = hidden.clone(), cell.clone()
@@ -101,7 +103,7 @@ def memory_scan(
                 value is not None and value.requires_grad for value in request.floats
             )
             reads, hidden, cell, _ = operator.scan(
-                *ready.with_reads(), keep, checkpoint_every or 0, products, chosen
+                *ready, keep, checkpoint_every or 0, products, chosen
             )
     return None if read_at is None else reads, hidden, cell
 

@@ -14,6 +14,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from tensor_memory.ops import checkpointing
+from tensor_memory.ops.request import Request
+
 NineTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -41,10 +44,12 @@ def scan(
     name: str,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Reads, hidden, cell and what the backward needs; nothing of it where `keep` is false."""
-    return implementation(name).forward(
-        read_at, write_at, spread, content, taps, mix, bias, hidden, cell, writes, resets,
-        keep=keep, checkpoint_every=checkpoint_every, products=products,
-    )  # fmt: skip
+    request = Request(
+        read_at, write_at, spread, content, taps, mix, bias, hidden, cell, writes, resets
+    )
+    if keep and checkpoint_every:
+        return checkpointing.forward(implementation(name), request, checkpoint_every, products)
+    return implementation(name).forward(*request, keep=keep, products=products)
 
 
 @torch.library.custom_op("tensor_memory::scan_backward", mutates_args=())
@@ -69,11 +74,16 @@ def scan_backward(
     name: str,
 ) -> NineTensors:
     """Gradients of read_at, write_at, spread, content, taps, mix, bias, hidden and cell."""
-    grads = implementation(name).backward(
-        grad_reads, grad_hidden, grad_cell,
-        read_at, write_at, spread, content, taps, mix, bias, hidden, cell, writes, resets, kept,
-        checkpoint_every=checkpoint_every, products=products,
-    )  # fmt: skip
+    request = Request(
+        read_at, write_at, spread, content, taps, mix, bias, hidden, cell, writes, resets
+    )
+    wanted = (grad_reads, grad_hidden, grad_cell)
+    if checkpoint_every:
+        grads = checkpointing.backward(
+            implementation(name), *wanted, request, kept, checkpoint_every, products
+        )
+    else:
+        grads = implementation(name).backward(*wanted, *request, kept, products=products)
     filled = tuple(content.new_empty(0) if g is None else g.contiguous() for g in grads)
     return cast(NineTensors, filled)
 
@@ -83,13 +93,11 @@ def _(
     read_at, write_at, spread, content, taps, mix, bias, hidden, cell, writes, resets,
     keep, checkpoint_every, products, name,
 ):  # fmt: skip
-    kept = implementation(name).empty_kept(
-        hidden,
-        write_at.shape[1],
-        keep=keep,
-        checkpoint_every=checkpoint_every,
-        products=products,
-    )
+    kept = []
+    if keep and checkpoint_every:
+        kept = checkpointing.empty_kept(hidden, write_at.shape[1], checkpoint_every)
+    elif keep:
+        kept = implementation(name).empty_kept(hidden, write_at.shape[1], products)
     reads = content.new_empty(*read_at.shape[:3], content.shape[-1])
     return reads, hidden.new_empty(hidden.shape), cell.new_empty(cell.shape), kept
 

@@ -16,6 +16,8 @@ from tensor_memory.config import MAX_AXES
 Floats = tuple[
     Tensor | None, Tensor, Tensor | None, Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor
 ]
+STEPWISE = ("read_at", "write_at", "spread", "content", "writes", "resets")  # (B, S, ...)
+SHARED = ("taps", "mix", "bias")  # by all rows
 
 
 class Request(NamedTuple):
@@ -45,24 +47,25 @@ class Request(NamedTuple):
         return functools.reduce(torch.promote_types, types, torch.float32)
 
     def at_rest(self, dtype: torch.dtype) -> Request:
-        """All floats in one type and contiguous."""
-        floats = [None if value is None else value.to(dtype).contiguous() for value in self.floats]
-        return Request._make([*floats, self.writes, self.resets])
-
-    def with_reads(self) -> Request:
-        """No reads as reads of no place (Q = 0), so that there is always a tensor."""
-        if self.read_at is not None:
-            return self
+        """All floats in one type, everything contiguous, and no reads as reads of no place."""
         B, S, _, n = self.write_at.shape
-        return self._replace(read_at=self.write_at.new_empty(B, S, 0, n))
+        read_at = self.write_at.new_empty(B, S, 0, n) if self.read_at is None else self.read_at
+        floats = (v if v is None else v.to(dtype) for v in (read_at, *self.floats[1:]))
+        values = (*floats, self.writes, self.resets)
+        return Request._make(v if v is None else v.contiguous() for v in values)
 
     def rows(self, rows: slice) -> Request:
         """The same request for some of the rows."""
-        shared = ("taps", "mix", "bias")
         values = self._asdict().items()
-        return Request._make(
-            value if value is None or name in shared else value[rows] for name, value in values
-        )
+        return Request._make(v if v is None or name in SHARED else v[rows] for name, v in values)
+
+    def steps(self, start: int, stop: int, hidden: Tensor, cell: Tensor) -> Request:
+        """The same request for some of the steps, from a state of its own."""
+        changed: dict[str, Tensor | None] = {"hidden": hidden, "cell": cell}
+        for name in STEPWISE:
+            value = getattr(self, name)
+            changed[name] = value if value is None else value[:, start:stop].contiguous()
+        return self._replace(**changed)
 
     def check(self) -> None:
         """Raise unless the shapes, types and devices fit together."""

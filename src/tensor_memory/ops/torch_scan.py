@@ -5,8 +5,8 @@ passes over contiguous memory; README.md derives the gradients.
 
 Rows do not interact, so they are taken a block at a time and a step's volumes stay in cache. For
 the backward each step keeps a record of 7 volumes; what is cheap to run again (the write's half,
-the filters) is not kept. With `checkpoint_every`, h and c of every so many steps are kept and the
-steps between run again.
+the filters) is not kept. Everything is computed in the inputs' own type: `products` is for devices
+that multiply faster in another.
 
 Letters: B batch, S steps, V voxels, C channels, Q reads and M writes per step.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tensor_memory.ops.request import Request
+from tensor_memory.ops.request import Floats, Request
 from tensor_memory.ops.torch_steps import RECORD, STATE, Block, BlockGradients
 
 BLOCK_VALUES = 1 << 17  # values of one volume, C · V · rows, in a block
@@ -36,7 +36,6 @@ def forward(
     resets: Tensor | None,
     *,
     keep: bool,
-    checkpoint_every: int,
     products: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Run the scan; with `keep`, also return what `backward` needs."""
@@ -45,20 +44,16 @@ def forward(
     )
     S, C = write_at.shape[1], content.shape[-1]
     reads = content.new_empty(*read_at.shape[:3], C)
-    last_hidden, last_cell = torch.empty_like(hidden), torch.empty_like(cell)
-    kept = empty_kept(hidden, S, keep=keep, checkpoint_every=checkpoint_every, products=products)
-    segment = checkpoint_every or max(S, 1)
-    for rows, own in _blocks(hidden, kept):
+    last_hidden, last_cell = hidden.new_empty(hidden.shape), cell.new_empty(cell.shape)
+    kept = empty_kept(hidden, S, products) if keep else []
+    for rows, records in _blocks(hidden, kept):
         block = Block(request.rows(rows))
-        if keep and not checkpoint_every:
-            tape = [*own, block.new_volumes(STATE)]
+        if keep:
+            tape = [*records, block.new_volumes(STATE)]
         else:  # one record, which every step overwrites
             tape = [block.new_volumes(RECORD)] * (S + 1)
         block.load(tape[0])
-        for first in range(0, S, segment):
-            if keep and checkpoint_every:
-                own[first // segment].copy_(tape[first][: STATE * C])
-            block.run(first, tape[first : first + segment + 1], reads[rows])
+        block.run(tape, reads[rows])
         last_hidden[rows] = tape[S][:C].movedim(-1, 0)
         last_cell[rows] = tape[S][C : 2 * C].movedim(-1, 0)
     return reads, last_hidden, last_cell, kept
@@ -81,52 +76,36 @@ def backward(
     resets: Tensor | None,
     kept: list[Tensor],
     *,
-    checkpoint_every: int,
     products: torch.dtype,
-) -> tuple[Tensor | None, ...]:
+) -> Floats:
     """Gradients of read_at, write_at, spread, content, taps, mix, bias, hidden and cell."""
     request = Request(
         read_at, write_at, spread, content, taps, mix, bias, hidden, cell, writes, resets
     )
-    S, C = write_at.shape[1], content.shape[-1]
-    segment = checkpoint_every or max(S, 1)
     zeros = [None if value is None else torch.zeros_like(value) for value in request.floats]
-    grads = Request._make([*zeros, None, None])
-    for rows, own in _blocks(hidden, kept):
+    total = Request._make([*zeros, None, None])
+    for rows, records in _blocks(hidden, kept):
         block = Block(request.rows(rows))
         back = BlockGradients(block, grad_reads[rows], grad_hidden[rows], grad_cell[rows])
-        for first in reversed(range(0, S, segment)):
-            tape = own
-            if checkpoint_every:
-                tape = [block.new_volumes(RECORD) for _ in range(min(segment, S - first))]
-                tape[0][: STATE * C] = own[first // segment]
-                block.run(first, [*tape, block.new_volumes(STATE)], reads=None)
-            for s in reversed(range(len(tape))):
-                back.step(first + s, tape[s])
-        for total, grad in zip(grads.rows(rows), back.finish(), strict=True):
-            if total is not None and grad is not None:
-                total += grad
-    return grads.floats
+        for s in reversed(range(len(records))):
+            back.step(s, records[s])
+        for into, grad in zip(total.rows(rows), back.finish(), strict=True):
+            if into is not None and grad is not None:
+                into += grad
+    return total.floats
 
 
-def empty_kept(
-    hidden: Tensor, steps: int, *, keep: bool, checkpoint_every: int, products: torch.dtype
-) -> list[Tensor]:
+def empty_kept(hidden: Tensor, steps: int, products: torch.dtype) -> list[Tensor]:
     """Uninitialised tensors for what `forward` keeps of S steps: per block of rows, one a step.
 
     Many of moderate size, not one: the C library gives pages above 32 MiB back to the system at
     once, and touching new ones costs several times what the scan does to them.
     """
-    if not keep:
-        return []
     C, *grid = hidden.shape[1:]
-    volumes, count = RECORD, steps
-    if checkpoint_every:
-        volumes, count = STATE, -(-steps // checkpoint_every)
     return [
-        hidden.new_empty(volumes * C, *grid, len(range(rows.start, rows.stop)))
+        hidden.new_empty(RECORD * C, *grid, rows.stop - rows.start)
         for rows, _ in _blocks(hidden, [])
-        for _ in range(count)
+        for _ in range(steps)
     ]
 
 

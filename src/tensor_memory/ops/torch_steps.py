@@ -69,12 +69,12 @@ class Block:
         record[: self.C] = self.request.hidden.movedim(0, -1)
         record[self.C : 2 * self.C] = self.request.cell.movedim(0, -1)
 
-    def run(self, first: int, tape: list[Tensor], reads: Tensor | None) -> None:
-        """Steps from `first` on, each from one entry of the tape to the next (which may be it)."""
-        for s, (now, after) in enumerate(pairwise(tape), first):
+    def run(self, tape: list[Tensor], reads: Tensor) -> None:
+        """All steps, each from one entry of the tape to the next, which may be the same tensor."""
+        for s, (now, after) in enumerate(pairwise(tape)):
             state = now[: STATE * self.C]
             _empty(state, self.resets[s])
-            if reads is not None and reads.shape[2]:
+            if reads.shape[2]:
                 reads[:, s] = self.read(s, state[: self.C])
             self._write(s, now, after)
 
