@@ -10,7 +10,7 @@ from torch.func import functional_call
 from memories import OPTIONS, Call, make_marks, make_memory, make_state, make_tokens
 from tensor_memory import MemoryConfig, MemoryResidual, MemoryState
 
-DIM, LENGTH = 2, 5
+DIM, LENGTH = 2, 4
 FLOATS = ("hidden", "cell", "tokens", "readout")
 
 
@@ -18,7 +18,7 @@ def small(config: MemoryConfig) -> MemoryConfig:
     """Numeric derivatives cost one run per number."""
     return replace(
         config,
-        channels=2 if config.axes < 3 else 1,
+        channels=2 if config.axes == 1 else 1,
         grid=(2,) * config.axes,
         chunk_size=min(config.chunk_size, 2),
     )
@@ -53,7 +53,7 @@ def test_gradients_are_right_for_every_option(option):
 
 
 @pytest.mark.parametrize("option", ["paper", "token reads", "separate coordinates"])
-@pytest.mark.parametrize("cut", [2, 3])
+@pytest.mark.parametrize("cut", [1, 2])
 def test_gradients_are_right_through_a_cut(option, cut):
     assert_gradients(small(OPTIONS[option]), Call(make_tokens(1, LENGTH, DIM)), cut)
 
@@ -70,7 +70,7 @@ def test_gradients_are_right_with_masks_documents_and_flushes(reads, flush):
         flush={"no": False, "end": True, "marked": marked}[flush],
     )
     assert_gradients(config, call)
-    assert_gradients(config, replace(call, reset=None), cut=3)
+    assert_gradients(config, replace(call, reset=None), cut=2)
 
 
 def test_gradients_are_right_through_the_residual():
@@ -81,7 +81,9 @@ def test_gradients_are_right_through_the_residual():
     def forward(x, *weights):
         return functional_call(layer, dict(zip(names, weights, strict=True)), (x,))[0]
 
-    leaves = [t.detach().requires_grad_() for t in (make_tokens(1, 5, DIM), *layer.parameters())]
+    leaves = [
+        t.detach().requires_grad_() for t in (make_tokens(1, LENGTH, DIM), *layer.parameters())
+    ]
     assert torch.autograd.gradcheck(forward, leaves)
 
 
