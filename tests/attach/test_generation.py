@@ -13,6 +13,7 @@ from hosts import VOCABULARY, gpt2, llama, mistral
 from torch import Tensor, nn
 
 from tensor_memory import MemoryConfig, attach, memory_disabled
+from tensor_memory.attach.caches import find_cache
 from tolerances import assert_same
 
 Build = Callable[[], nn.Module]
@@ -248,3 +249,33 @@ def test_a_static_cache_is_refused() -> None:
     model, (tokens, _) = host(llama), prompts()
     with pytest.raises(ValueError, match=r"a static cache .* use the default dynamic cache"):
         generate(model, tokens, cache_implementation="static")
+
+
+def test_taking_tokens_out_of_a_cache_is_refused_and_taking_none_is_not() -> None:
+    model, (tokens, _) = host(llama), prompts()
+    cache = model(tokens, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=r"crop\(-2\) would take tokens out .* rolled back; copy"):
+        cache.crop(-2)
+    assert cache.get_seq_length() == 7
+    cache.crop(0)
+    made = model(tokens[:, :1], past_key_values=cache).logits
+    assert_same(made, model(torch.cat([tokens, tokens[:, :1]], dim=1)).logits[:, -1:])
+
+
+@pytest.mark.parametrize("kind", ["assistant", "prompt lookup"])
+def test_assisted_decoding_is_exact_or_refused(kind: str) -> None:
+    model, tokens = host(llama), torch.randint(1, VOCABULARY, (1, 12))
+    options = (
+        dict(assistant_model=llama().double().eval())
+        if kind == "assistant"
+        else dict(prompt_lookup_num_tokens=3)
+    )
+    with pytest.raises(ValueError, match="generate without assisted decoding"):
+        generate(model, tokens, **options)
+
+
+def test_continuous_batching_is_refused() -> None:
+    paged = pytest.importorskip("transformers.generation.continuous_batching.cache")
+    cache = object.__new__(paged.PagedAttentionCache)
+    with pytest.raises(ValueError, match=r"continuous batching packs .* use generate\(\)"):
+        find_cache((torch.zeros(1),), {"cache": cache})

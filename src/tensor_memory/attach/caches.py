@@ -104,8 +104,8 @@ def lend(cache: Any) -> None:
 class _Ways:
     """How the hooks of a host reach `hold` and `lend`."""
 
-    hold: Callable[[Any, str, int], CacheMemory] = hold
-    lend: Callable[[Any], None] = lend
+    hold: Callable[..., Any] = hold
+    lend: Callable[..., Any] = lend
 
 
 WAYS = _Ways()
@@ -169,9 +169,10 @@ class _Carries:
         memory.states, memory.seen, memory.streamed = {}, {}, False
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
-        before = int(self.get_seq_length())  # type: ignore[attr-defined]
-        amount = next(iter((*args, *kwargs.values())), 0)
-        if amount and before:
+        held = int(self.get_seq_length())  # type: ignore[attr-defined]
+        amount = int(next(iter((*args, *kwargs.values())), 0))
+        removed = -amount if amount < 0 else max(held - amount, 0)  # older caches: what stays
+        if held and removed and amount:
             raise ValueError(
                 f"attach: crop({amount}) would take tokens out of a cache whose memory has "
                 "already written them, and a memory cannot be rolled back; copy the cache before "

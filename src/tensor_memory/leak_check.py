@@ -1,0 +1,78 @@
+"""find_leak on a model named on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensor_memory.causality import find_leak
+
+
+def run_leak_check(options: argparse.Namespace) -> int:
+    """Build the model, draw an example, print the report; 1 where it leaks."""
+    made = load_factory(options.factory)()
+    model, example = made if isinstance(made, tuple) else (made, None)
+    if not callable(model):
+        raise TypeError(
+            f"{options.factory}: expected a factory that returns a model or (model, example), "
+            f"got {type(made).__name__}"
+        )
+    if example is None:
+        example = draw_example(model, options)
+    report = find_leak(model, example, vocab_size=options.vocab_size, seed=options.seed)
+    print(report)
+    return 1 if report else 0
+
+
+def load_factory(name: str) -> Callable[[], Any]:
+    """The object behind 'package.module:factory', the current folder on the path."""
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute:
+        raise ValueError(
+            f"leak-check: expected package.module:factory, got {name!r}; "
+            "the part after the colon is a function without arguments"
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # what `python -m` does
+    module = importlib.import_module(module_name)
+    factory = module
+    for part in attribute.split("."):
+        if not hasattr(factory, part):
+            raise ValueError(f"leak-check: module {module_name} has no {attribute}; check the name")
+        factory = getattr(factory, part)
+    if not callable(factory):
+        raise TypeError(
+            f"leak-check: expected {name} to be a function that returns a model, "
+            f"got {type(factory).__name__}"
+        )
+    return factory
+
+
+def draw_example(model: Any, options: argparse.Namespace) -> Tensor:
+    """Random ids where the model embeds ids, random embeddings where a width was given."""
+    generator = torch.Generator().manual_seed(options.seed)
+    shape = (options.batch, options.length)
+    if options.dim is not None:
+        return torch.randn(*shape, options.dim, generator=generator)
+    size = options.vocab_size or _vocabulary(model)
+    if size is None:
+        raise ValueError(
+            "leak-check: the model does not say what it takes; pass --vocab-size for ids or "
+            "--dim for embeddings, or let the factory return (model, example)"
+        )
+    return torch.randint(size, shape, generator=generator)
+
+
+def _vocabulary(model: Any) -> int | None:
+    if isinstance(model, torch.nn.Module):
+        for part in model.modules():
+            if isinstance(part, torch.nn.Embedding):
+                return part.num_embeddings
+    return None
