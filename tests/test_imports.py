@@ -27,7 +27,7 @@ LAYERS = (  # from the ground up; a module may import from its own line and from
     ("experiments.train",),
     ("experiments.recipes",),
     ("bench",),
-    ("cli", "__main__"),
+    ("cli", "__main__", "doctor", "leak_check"),
 )
 BARE = ("experiments",)  # packages that only hold others and import nothing
 
