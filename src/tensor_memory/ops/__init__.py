@@ -84,27 +84,24 @@ def memory_scan(
             f"checkpoint_every: expected None or a number of steps, got {checkpoint_every}"
         )
     chosen = _choose(backend, request)
-    products = _products_dtype(request)
-    with torch.autocast(hidden.device.type, enabled=False):
-        ready = request.at_rest(request.dtype)
-        if chosen == "reference":
-            if checkpoint_every is not None:
-                raise ValueError(
-                    "checkpoint_every: backend 'reference' leaves its backward to autograd, which "
-                    "keeps every step; choose backend 'auto', or use torch.utils.checkpoint"
-                )
-            if read_at is None:
-                ready = ready._replace(read_at=None)
+    ready = request.at_rest(request.dtype)
+    if chosen == "reference":
+        if checkpoint_every is not None:
+            raise ValueError(
+                "checkpoint_every: backend 'reference' leaves its backward to autograd, which "
+                "keeps every step; choose backend 'auto', or use torch.utils.checkpoint"
+            )
+        with torch.autocast(hidden.device.type, enabled=False):
             reads, hidden, cell = reference.scan(*ready.floats, writes=writes, resets=resets)
-            if write_at.shape[1] == 0:
-                hidden, cell = hidden.clone(), cell.clone()
-        else:
-            keep = torch.is_grad_enabled() and any(
-                value is not None and value.requires_grad for value in request.floats
-            )
-            reads, hidden, cell, _ = operator.scan(
-                *ready, keep, checkpoint_every or 0, products, chosen
-            )
+        if write_at.shape[1] == 0:
+            hidden, cell = hidden.clone(), cell.clone()
+    else:
+        keep = torch.is_grad_enabled() and any(
+            value is not None and value.requires_grad for value in request.floats
+        )
+        reads, hidden, cell, _ = operator.scan(
+            *ready, keep, checkpoint_every or 0, _products_dtype(request), chosen
+        )
     return None if read_at is None else reads, hidden, cell
 
 
@@ -112,8 +109,7 @@ def memory_read(read_at: Tensor, hidden: Tensor) -> Tensor:
     """Reads that no write follows: read_at (B, S, Q, n), hidden (B, C, *grid) -> (B, S, Q, C)."""
     dtype = torch.promote_types(read_at.dtype, hidden.dtype)
     at = read_at.to(dtype).flatten(1, 2)
-    with torch.autocast(hidden.device.type, enabled=False):
-        return sampling.sample(hidden.to(dtype), at).unflatten(1, read_at.shape[1:3])
+    return sampling.sample(hidden.to(dtype), at).unflatten(1, read_at.shape[1:3])
 
 
 def why_not(backend: str, device: torch.device) -> str | None:

@@ -28,7 +28,7 @@ def profiles(write_at: Tensor, spread: Tensor | None, grid: tuple[int, ...]) -> 
     for axis, size in enumerate(grid):
         at = write_at[..., len(grid) - 1 - axis].permute(1, 2, 0)[:, :, None]  # (S, M, 1, B)
         if spread is None:
-            nearest = (voxel_position(at, size) + 0.5).floor()
+            nearest = (voxel_position(at, size).nan_to_num() + 0.5).floor()
             voxels = torch.arange(size, device=at.device)[:, None]
             result.append((voxels == nearest).to(at.dtype))
         else:

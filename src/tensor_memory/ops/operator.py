@@ -47,9 +47,10 @@ def scan(
     request = Request(
         read_at, write_at, spread, content, taps, mix, bias, hidden, cell, writes, resets
     )
-    if keep and checkpoint_every:
-        return checkpointing.forward(implementation(name), request, checkpoint_every, products)
-    return implementation(name).forward(*request, keep=keep, products=products)
+    with torch.autocast(hidden.device.type, enabled=False):  # it would reach inside
+        if keep and checkpoint_every:
+            return checkpointing.forward(implementation(name), request, checkpoint_every, products)
+        return implementation(name).forward(*request, keep=keep, products=products)
 
 
 @torch.library.custom_op("tensor_memory::scan_backward", mutates_args=())
@@ -78,12 +79,13 @@ def scan_backward(
         read_at, write_at, spread, content, taps, mix, bias, hidden, cell, writes, resets
     )
     wanted = (grad_reads, grad_hidden, grad_cell)
-    if checkpoint_every:
-        grads = checkpointing.backward(
-            implementation(name), *wanted, request, kept, checkpoint_every, products
-        )
-    else:
-        grads = implementation(name).backward(*wanted, *request, kept, products=products)
+    with torch.autocast(hidden.device.type, enabled=False):
+        if checkpoint_every:
+            grads = checkpointing.backward(
+                implementation(name), *wanted, request, kept, checkpoint_every, products
+            )
+        else:
+            grads = implementation(name).backward(*wanted, *request, kept, products=products)
     filled = tuple(content.new_empty(0) if g is None else g.contiguous() for g in grads)
     return cast(NineTensors, filled)
 

@@ -1,0 +1,101 @@
+"""Every fast backend against the float64 reference: outputs, final state, every gradient."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from scans import FUSED, HERE, Case, as_double, assert_agree, awkward_cases, fits_fused, run
+
+from tensor_memory.ops import torch_scan
+
+CASES = awkward_cases()
+FUSED_CASES = [case for case in CASES if fits_fused(case)]
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    """torch.empty gives NaN, so that what nobody has written shows."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_torch_agrees_with_the_reference(case, dtype):
+    request = case.make(dtype)
+    assert_agree(run(request, "torch"), run(as_double(request), "reference"), dtype)
+
+
+@pytest.mark.parametrize("case", CASES[::5], ids=str)
+@pytest.mark.parametrize("every", [1, 2, 3, 100])
+def test_checkpointing_changes_nothing(case, every):
+    request = case.make()
+    assert_agree(run(request, "torch", every), run(request, "reference"), torch.float64)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_blocks_of_rows_change_nothing(rows, monkeypatch):
+    case = Case(B=5)
+    monkeypatch.setattr(torch_scan, "BLOCK_VALUES", rows * case.C * 24)
+    request = case.make()
+    assert_agree(run(request, "torch"), run(request, "reference"), torch.float64)
+
+
+@pytest.mark.parametrize("backend", [FUSED])
+@pytest.mark.parametrize("case", FUSED_CASES, ids=str)
+def test_the_fused_scan_agrees_with_the_reference(backend, case):
+    request = case.make(torch.float32)
+    assert_agree(run(request, backend), run(as_double(request), "reference"), torch.float32)
+
+
+@pytest.mark.parametrize("backend", ["torch", FUSED])
+@pytest.mark.parametrize("case", FUSED_CASES[::4], ids=str)
+def test_in_bfloat16_a_scan_stays_close_to_the_reference(backend, case):
+    request = case.make(torch.float32)
+    request = request._replace(content=request.content.bfloat16())
+    with torch.autocast(HERE.type, torch.bfloat16):
+        got = run(request, backend)
+    assert got["hidden"].dtype == got["cell"].dtype == torch.float32
+    assert_agree(got, run(as_double(request), "reference"), torch.bfloat16)
+
+
+@pytest.mark.parametrize("every", [None, 2])
+def test_autocast_does_not_reach_inside_the_torch_scan(every):
+    request = Case().make(torch.float32)
+    expected = run(request, "torch", every)
+    with torch.autocast(HERE.type, torch.bfloat16):
+        got = run(request, "torch", every)
+    for name, value in expected.items():
+        assert torch.equal(got[name], value), name
+
+
+@pytest.mark.parametrize("backend", [FUSED])
+@pytest.mark.parametrize("every", [2, 3])
+def test_checkpointing_the_fused_scan_changes_nothing(backend, every):
+    request = Case(C=16).make(torch.float32)
+    expected = run(as_double(request), "reference")
+    assert_agree(run(request, backend, every), expected, torch.float32)
+
+
+GRADIENTS = ("read_at", "write_at", "spread", "content", "taps", "mix", "bias", "hidden", "cell")
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_a_planted_wrong_gradient_is_noticed(name, monkeypatch):
+    right = torch_scan.backward
+
+    def wrong(*args, **options):
+        grads = list(right(*args, **options))
+        place = GRADIENTS.index(name)
+        grads[place] = grads[place] * (1 + 1e-4)
+        return tuple(grads)
+
+    request = Case().make(torch.float32)
+    expected = run(as_double(request), "reference")
+    assert_agree(run(request, "torch"), expected, torch.float32)
+    monkeypatch.setattr(torch_scan, "backward", wrong)
+    with pytest.raises(AssertionError, match=f"gradient of {name}: rms error"):
+        assert_agree(run(request, "torch"), expected, torch.float32)

@@ -1,0 +1,126 @@
+"""The scan as PyTorch's compilers see it: registration, compile, export, second derivatives."""
+
+import shutil
+
+import pytest
+import torch
+from scans import FUSED, Case
+
+from memories import assert_identical_state, assert_same_state
+from tensor_memory import MemoryConfig, MemoryState, TensorMemory
+from tensor_memory.ops import operator
+from tolerances import assert_same
+
+CASES = [
+    Case(B=2, S=3),
+    Case(B=2, S=3, Q=0, M=1, nearest=True, pointwise=True, writes=False, resets=False),
+]
+CONFIG = MemoryConfig(channels=4, grid=(3, 3), chunk_size=2)
+
+
+def arguments(case: Case, backend: str, checkpoint_every: int, grad: bool) -> tuple:
+    dtype = torch.float32 if backend == "triton" else torch.float64
+    request = case.make(dtype)
+    floats = [v if v is None else v.requires_grad_(grad) for v in request.floats]
+    return (*floats, request.writes, request.resets, True, checkpoint_every, dtype, backend)
+
+
+@pytest.mark.parametrize("backend", ["torch", FUSED])
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("checkpoint_every", [0, 2])
+def test_the_operators_are_registered_as_pytorch_wants_them(backend, case, checkpoint_every):
+    if backend == "triton":
+        case = Case(**vars(case) | {"C": 16})
+    torch.library.opcheck(operator.scan, arguments(case, backend, checkpoint_every, grad=True))
+    inputs = arguments(case, backend, checkpoint_every, grad=False)
+    *results, kept = operator.scan(*inputs)
+    grads = [torch.ones_like(result) for result in results]
+    torch.library.opcheck(operator.scan_backward, (*grads, *inputs[:11], kept, *inputs[12:]))
+
+
+def test_without_keep_nothing_is_kept_and_no_backward_is_possible():
+    inputs = list(arguments(CASES[0], "torch", 0, grad=True))
+    inputs[11] = False
+    reads, *_, kept = operator.scan(*inputs)
+    assert kept == []
+    with pytest.raises(RuntimeError, match=r"a backward needs what a forward with keep=True"):
+        reads.sum().backward()
+
+
+def test_checkpoints_keep_less():
+    def bytes_kept(checkpoint_every: int) -> int:
+        inputs = arguments(Case(S=12), "torch", checkpoint_every, grad=False)
+        return sum(tensor.nbytes for tensor in operator.scan(*inputs)[3])
+
+    assert bytes_kept(4) * 10 < bytes_kept(0)  # 3 states instead of 12 records of 3.5 states
+
+
+def test_a_second_derivative_is_refused_with_the_remedy():
+    inputs = arguments(CASES[0], "torch", 0, grad=True)
+    reads, *_ = operator.scan(*inputs)
+    content = inputs[3]
+    (grad,) = torch.autograd.grad(reads.sum(), content, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r'second derivative; use backend="reference"'):
+        grad.sum().backward()
+
+
+def test_one_output_alone_can_be_differentiated():
+    for place in range(3):
+        inputs = arguments(CASES[0], "torch", 0, grad=True)
+        operator.scan(*inputs)[place].sum().backward()
+        assert inputs[7].grad.isfinite().all()
+
+
+COMPILERS = [
+    "aot_eager",
+    pytest.param(
+        "inductor",
+        marks=pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),
+    ),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # inductor's own
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_a_compiled_memory_is_the_memory(compiler):
+    memory = TensorMemory(6, CONFIG)
+    x = torch.randn(2, 5, 6)
+    _, state = memory(x)
+    compiled = torch.compile(memory, fullgraph=True, backend=compiler)
+
+    expected, end = memory(x, state.detach())
+    expected.square().sum().backward()
+    gradients = [p.grad.clone() for p in memory.parameters()]
+    memory.zero_grad()
+    got, got_end = compiled(x, state.detach())
+    got.square().sum().backward()
+    assert_same(got, expected)
+    assert_same_state(got_end.detach(), end.detach())
+    for parameter, gradient in zip(memory.parameters(), gradients, strict=True):
+        assert_same(parameter.grad, gradient)
+
+
+@torch.no_grad()
+def test_an_exported_memory_is_the_memory_and_continues_its_state():
+    memory = TensorMemory(6, CONFIG)
+    x = torch.randn(2, 5, 6)
+    _, state = memory(x)
+    program = torch.export.export(memory, (x, state))
+    names = [str(node.target) for node in program.graph.nodes]
+    assert "tensor_memory.scan.default" in names
+    m, end = program.module()(x, state)
+    expected, expected_end = memory(x, state)
+    assert torch.equal(m, expected)
+    assert isinstance(end, MemoryState)
+    assert end.aligned == expected_end.aligned
+    assert_identical_state(end, expected_end)
+
+
+@torch.no_grad()
+def test_an_exported_memory_takes_batches_and_lengths_it_has_not_seen():
+    memory = TensorMemory(6, CONFIG)
+    chunks, rows = torch.export.Dim("chunks", min=2, max=64), torch.export.Dim("rows", max=64)
+    shapes = {"x": {0: rows, 1: 2 * chunks}}
+    program = torch.export.export(memory, (torch.randn(2, 6, 6),), dynamic_shapes=shapes)
+    x = torch.randn(3, 14, 6)
+    assert torch.equal(program.module()(x)[0], memory(x)[0])
