@@ -13,12 +13,13 @@ import triton.language as tl
 
 from tensor_memory.ops.triton_forward import (
     EPSILON,
+    axis_taps,
     corner,
-    filtered_write,
     kernel_value,
     meet,
     mix_tile,
     neighbours,
+    place,
     product,
     profile,
     sigmoid,
@@ -27,75 +28,54 @@ from tensor_memory.ops.triton_forward import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "B"])
 def slopes_kernel(
-    write_at,
-    spread,
-    content,
-    taps,
     mix,
     bias,
     writes,
-    kept_hidden,
+    written,
+    kept_filtered,
     kept_cell,
     slopes,
-    inputs,
     S,
     B,
-    M: tl.constexpr,
     C: tl.constexpr,
-    D: tl.constexpr,
-    H: tl.constexpr,
-    W: tl.constexpr,
-    AXES: tl.constexpr,
+    V: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    GAUSSIAN: tl.constexpr,
-    FILTERED: tl.constexpr,
     WRITES: tl.constexpr,
     PRODUCTS: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Per voxel and channel, how the gates i, f, o, g move with dc and dh, and dc with dh and dc.
+    """How each step's gates move with dc and dh, and dc with dh and the later dc.
 
-    slopes (S, B, V, 6, C): ∂i, ∂f, ∂o, ∂g, ∂c'/∂h', ∂c/∂c'. inputs (S, B, V, 2, C): what the mix
-    was applied to. A step that does not write passes dc on and moves nothing else.
+    slopes (S, B, V, 6, C): i, f, o, g (o by dh, the others by dc), then dc by dh, then dc by the
+    later dc. A step that does not write passes dc on and moves nothing else.
     """
     item, v = tl.program_id(0), tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    s, b = item // B, item % B
-    row = b * S + s
     c = tl.arange(0, C)
-    V: tl.constexpr = D * H * W
     own = (v < V)[:, None]
     start = item.to(tl.int64) * (V * C)
+    here = v[:, None] * C + c[None, :]
+    u = tl.load(written + start + here, mask=own, other=0.0)
+    z = tl.load(kept_filtered + start + here, mask=own, other=0.0)
+
     zero = tl.zeros([BLOCK_V, C], dtype=tl.float32)
-
-    u = filtered_write(
-        write_at, spread, content, taps, row, v, M,
-        BLOCK_V, C, D, H, W, AXES, GAUSSIAN, FILTERED,
-    )  # fmt: skip
-    z = neighbours(kept_hidden + start, taps, v, False, FILTERED, BLOCK_V, C, D, H, W, AXES)
-    pair = inputs + 2 * start + v[:, None] * (2 * C) + c[None, :]
-    tl.store(pair, u.to(inputs.dtype.element_ty), mask=own)
-    tl.store(pair + C, z.to(inputs.dtype.element_ty), mask=own)
-
-    i = product(z, mix_tile(mix, 0, 1, C), product(u, mix_tile(mix, 0, 0, C), zero, PRODUCTS),
-                PRODUCTS)  # fmt: skip
-    f = product(z, mix_tile(mix, 1, 1, C), product(u, mix_tile(mix, 1, 0, C), zero, PRODUCTS),
-                PRODUCTS)  # fmt: skip
-    o = product(z, mix_tile(mix, 2, 1, C), product(u, mix_tile(mix, 2, 0, C), zero, PRODUCTS),
-                PRODUCTS)  # fmt: skip
-    g = product(z, mix_tile(mix, 3, 1, C), product(u, mix_tile(mix, 3, 0, C), zero, PRODUCTS),
-                PRODUCTS)  # fmt: skip
-    i = sigmoid(i + tl.load(bias + c)[None, :], FAST)
-    f = sigmoid(f + tl.load(bias + C + c)[None, :], FAST)
-    o = sigmoid(o + tl.load(bias + 2 * C + c)[None, :], FAST)
-    g = tanh(g + tl.load(bias + 3 * C + c)[None, :], FAST)
-    memory = tl.load(kept_cell + start + v[:, None] * C + c[None, :], mask=own, other=0.0)
+    i = product(u, mix_tile(mix, 0, 0, C), zero, PRODUCTS)
+    i = product(z, mix_tile(mix, 0, 1, C), i, PRODUCTS) + tl.load(bias + c[None, :])
+    g = product(u, mix_tile(mix, 3, 0, C), zero, PRODUCTS)
+    g = product(z, mix_tile(mix, 3, 1, C), g, PRODUCTS) + tl.load(bias + 3 * C + c[None, :])
+    f = product(u, mix_tile(mix, 1, 0, C), zero, PRODUCTS)
+    f = product(z, mix_tile(mix, 1, 1, C), f, PRODUCTS) + tl.load(bias + C + c[None, :])
+    o = product(u, mix_tile(mix, 2, 0, C), zero, PRODUCTS)
+    o = product(z, mix_tile(mix, 2, 1, C), o, PRODUCTS) + tl.load(bias + 2 * C + c[None, :])
+    i, f, o = sigmoid(i, FAST), sigmoid(f, FAST), sigmoid(o, FAST)
+    g = tanh(g, FAST)
+    memory = tl.load(kept_cell + start + here, mask=own, other=0.0)
     new = tanh(f * memory + i * g, FAST)
 
     live = 1.0
     if WRITES:
-        live = tl.load(writes + row).to(tl.float32)
+        live = tl.load(writes + (item % B) * S + item // B).to(tl.float32)
     at = slopes + 6 * start + v[:, None] * (6 * C) + c[None, :]
     kind = slopes.dtype.element_ty
     tl.store(at, (live * g * i * (1.0 - i)).to(kind), mask=own)
@@ -122,7 +102,7 @@ def spread_reads(
 ):
     """dh + what the reads of step `row` send back to voxels v: a hat of width 1 per axis."""
     c = tl.arange(0, C)
-    z, y, x = v // (H * W), (v // W) % H, v % W
+    z, y, x = place(v, D, H, W)
     for q in range(Q):
         at = read_at + (row * Q + q) * AXES
         weight = hat(tl.load(at), x, W)
@@ -130,7 +110,7 @@ def spread_reads(
             weight *= hat(tl.load(at + 1), y, H)
         if D > 1:
             weight *= hat(tl.load(at + 2), z, D)
-        dh += weight[:, None] * tl.load(grad_reads + (row * Q + q) * C + c)[None, :]
+        dh += weight[:, None] * tl.load(grad_reads + (row * Q + q) * C + c[None, :])
     return dh
 
 
@@ -172,6 +152,7 @@ def backward_kernel(
     WRITES: tl.constexpr,
     RESETS: tl.constexpr,
     PRODUCTS: tl.constexpr,
+    PIN: tl.constexpr,
 ):
     """All steps of a row, last to first. Leaves the gates' gradients in slopes[..., :4, :].
 
@@ -187,185 +168,336 @@ def backward_kernel(
     pass_ring += offset
     arrivals += b
     first = part * (TILES * BLOCK_V)
-    # (out, in) tiles of the hidden half
-    wi, wf = tl.trans(mix_tile(mix, 0, 1, C)), tl.trans(mix_tile(mix, 1, 1, C))
-    wo, wg = tl.trans(mix_tile(mix, 2, 1, C)), tl.trans(mix_tile(mix, 3, 1, C))
+    tx0, tx1, tx2 = axis_taps(taps, AXES - 1, W if FILTERED else 1, True, C)
+    ty0, ty1, ty2 = axis_taps(taps, AXES - 2, H if FILTERED else 1, True, C)
+    tz0, tz1, tz2 = axis_taps(taps, AXES - 3, D if FILTERED else 1, True, C)
     kind = slopes.dtype.element_ty
 
-    for done in range(S + 1):
-        s = S - 1 - done  # −1 at the end: only the gradient of the first state is left to gather
+    rest = tl.zeros([BLOCK_V, C], dtype=tl.float32)
+    dc = tl.zeros([BLOCK_V, C], dtype=tl.float32)
+    for tile in range(TILES):  # the gradients move from (C, V) to (V, C)
+        v = first + tile * BLOCK_V + tl.arange(0, BLOCK_V)
+        own = (v < V)[:, None]
+        given = offset + c[None, :] * V + v[:, None]
+        here = v[:, None] * C + c[None, :]
+        rest = tl.load(grad_last_hidden + given, mask=own, other=0.0)
+        dc = tl.load(grad_last_cell + given, mask=own, other=0.0)
+        if TILES > 1:
+            tl.store(pass_ring + here, rest, mask=own)
+            tl.store(cell_ring + here, dc, mask=own)
+
+    for done in range(S):
+        s = S - 1 - done
         row = b * S + s
-        if done > 0:
-            meet(arrivals, PARTS * done, PARTS)
-        keep = 1.0
+        now, then = (done % 2) * size, ((done + 1) % 2) * size
+        keep, idle = 1.0, 0.0
         if RESETS:
             keep = 1.0 - tl.load(resets + row + 1, mask=done > 0, other=0).to(tl.float32)
+        if WRITES:
+            idle = 1.0 - tl.load(writes + row).to(tl.float32)
+        if TILES > 1:
+            meet(arrivals, PARTS * (done + 1), PARTS)
         for tile in range(TILES):
             v = first + tile * BLOCK_V + tl.arange(0, BLOCK_V)
             own = (v < V)[:, None]
             here = v[:, None] * C + c[None, :]
-            given = (b.to(tl.int64) * C + c[None, :]) * V + v[:, None]
-            if done == 0:
-                dh = tl.load(grad_last_hidden + given, mask=own, other=0.0)
-                dc = tl.load(grad_last_cell + given, mask=own, other=0.0)
-            else:
-                later = grad_filtered + (s + 1) * size + offset
-                dh = neighbours(later, taps, v, True, FILTERED, BLOCK_V, C, D, H, W, AXES)
-                dc = tl.load(cell_ring + (done % 2) * size + here, mask=own, other=0.0)
-                if WRITES:
-                    dh += tl.load(pass_ring + (done % 2) * size + here, mask=own, other=0.0)
+            at = slopes + 6 * (s * size + offset) + v[:, None] * (6 * C) + c[None, :]
+            slope_i = tl.load(at, mask=own, other=0.0)
+            slope_f = tl.load(at + C, mask=own, other=0.0)
+            slope_o = tl.load(at + 2 * C, mask=own, other=0.0)
+            slope_g = tl.load(at + 3 * C, mask=own, other=0.0)
+            slope_h = tl.load(at + 4 * C, mask=own, other=0.0)
+            slope_c = tl.load(at + 5 * C, mask=own, other=0.0)
+            if TILES > 1:
+                rest = tl.load(pass_ring + now + here, mask=own, other=0.0)
+                dc = tl.load(cell_ring + now + here, mask=own, other=0.0)
+            dh = rest
+            if done > 0:
                 dh = spread_reads(dh, read_at, grad_reads, row + 1, v, Q, C, D, H, W, AXES)
-                dh *= keep
-                dc *= keep
-            if s < 0:
-                tl.store(grad_hidden + given, dh, mask=own)
-                tl.store(grad_cell + given, dc, mask=own)
-            else:
-                if WRITES:
-                    rest = 1.0 - tl.load(writes + row).to(tl.float32)
-                    tl.store(pass_ring + ((done + 1) % 2) * size + here, dh * rest, mask=own)
-                at = slopes + 6 * (s * size + offset) + v[:, None] * (6 * C) + c[None, :]
-                dc += dh * tl.load(at + 4 * C, mask=own, other=0.0).to(tl.float32)
-                di = dc * tl.load(at, mask=own, other=0.0).to(tl.float32)
-                df = dc * tl.load(at + C, mask=own, other=0.0).to(tl.float32)
-                do = dh * tl.load(at + 2 * C, mask=own, other=0.0).to(tl.float32)
-                dg = dc * tl.load(at + 3 * C, mask=own, other=0.0).to(tl.float32)
-                dc *= tl.load(at + 5 * C, mask=own, other=0.0).to(tl.float32)
-                tl.store(cell_ring + ((done + 1) % 2) * size + here, dc, mask=own)
-                tl.store(at, di.to(kind), mask=own)
-                tl.store(at + C, df.to(kind), mask=own)
-                tl.store(at + 2 * C, do.to(kind), mask=own)
-                tl.store(at + 3 * C, dg.to(kind), mask=own)
-                total = tl.zeros([BLOCK_V, C], dtype=tl.float32)
-                total = product(di, wi, total, PRODUCTS)
-                total = product(df, wf, total, PRODUCTS)
-                total = product(do, wo, total, PRODUCTS)
-                total = product(dg, wg, total, PRODUCTS)
-                filtered = grad_filtered + s * size + offset + here
-                tl.store(filtered, total.to(grad_filtered.dtype.element_ty), mask=own)
+            if TILES == 1:  # all that could be done before the neighbours arrive is done
+                meet(arrivals, PARTS * (done + 1), PARTS)
+            if done > 0:
+                later = grad_filtered + (s + 1) * size + offset
+                dh += neighbours(
+                    later, v, tx0, tx1, tx2, ty0, ty1, ty2, tz0, tz1, tz2,
+                    FILTERED, C, D, H, W, PIN,
+                )  # fmt: skip
+            dh *= keep
+            dc *= keep
+            rest = dh * idle
+            dc += dh * slope_h.to(tl.float32)
+            di = dc * slope_i.to(tl.float32)
+            df = dc * slope_f.to(tl.float32)
+            do = dh * slope_o.to(tl.float32)
+            dg = dc * slope_g.to(tl.float32)
+            dc *= slope_c.to(tl.float32)
+            # (out, in) tiles of the hidden half
+            total = tl.zeros([BLOCK_V, C], dtype=tl.float32)
+            total = product(di, tl.trans(mix_tile(mix, 0, 1, C)), total, PRODUCTS)
+            total = product(df, tl.trans(mix_tile(mix, 1, 1, C)), total, PRODUCTS)
+            total = product(do, tl.trans(mix_tile(mix, 2, 1, C)), total, PRODUCTS)
+            total = product(dg, tl.trans(mix_tile(mix, 3, 1, C)), total, PRODUCTS)
+            filtered = grad_filtered + s * size + offset + here
+            tl.store(filtered, total.to(grad_filtered.dtype.element_ty), mask=own)
+            tl.store(at, di.to(kind), mask=own)
+            tl.store(at + C, df.to(kind), mask=own)
+            tl.store(at + 2 * C, do.to(kind), mask=own)
+            tl.store(at + 3 * C, dg.to(kind), mask=own)
+            if TILES > 1:
+                tl.store(pass_ring + then + here, rest, mask=own)
+                tl.store(cell_ring + then + here, dc, mask=own)
+
+    meet(arrivals, PARTS * (S + 1), PARTS)
+    keep = 1.0
+    if RESETS:
+        keep = 1.0 - tl.load(resets + b * S).to(tl.float32)
+    for tile in range(TILES):
+        v = first + tile * BLOCK_V + tl.arange(0, BLOCK_V)
+        own = (v < V)[:, None]
+        given = offset + c[None, :] * V + v[:, None]
+        here = v[:, None] * C + c[None, :]
+        if TILES > 1:
+            rest = tl.load(pass_ring + (S % 2) * size + here, mask=own, other=0.0)
+            dc = tl.load(cell_ring + (S % 2) * size + here, mask=own, other=0.0)
+        dh = spread_reads(rest, read_at, grad_reads, b * S, v, Q, C, D, H, W, AXES)
+        dh += neighbours(
+            grad_filtered + offset, v, tx0, tx1, tx2, ty0, ty1, ty2, tz0, tz1, tz2,
+            FILTERED, C, D, H, W, PIN,
+        )  # fmt: skip
+        tl.store(grad_hidden + given, dh * keep, mask=own)
+        tl.store(grad_cell + given, dc * keep, mask=own)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "loops"])
 def mix_kernel(
     slopes,
-    inputs,
+    written,
+    kept_filtered,
     partial_mix,
     partial_bias,
     rows,
+    loops,
     C: tl.constexpr,
-    ROWS: tl.constexpr,
-    LOOPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OUT: tl.constexpr,
     PRODUCTS: tl.constexpr,
 ):
-    """Gate gradients times gate inputs, for one gate over ROWS · LOOPS voxels: (C, 2C) and (C,)."""
-    chunk, gate = tl.program_id(0), tl.program_id(1)
+    """Gate gradients times gate inputs over BLOCK · loops voxels: OUT rows of (4C, 2C)."""
+    chunk = tl.program_id(0)
+    out = tl.program_id(1) * OUT + tl.arange(0, OUT)
     c = tl.arange(0, C)
-    written = tl.zeros([C, C], dtype=tl.float32)
-    kept = tl.zeros([C, C], dtype=tl.float32)
-    total = tl.zeros([C], dtype=tl.float32)
-    for loop in range(LOOPS):
-        i = (chunk.to(tl.int64) * LOOPS + loop) * ROWS + tl.arange(0, ROWS)
+    by_write = tl.zeros([OUT, C], dtype=tl.float32)
+    by_hidden = tl.zeros([OUT, C], dtype=tl.float32)
+    sums = tl.zeros([OUT, 16], dtype=tl.float32)
+    ones = tl.full([BLOCK, 16], 1.0, dtype=slopes.dtype.element_ty)
+    for loop in range(loops):
+        i = (chunk.to(tl.int64) * loops + loop) * BLOCK + tl.arange(0, BLOCK)
         own = (i < rows)[:, None]
-        d = tl.load(slopes + i[:, None] * (6 * C) + gate * C + c[None, :], mask=own, other=0.0)
-        pair = inputs + i[:, None] * (2 * C) + c[None, :]
-        u = tl.load(pair, mask=own, other=0.0)
-        z = tl.load(pair + C, mask=own, other=0.0)
-        written = product(tl.trans(d), u, written, PRODUCTS)
-        kept = product(tl.trans(d), z, kept, PRODUCTS)
-        total += tl.sum(d.to(tl.float32), axis=0)
-    at = partial_mix + ((chunk * 4 + gate) * C + c[:, None]) * (2 * C) + c[None, :]
-    tl.store(at, written)
-    tl.store(at + C, kept)
-    tl.store(partial_bias + (chunk * 4 + gate) * C + c, total)
+        d = tl.trans(tl.load(slopes + i[:, None] * (6 * C) + out[None, :], mask=own, other=0.0))
+        here = i[:, None] * C + c[None, :]
+        by_write = product(d, tl.load(written + here, mask=own, other=0.0), by_write, PRODUCTS)
+        z = tl.load(kept_filtered + here, mask=own, other=0.0)
+        by_hidden = product(d, z, by_hidden, PRODUCTS)
+        sums = product(d, ones, sums, PRODUCTS)
+    at = partial_mix + (chunk * (4 * C) + out[:, None]) * (2 * C) + c[None, :]
+    tl.store(at, by_write)
+    tl.store(at + C, by_hidden)
+    column = tl.arange(0, 16)[None, :]
+    tl.store(partial_bias + chunk * (4 * C) + out[:, None] + column, sums, mask=column == 0)
 
 
 @triton.jit
+def shifted(volume, v, inside, SHIFT: tl.constexpr, C: tl.constexpr):
+    at = volume + (v + SHIFT)[:, None] * C + tl.arange(0, C)[None, :]
+    return tl.load(at, mask=inside[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["items", "loops"])
 def taps_kernel(
     grad_filtered,
     kept_hidden,
     partial,
     items,
+    loops,
     C: tl.constexpr,
     D: tl.constexpr,
     H: tl.constexpr,
     W: tl.constexpr,
     AXES: tl.constexpr,
-    NEAR: tl.constexpr,
-    NEAR_PADDED: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Correlation of grad_filtered with each of the 3ⁿ shifts of hidden: (3ⁿ, C) per program."""
+    """Correlation of grad_filtered with the shifts of hidden, over `loops` steps of one tile.
+
+    The last program axis is the shift along z; the nine shifts along y and x are nine sums, kept
+    per voxel until the end. partial (tiles, chunks, shifts along z, 3, 3, C).
+    """
+    tile, chunk = tl.program_id(0), tl.program_id(1)
+    dz = tl.program_id(2) - 1 if D > 1 else 0
+    v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+    z, y, x = place(v, D, H, W)
     c = tl.arange(0, C)
-    k = tl.arange(0, NEAR_PADDED)
-    dx, dy, dz = k % 3 - 1, (k // 3) % 3 - 1, (k // 9) % 3 - 1
-    if H == 1:
-        dy = dy * 0
-    if D == 1:
-        dz = dz * 0
     V: tl.constexpr = D * H * W
-    TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    own = v < V
+    level = own & (z + dz >= 0) & (z + dz < D)
+    up, down = level & (y > 0), level & (y < H - 1)
+    near = v + dz * (H * W)
     size = tl.full([], V * C, dtype=tl.int64)
-    total = tl.zeros([NEAR_PADDED, BLOCK_V, C], dtype=tl.float32)
-    for i in range(tl.program_id(0), items * TILES, tl.num_programs(0)):
-        v = (i % TILES) * BLOCK_V + tl.arange(0, BLOCK_V)
-        start = (i // TILES) * size
-        z, y, x = v // (H * W), (v // W) % H, v % W
-        near_x, near_y, near_z = x[None] + dx[:, None], y[None] + dy[:, None], z[None] + dz[:, None]
-        inside = (near_x >= 0) & (near_x < W) & (near_y >= 0) & (near_y < H)
-        inside = inside & (near_z >= 0) & (near_z < D) & (k < NEAR)[:, None] & (v < V)[None]
-        near = (near_z * H + near_y) * W + near_x  # (3ⁿ, BLOCK_V)
-        d = tl.load(
-            grad_filtered + start + v[:, None] * C + c[None, :], mask=(v < V)[:, None], other=0.0
-        )
-        h = tl.load(
-            kept_hidden + start + near[:, :, None] * C + c[None, None, :],
-            mask=inside[:, :, None],
-            other=0.0,
-        )
-        total += d.to(tl.float32)[None] * h.to(tl.float32)
-    at = partial + (tl.program_id(0) * NEAR + k[:, None]) * C + c[None, :]
-    tl.store(at, tl.sum(total, axis=1), mask=(k < NEAR)[:, None])
+    mm = tl.zeros([BLOCK_V, C], dtype=tl.float32)
+    m0, mp, om, oo, op, pm, p0, pp = mm, mm, mm, mm, mm, mm, mm, mm
+    for item in range(chunk * loops, tl.minimum((chunk + 1) * loops, items)):
+        h = kept_hidden + item * size
+        at = grad_filtered + item * size + v[:, None] * C + c[None, :]
+        d = tl.load(at, mask=own[:, None], other=0.0).to(tl.float32)
+        om += d * shifted(h, near, level & (x > 0), -1, C)
+        oo += d * shifted(h, near, level, 0, C)
+        op += d * shifted(h, near, level & (x < W - 1), 1, C)
+        if H > 1:
+            mm += d * shifted(h, near, up & (x > 0), -W - 1, C)
+            m0 += d * shifted(h, near, up, -W, C)
+            mp += d * shifted(h, near, up & (x < W - 1), -W + 1, C)
+            pm += d * shifted(h, near, down & (x > 0), W - 1, C)
+            p0 += d * shifted(h, near, down, W, C)
+            pp += d * shifted(h, near, down & (x < W - 1), W + 1, C)
+    place_of = (tile * tl.num_programs(1) + chunk) * tl.num_programs(2) + tl.program_id(2)
+    out = partial + place_of * (9 * C) + c
+    tl.store(out, tl.sum(mm, axis=0))
+    tl.store(out + C, tl.sum(m0, axis=0))
+    tl.store(out + 2 * C, tl.sum(mp, axis=0))
+    tl.store(out + 3 * C, tl.sum(om, axis=0))
+    tl.store(out + 4 * C, tl.sum(oo, axis=0))
+    tl.store(out + 5 * C, tl.sum(op, axis=0))
+    tl.store(out + 6 * C, tl.sum(pm, axis=0))
+    tl.store(out + 7 * C, tl.sum(p0, axis=0))
+    tl.store(out + 8 * C, tl.sum(pp, axis=0))
+
+
+@triton.jit
+def share_taps_kernel(
+    cube,
+    written,
+    taps,
+    grad_taps,
+    C: tl.constexpr,
+    AXES: tl.constexpr,
+    ALL: tl.constexpr,
+    ALL_PADDED: tl.constexpr,
+):
+    """The 3ⁿ products of taps are one filter: share its gradient out by axis. cube (3ⁿ, C).
+
+    written (n, 3, C) is the written half's gradient; grad_taps (n, 2C, 3), taps (n, 3, 2C).
+    """
+    c = tl.program_id(0) * 16 + tl.arange(0, 16)
+    k = tl.arange(0, ALL_PADDED)
+    own = (k < ALL)[:, None]
+    d = tl.load(cube + k[:, None] * C + c[None, :], mask=own, other=0.0)
+    for axis in tl.static_range(AXES):
+        rest = d
+        for other in tl.static_range(AXES):
+            if other != axis:
+                digit = (k // 3 ** (AXES - 1 - other)) % 3
+                at = taps + (other * 3 + digit[:, None]) * (2 * C) + C + c[None, :]
+                rest *= tl.load(at, mask=own, other=0.0)
+        digit = (k // 3 ** (AXES - 1 - axis)) % 3
+        for t in tl.static_range(3):
+            at = grad_taps + (axis * 2 * C + c) * 3 + t
+            tl.store(at, tl.load(written + (axis * 3 + t) * C + c))
+            tl.store(at + 3 * C, tl.sum(tl.where((digit == t)[:, None], rest, 0.0), axis=0))
+
+
+@triton.jit
+def tap_columns(taps, AXIS: tl.constexpr, C: tl.constexpr, FILTERED: tl.constexpr):
+    """The written half's taps along one axis as (C, 16), columns 0 to 2; unfiltered: column 1."""
+    c, t = tl.arange(0, C)[:, None], tl.arange(0, 16)[None, :]
+    if FILTERED:
+        return tl.load(taps + (AXIS * 3 + t) * (2 * C) + c, mask=t < 3, other=0.0)
+    else:
+        return tl.where(t == 1, 1.0, 0.0) + c * 0.0
+
+
+@triton.jit
+def three(first, second, third, t):
+    """Columns (or rows) 0, 1 and 2 of sixteen; the rest is zero."""
+    return tl.where(t == 0, first, tl.where(t == 1, second, tl.where(t == 2, third, 0.0)))
 
 
 @triton.jit
 def axis_gradient(
     d,
+    total,
     i,
     at,
     sharpness,
     taps,
-    partial_taps,
+    AXIS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    C: tl.constexpr,
+    GAUSSIAN: tl.constexpr,
+    FILTERED: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+):
+    """From d (BLOCK_V, C), what reaches one axis's profile, on to its taps and its Gaussian.
+
+    Returns total (16, C) with the taps' share added in rows 0 to 2, and the gradients of the
+    coordinate and of the sharpness 1 / (2σ² + ε). Sums over voxels or channels are products with
+    16 columns, of which three are used: cheaper than nine reductions.
+    """
+    t = tl.arange(0, 16)
+    before = kernel_value(i - 1, at, sharpness, SIZE, GAUSSIAN)
+    here = kernel_value(i, at, sharpness, SIZE, GAUSSIAN)
+    after = kernel_value(i + 1, at, sharpness, SIZE, GAUSSIAN)
+    if FILTERED:
+        values = three(before[None, :], here[None, :], after[None, :], t[:, None])
+        total = product(values, d, total, PRODUCTS)
+    d_at, d_sharpness = 0.0, 0.0
+    if GAUSSIAN:
+        columns = tap_columns(taps, AXIS, C, FILTERED)
+        d_values = product(d, columns, tl.zeros([BLOCK_V, 16], dtype=tl.float32), PRODUCTS)
+        d_values *= three(before[:, None], here[:, None], after[:, None], t[None, :])
+        near = (i[:, None] + t[None, :] - 1).to(tl.float32)
+        offset = near * (2.0 / (SIZE - 1)) - 1.0 - at
+        d_at = tl.sum(d_values * offset) * (2.0 * sharpness)
+        d_sharpness = -tl.sum(d_values * offset * offset)
+    return total, d_at, d_sharpness
+
+
+@triton.jit
+def level_gradient(
+    d,
+    total,
+    i,
+    at,
+    sharpness,
+    taps,
     AXIS: tl.constexpr,
     SIZE: tl.constexpr,
     C: tl.constexpr,
     GAUSSIAN: tl.constexpr,
     FILTERED: tl.constexpr,
 ):
-    """From d (BLOCK_V, C), what reaches one axis's profile, on to its taps and its Gaussian.
-
-    Stores the taps' share; returns those of the coordinate and of the sharpness 1 / (2σ² + ε).
-    """
-    c = tl.arange(0, C)
+    """`axis_gradient` for voxels that share the index i along the axis, summed already: d (1, C)."""
+    t = tl.arange(0, 16)[:, None]
     d_at, d_sharpness = 0.0, 0.0
-    for t in tl.static_range(3):
-        if FILTERED or t == 1:
-            j = i + t - 1
-            value = kernel_value(j, at, sharpness, SIZE, GAUSSIAN)
+    for k in tl.static_range(3):
+        if FILTERED or k == 1:
+            value = kernel_value(i + k - 1, at, sharpness, SIZE, GAUSSIAN)
             if FILTERED:
-                at_taps = partial_taps + (AXIS * C + c) * 3 + t
-                tl.store(at_taps, tl.sum(d * value[:, None], axis=0))
+                total += tl.where(t == k, d * value[:, None], 0.0)
             if GAUSSIAN:
-                if FILTERED:
-                    d_value = tl.sum(d * tap(taps, AXIS, t, 0, C)[None, :], axis=1)
-                else:
-                    d_value = tl.sum(d, axis=1)
-                offset = j.to(tl.float32) * (2.0 / (SIZE - 1)) - 1.0 - at
-                d_at += tl.sum(d_value * value * offset) * (2.0 * sharpness)
-                d_sharpness -= tl.sum(d_value * value * offset * offset)
-    return d_at, d_sharpness
+                d_value = tl.sum(d * tap(taps, AXIS, k, 0, C)) if FILTERED else tl.sum(d)
+                offset = (i + k - 1).to(tl.float32) * (2.0 / (SIZE - 1)) - 1.0 - at
+                d_at += tl.sum(value * offset) * d_value * (2.0 * sharpness)
+                d_sharpness -= tl.sum(value * offset * offset) * d_value
+    return total, d_at, d_sharpness
 
 
 @triton.jit
+def store_taps(partial, total, AXIS: tl.constexpr, C: tl.constexpr):
+    c, t = tl.arange(0, C)[None, :], tl.arange(0, 16)[:, None]
+    tl.store(partial + (AXIS * 3 + t) * C + c, total, mask=t < 3)
+
+
+@triton.jit(do_not_specialize=["S", "B"])
 def writes_kernel(
     write_at,
     spread,
@@ -373,9 +505,9 @@ def writes_kernel(
     taps,
     mix,
     slopes,
-    partial_content,
-    partial_at,
-    partial_spread,
+    grad_content,
+    grad_at,
+    grad_spread,
     partial_taps,
     S,
     B,
@@ -389,74 +521,103 @@ def writes_kernel(
     GAUSSIAN: tl.constexpr,
     FILTERED: tl.constexpr,
     PRODUCTS: tl.constexpr,
+    SUMS: tl.constexpr,
 ):
-    """What one write receives from one tile of voxels; the partial sums are (items, tiles, M, …)."""
-    item, tile, m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    s, b = item // B, item % B
-    write = (b * S + s) * M + m
-    out = (item * tl.num_programs(1) + tile).to(tl.int64) * M + m
+    """What write m of one step receives; the taps' share is left per program.
+
+    Planes of the grid are folded along z first, so that x and y are dealt with once per step.
+    """
+    item, m = tl.program_id(0), tl.program_id(1)
+    write = ((item % B) * S + item // B) * M + m
     c = tl.arange(0, C)
-    V: tl.constexpr = D * H * W
-    v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-    own = (v < V)[:, None]
-    z, y, x = v // (H * W), (v // W) % H, v % W
-
-    gates = slopes + item.to(tl.int64) * (V * 6 * C) + v[:, None] * (6 * C) + c[None, :]
-    d = tl.zeros([BLOCK_V, C], dtype=tl.float32)  # reaches the filtered write
-    for gate in tl.static_range(4):
-        weight = tl.trans(mix_tile(mix, gate, 0, C))
-        d = product(
-            tl.load(gates + gate * C, mask=own, other=0.0).to(tl.float32), weight, d, PRODUCTS
-        )
-
+    gate, t = tl.arange(0, 4 * C), tl.arange(0, 16)
+    PLANE: tl.constexpr = H * W
     at = write_at + write * AXES
     sigma, sharpness = 0.0, 0.0
     if GAUSSIAN:
         sigma = tl.load(spread + write)
         sharpness = 1.0 / (2.0 * sigma * sigma + EPSILON)
-    what = tl.load(content + write * C + c)[None, :]
-    partial_taps += out * (AXES * C * 3)
-
+    what = tl.load(content + write * C + c[None, :])
+    weight = tl.load(mix + gate[:, None] * (2 * C) + c[None, :])  # (4C, C), the written half
     x_at = tl.load(at)
-    px = profile(x, x_at, sharpness, taps, AXES - 1, W, C, GAUSSIAN, FILTERED)
-    others = d * what
-    if H > 1:
-        y_at = tl.load(at + 1)
-        py = profile(y, y_at, sharpness, taps, AXES - 2, H, C, GAUSSIAN, FILTERED)
-    if D > 1:
-        z_at = tl.load(at + 2)
-        pz = profile(z, z_at, sharpness, taps, AXES - 3, D, C, GAUSSIAN, FILTERED)
-        others *= pz
-    d_sharpness = 0.0
-    if H > 1:
-        d_y, more = axis_gradient(
-            others * px, y, y_at, sharpness, taps, partial_taps, AXES - 2, H, C, GAUSSIAN, FILTERED
-        )
-        d_sharpness += more
-        tl.store(partial_at + out * AXES + 1, d_y)
-        others *= py
-    d_x, more = axis_gradient(
-        others, x, x_at, sharpness, taps, partial_taps, AXES - 1, W, C, GAUSSIAN, FILTERED
-    )
-    d_sharpness += more
-    tl.store(partial_at + out * AXES, d_x)
-    volume = d * px
-    if H > 1:
-        volume *= py
-    if D > 1:
-        d_z, more = axis_gradient(
-            volume * what, z, z_at, sharpness, taps, partial_taps, AXES - 3, D, C,
-            GAUSSIAN, FILTERED,
+    y_at = tl.load(at + 1) if H > 1 else 0.0
+    z_at = tl.load(at + 2) if D > 1 else 0.0
+    ones = tl.where(t == 0, 1.0, 0.0)[:, None] + tl.zeros([1, BLOCK_V], dtype=tl.float32)
+    taps_x = tl.zeros([16, C], dtype=tl.float32)
+    taps_y = tl.zeros([16, C], dtype=tl.float32)
+    taps_z = tl.zeros([16, C], dtype=tl.float32)
+    contents = tl.zeros([16, C], dtype=tl.float32)
+    d_x, d_y, d_z, d_sharpness = 0.0, 0.0, 0.0, 0.0
+
+    for block in range((PLANE + BLOCK_V - 1) // BLOCK_V):
+        w = block * BLOCK_V + tl.arange(0, BLOCK_V)
+        y, x = w // W, w % W
+        px = profile(x, x_at, sharpness, taps, AXES - 1, W, C, GAUSSIAN, FILTERED)
+        plane = px
+        if H > 1:
+            py = profile(y, y_at, sharpness, taps, AXES - 2, H, C, GAUSSIAN, FILTERED)
+            plane = px * py
+        folded = tl.zeros([BLOCK_V, C], dtype=tl.float32)
+        for z in range(D):
+            row = item.to(tl.int64) * (D * PLANE) + z * PLANE + w
+            d = tl.load(
+                slopes + row[:, None] * (6 * C) + gate[None, :],
+                mask=(w < PLANE)[:, None],
+                other=0.0,
+            )
+            d = product(d, weight, tl.zeros([BLOCK_V, C], dtype=tl.float32), PRODUCTS)
+            if D > 1:
+                level = tl.zeros([1], dtype=tl.int32) + z
+                pz = profile(level, z_at, sharpness, taps, AXES - 3, D, C, GAUSSIAN, FILTERED)
+                folded += d * pz
+                column = tl.sum(d * plane, axis=0)[None, :]
+                contents += tl.where((t == 0)[:, None], column * pz, 0.0)
+                column *= what
+                taps_z, more, sharper = level_gradient(
+                    column, taps_z, level, z_at, sharpness, taps,
+                    AXES - 3, D, C, GAUSSIAN, FILTERED,
+                )  # fmt: skip
+                d_z += more
+                d_sharpness += sharper
+            else:
+                folded = d
+        if D == 1:
+            contents = product(ones, folded * plane, contents, SUMS)
+        folded *= what
+        if H > 1:
+            taps_y, more, sharper = axis_gradient(
+                folded * px, taps_y, y, y_at, sharpness, taps,
+                AXES - 2, H, BLOCK_V, C, GAUSSIAN, FILTERED, SUMS,
+            )  # fmt: skip
+            d_y += more
+            d_sharpness += sharper
+            folded *= py
+        taps_x, more, sharper = axis_gradient(
+            folded, taps_x, x, x_at, sharpness, taps,
+            AXES - 1, W, BLOCK_V, C, GAUSSIAN, FILTERED, SUMS,
         )  # fmt: skip
-        d_sharpness += more
-        tl.store(partial_at + out * AXES + 2, d_z)
-        volume *= pz
-    tl.store(partial_content + out * C + c, tl.sum(volume, axis=0))
+        d_x += more
+        d_sharpness += sharper
+
+    row = tl.arange(0, 16)[:, None]
+    tl.store(grad_content + write * C + c[None, :] + row * C, contents, mask=row == 0)
+    tl.store(grad_at + write * AXES, d_x)
+    if H > 1:
+        tl.store(grad_at + write * AXES + 1, d_y)
+    if D > 1:
+        tl.store(grad_at + write * AXES + 2, d_z)
     if GAUSSIAN:
-        tl.store(partial_spread + out, d_sharpness * (-4.0 * sigma) * sharpness * sharpness)
+        tl.store(grad_spread + write, d_sharpness * (-4.0 * sigma) * sharpness * sharpness)
+    if FILTERED:
+        partial_taps += (item.to(tl.int64) * M + m) * (AXES * 3 * C)
+        store_taps(partial_taps, taps_x, AXES - 1, C)
+        if H > 1:
+            store_taps(partial_taps, taps_y, AXES - 2, C)
+        if D > 1:
+            store_taps(partial_taps, taps_z, AXES - 3, C)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "S", "Q"])
 def reads_kernel(
     volumes,
     read_at,

@@ -35,6 +35,20 @@ def sigmoid(x, FAST: tl.constexpr):
 
 
 @triton.jit
+def pinned(x, PIN: tl.constexpr):
+    """x, with its layout settled here.
+
+    Without this the compiler brings each of the 27 neighbours through shared memory into the
+    layout that the product wants, instead of their sum once.
+    """
+    if PIN:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=False, pack=1
+        )
+    return x
+
+
+@triton.jit
 def product(a, b, total, PRODUCTS: tl.constexpr):
     """total + a @ b in float32; operands in bfloat16, tf32 or true float32."""
     if PRODUCTS == "bf16":
@@ -59,6 +73,12 @@ def meet(arrivals, target, PARTS: tl.constexpr):
 
 
 @triton.jit
+def place(v, D: tl.constexpr, H: tl.constexpr, W: tl.constexpr):
+    """The z, y, x indices of voxel v."""
+    return v // (H * W), (v // W) % H, v % W
+
+
+@triton.jit
 def mix_tile(mix, GATE: tl.constexpr, HALF: tl.constexpr, C: tl.constexpr):
     """The (in, out) tile of gate i, f, o or g for the written (0) or the hidden (1) half."""
     c = tl.arange(0, C)
@@ -67,56 +87,67 @@ def mix_tile(mix, GATE: tl.constexpr, HALF: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def tap(taps, AXIS: tl.constexpr, T: tl.constexpr, HALF: tl.constexpr, C: tl.constexpr):
-    c = tl.arange(0, C)
-    return tl.load(taps + (AXIS * 2 * C + HALF * C + c) * 3 + T)
+    """One tap of one axis for all channels, as a row (1, C): taps (n, 3, 2C)."""
+    return tl.load(taps + (AXIS * 3 + T) * (2 * C) + HALF * C + tl.arange(0, C)[None, :])
 
 
 @triton.jit
-def neighbours(
-    volume,
-    taps,
-    v,
-    FLIP: tl.constexpr,
-    FILTERED: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    H: tl.constexpr,
-    W: tl.constexpr,
-    AXES: tl.constexpr,
-):
-    """The hidden half's axis filters around voxels v, or their transpose: (BLOCK_V, C)."""
-    c = tl.arange(0, C)
-    V: tl.constexpr = D * H * W
-    if not FILTERED:
-        at = volume + v[:, None] * C + c[None, :]
-        return tl.load(at, mask=(v < V)[:, None], other=0.0).to(tl.float32)
-    z, y, x = v // (H * W), (v // W) % H, v % W
-    total = tl.zeros([BLOCK_V, C], dtype=tl.float32)
-    for dz in tl.static_range(3):
-        if D > 1 or dz == 1:
-            plane = tl.zeros([BLOCK_V, C], dtype=tl.float32)
-            for dy in tl.static_range(3):
-                if H > 1 or dy == 1:
-                    line = tl.zeros([BLOCK_V, C], dtype=tl.float32)
-                    for dx in tl.static_range(3):
-                        near_z, near_y, near_x = z + dz - 1, y + dy - 1, x + dx - 1
-                        inside = (near_z >= 0) & (near_z < D) & (near_y >= 0) & (near_y < H)
-                        inside = inside & (near_x >= 0) & (near_x < W)
-                        near = v + ((dz - 1) * H + dy - 1) * W + dx - 1
-                        value = tl.load(
-                            volume + near[:, None] * C + c[None, :],
-                            mask=inside[:, None],
-                            other=0.0,
-                        ).to(tl.float32)
-                        line += value * tap(taps, AXES - 1, 2 - dx if FLIP else dx, 1, C)[None, :]
-                    if H > 1:
-                        line *= tap(taps, AXES - 2, 2 - dy if FLIP else dy, 1, C)[None, :]
-                    plane += line
-            if D > 1:
-                plane *= tap(taps, AXES - 3, 2 - dz if FLIP else dz, 1, C)[None, :]
-            total += plane
+def axis_taps(taps, AXIS: tl.constexpr, SIZE: tl.constexpr, FLIP: tl.constexpr, C: tl.constexpr):
+    """The three taps of the hidden half along one axis; a missing axis has (0, 1, 0)."""
+    if SIZE == 1:
+        zero = tl.zeros([1, C], dtype=tl.float32)
+        return zero, zero + 1.0, zero
+    elif FLIP:
+        return tap(taps, AXIS, 2, 1, C), tap(taps, AXIS, 1, 1, C), tap(taps, AXIS, 0, 1, C)
+    else:
+        return tap(taps, AXIS, 0, 1, C), tap(taps, AXIS, 1, 1, C), tap(taps, AXIS, 2, 1, C)
+
+
+@triton.jit
+def near_line(volume, v, inside, x, tx0, tx1, tx2, SHIFT: tl.constexpr, C: tl.constexpr,
+              W: tl.constexpr):  # fmt: skip
+    """Three neighbours along x of the voxels SHIFT away from v, weighted: (BLOCK_V, C)."""
+    at = volume + (v + SHIFT)[:, None] * C + tl.arange(0, C)[None, :]
+    before = (inside & (x > 0))[:, None]
+    after = (inside & (x < W - 1))[:, None]
+    total = tl.load(at, mask=inside[:, None], other=0.0).to(tl.float32) * tx1
+    total += tl.load(at - C, mask=before, other=0.0).to(tl.float32) * tx0
+    total += tl.load(at + C, mask=after, other=0.0).to(tl.float32) * tx2
     return total
+
+
+@triton.jit
+def near_plane(volume, v, inside, y, x, tx0, tx1, tx2, ty0, ty1, ty2, SHIFT: tl.constexpr,
+               C: tl.constexpr, H: tl.constexpr, W: tl.constexpr):  # fmt: skip
+    """Nine neighbours in the plane SHIFT voxels away."""
+    total = near_line(volume, v, inside, x, tx0, tx1, tx2, SHIFT, C, W) * ty1
+    if H > 1:
+        before, after = inside & (y > 0), inside & (y < H - 1)
+        total += near_line(volume, v, before, x, tx0, tx1, tx2, SHIFT - W, C, W) * ty0
+        total += near_line(volume, v, after, x, tx0, tx1, tx2, SHIFT + W, C, W) * ty2
+    return total
+
+
+@triton.jit
+def neighbours(volume, v, tx0, tx1, tx2, ty0, ty1, ty2, tz0, tz1, tz2, FILTERED: tl.constexpr,
+               C: tl.constexpr, D: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+               PIN: tl.constexpr):  # fmt: skip
+    """The hidden half after its axis filters, at voxels v: (BLOCK_V, C)."""
+    z, y, x = place(v, D, H, W)
+    own = v < D * H * W
+    if not FILTERED:
+        at = volume + v[:, None] * C + tl.arange(0, C)[None, :]
+        return tl.load(at, mask=own[:, None], other=0.0).to(tl.float32)
+    total = near_plane(volume, v, own, y, x, tx0, tx1, tx2, ty0, ty1, ty2, 0, C, H, W) * tz1
+    if D > 1:
+        before, after = own & (z > 0), own & (z < D - 1)
+        total += tz0 * near_plane(
+            volume, v, before, y, x, tx0, tx1, tx2, ty0, ty1, ty2, -H * W, C, H, W
+        )
+        total += tz2 * near_plane(
+            volume, v, after, y, x, tx0, tx1, tx2, ty0, ty1, ty2, H * W, C, H, W
+        )
+    return pinned(total, PIN)
 
 
 @triton.jit
@@ -145,13 +176,12 @@ def profile(
 ):
     """One axis of the filtered mask: P[i, c] = Σ_t tap[c, t] · M(i + t − 1)."""
     if FILTERED:
-        total = (
-            kernel_value(i - 1, at, sharpness, SIZE, GAUSSIAN)[:, None]
-            * (tap(taps, AXIS, 0, 0, C)[None, :])
+        total = kernel_value(i - 1, at, sharpness, SIZE, GAUSSIAN)[:, None] * (
+            tap(taps, AXIS, 0, 0, C)
         )
         for t in tl.static_range(1, 3):
             value = kernel_value(i + t - 1, at, sharpness, SIZE, GAUSSIAN)
-            total += value[:, None] * tap(taps, AXIS, t, 0, C)[None, :]
+            total += value[:, None] * tap(taps, AXIS, t, 0, C)
     else:
         total = kernel_value(i, at, sharpness, SIZE, GAUSSIAN)[:, None] + tl.zeros(
             [1, C], dtype=tl.float32
@@ -177,9 +207,12 @@ def filtered_write(
     GAUSSIAN: tl.constexpr,
     FILTERED: tl.constexpr,
 ):
-    """U after the axis filters, factorised: Σₘ contentₘ · Pz · Py · Px at voxels v of step `row`."""
+    """U after the axis filters, factorised: Σₘ contentₘ · Pz · Py · Px, at voxels v of step `row`.
+
+    (BLOCK_V, C)
+    """
     c = tl.arange(0, C)
-    z, y, x = v // (H * W), (v // W) % H, v % W
+    z, y, x = place(v, D, H, W)
     total = tl.zeros([BLOCK_V, C], dtype=tl.float32)
     for m in range(M):
         at = write_at + (row * M + m) * AXES
@@ -219,41 +252,85 @@ def corner(position_at, bit, SIZE: tl.constexpr):
 def read_point(
     volume,
     at,
+    VOXEL: tl.constexpr,
+    CHANNEL: tl.constexpr,
     C: tl.constexpr,
     D: tl.constexpr,
     H: tl.constexpr,
     W: tl.constexpr,
 ):
-    """n-linear sample of one (V, C) volume at one coordinate: (C,)."""
+    """n-linear sample of one volume, its voxels and channels VOXEL and CHANNEL apart: (C,)."""
     c, k = tl.arange(0, C), tl.arange(0, 8)
     ix, wx, _ = corner(tl.load(at), k % 2, W)
     iy, wy, _ = corner(tl.load(at + 1) if H > 1 else 0.0, (k // 2) % 2, H)
     iz, wz, _ = corner(tl.load(at + 2) if D > 1 else 0.0, k // 4, D)
     weight = wx * wy * wz
-    near = (iz * H + iy) * W + ix
-    value = tl.load(volume + near[:, None] * C + c[None, :], mask=(weight != 0)[:, None], other=0.0)
-    return tl.sum(value.to(tl.float32) * weight[:, None], axis=0)
+    near = volume + ((iz * H + iy) * W + ix)[:, None] * VOXEL + c[None, :] * CHANNEL
+    value = tl.load(near, mask=(weight != 0)[:, None], other=0.0).to(tl.float32)
+    return tl.sum(value * weight[:, None], axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "S", "Q"])
 def read_kernel(
     volumes,
     read_at,
     reads,
+    row_size,
+    step_size,
     B,
     S,
     Q,
+    VOXEL: tl.constexpr,
+    CHANNEL: tl.constexpr,
     C: tl.constexpr,
     D: tl.constexpr,
     H: tl.constexpr,
     W: tl.constexpr,
     AXES: tl.constexpr,
 ):
-    """One program per read: volumes (S, B, V, C), read_at (B, S, Q, n) -> reads (B, S, Q, C)."""
+    """One program per read: read_at (B, S, Q, n) -> reads (B, S, Q, C)."""
     i = tl.program_id(0)
     b, s = i // (S * Q), (i // Q) % S
-    volume = volumes + (s * B + b).to(tl.int64) * (D * H * W * C)
-    tl.store(reads + i * C + tl.arange(0, C), read_point(volume, read_at + i * AXES, C, D, H, W))
+    volume = volumes + s.to(tl.int64) * step_size + b.to(tl.int64) * row_size
+    r = read_point(volume, read_at + i * AXES, VOXEL, CHANNEL, C, D, H, W)
+    tl.store(reads + i * C + tl.arange(0, C), r)
+
+
+@triton.jit(do_not_specialize=["S", "B"])
+def written_kernel(
+    write_at,
+    spread,
+    content,
+    taps,
+    written,
+    arrivals,
+    S,
+    B,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    AXES: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    GAUSSIAN: tl.constexpr,
+    FILTERED: tl.constexpr,
+):
+    """The filtered write of every step at once, off the scan's path: written (S, B, V, C).
+
+    It precedes a scan, whose meeting counters it clears.
+    """
+    item, v = tl.program_id(0), tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    if item < B and tl.program_id(1) == 0:
+        tl.store(arrivals + item, 0)
+    s, b = item // B, item % B
+    u = filtered_write(
+        write_at, spread, content, taps, b * S + s, v, M,
+        BLOCK_V, C, D, H, W, AXES, GAUSSIAN, FILTERED,
+    )  # fmt: skip
+    start = item.to(tl.int64) * (D * H * W * C)
+    at = written + start + v[:, None] * C + tl.arange(0, C)[None, :]
+    tl.store(at, u.to(written.dtype.element_ty), mask=(v < D * H * W)[:, None])
 
 
 @triton.jit(do_not_specialize=["S", "Q", "B", "ring"])
@@ -262,6 +339,7 @@ def forward_kernel(
     write_at,
     spread,
     content,
+    written,
     taps,
     mix,
     bias,
@@ -274,6 +352,7 @@ def forward_kernel(
     last_cell,
     kept_hidden,
     kept_cell,
+    kept_filtered,
     arrivals,
     S,
     Q,
@@ -290,26 +369,36 @@ def forward_kernel(
     PARTS: tl.constexpr,
     GAUSSIAN: tl.constexpr,
     FILTERED: tl.constexpr,
+    INLINE: tl.constexpr,
     WRITES: tl.constexpr,
     RESETS: tl.constexpr,
     READ: tl.constexpr,
+    KEEP: tl.constexpr,
     PRODUCTS: tl.constexpr,
     FAST: tl.constexpr,
+    PIN: tl.constexpr,
 ):
-    """All steps of a row. State before step s lies in slot s % ring of the kept buffers."""
+    """All steps of a row. State before step s lies in slot s % ring of the kept buffers.
+
+    INLINE computes the write here, in place of reading it from `written`: one launch for one step.
+    READ reads here too; otherwise reads are gathered afterwards from the kept states. KEEP keeps
+    the filtered hidden half of every step for the backward pass.
+    """
     b, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     c = tl.arange(0, C)
     V: tl.constexpr = D * H * W
     slot_size = B.to(tl.int64) * (V * C)
-    kept_hidden += b.to(tl.int64) * (V * C)
-    kept_cell += b.to(tl.int64) * (V * C)
+    offset = b.to(tl.int64) * (V * C)
+    kept_hidden += offset
+    kept_cell += offset
     arrivals += b
     first = part * (TILES * BLOCK_V)
 
+    memory = tl.zeros([BLOCK_V, C], dtype=tl.float32)
     for tile in range(TILES):  # the state moves from (C, V) to (V, C)
         v = first + tile * BLOCK_V + tl.arange(0, BLOCK_V)
         own = (v < V)[:, None]
-        given = (b.to(tl.int64) * C + c[None, :]) * V + v[:, None]
+        given = offset + c[None, :] * V + v[:, None]
         here = v[:, None] * C + c[None, :]
         h = tl.load(hidden + given, mask=own, other=0.0)
         memory = tl.load(cell + given, mask=own, other=0.0)
@@ -320,26 +409,19 @@ def forward_kernel(
         tl.store(kept_hidden + here, h.to(kept_hidden.dtype.element_ty), mask=own)
         tl.store(kept_cell + here, memory, mask=own)
 
-    hi, hf = mix_tile(mix, 0, 1, C), mix_tile(mix, 1, 1, C)
-    ho, hg = mix_tile(mix, 2, 1, C), mix_tile(mix, 3, 1, C)
-    ui, uf = mix_tile(mix, 0, 0, C), mix_tile(mix, 1, 0, C)
-    uo, ug = mix_tile(mix, 2, 0, C), mix_tile(mix, 3, 0, C)
-    bias_i, bias_f = tl.load(bias + c)[None, :], tl.load(bias + C + c)[None, :]
-    bias_o, bias_g = tl.load(bias + 2 * C + c)[None, :], tl.load(bias + 3 * C + c)[None, :]
-    zero = tl.zeros([BLOCK_V, C], dtype=tl.float32)
+    tx0, tx1, tx2 = axis_taps(taps, AXES - 1, W if FILTERED else 1, False, C)
+    ty0, ty1, ty2 = axis_taps(taps, AXES - 2, H if FILTERED else 1, False, C)
+    tz0, tz1, tz2 = axis_taps(taps, AXES - 3, D if FILTERED else 1, False, C)
+    bias_i, bias_f = tl.load(bias + c[None, :]), tl.load(bias + C + c[None, :])
+    bias_o, bias_g = tl.load(bias + 2 * C + c[None, :]), tl.load(bias + 3 * C + c[None, :])
     touched = tl.full([], not WRITES, dtype=tl.int1)
 
     for s in range(S):
-        meet(arrivals, PARTS * (s + 1), PARTS)
         row = b * S + s
         now = kept_hidden + (s % ring) * slot_size
         now_cell = kept_cell + (s % ring) * slot_size
         after = kept_hidden + ((s + 1) % ring) * slot_size
         after_cell = kept_cell + ((s + 1) % ring) * slot_size
-        if READ:
-            for q in range(part, Q, PARTS):
-                r = read_point(now, read_at + (row * Q + q) * AXES, C, D, H, W)
-                tl.store(reads + (row * Q + q) * C + c, r)
         keep = 1.0
         if RESETS:
             keep = 1.0 - tl.load(resets + row + 1, mask=s + 1 < S, other=0).to(tl.float32)
@@ -349,34 +431,57 @@ def forward_kernel(
             if RESETS:
                 touched = touched | tl.load(resets + row).to(tl.int1)
 
+        if TILES > 1:
+            meet(arrivals, PARTS * (s + 1), PARTS)
         for tile in range(TILES):
             v = first + tile * BLOCK_V + tl.arange(0, BLOCK_V)
             own = (v < V)[:, None]
             here = v[:, None] * C + c[None, :]
-            memory = tl.load(now_cell + here, mask=own, other=0.0)
-            u = filtered_write(
-                write_at, spread, content, taps, row, v, M,
-                BLOCK_V, C, D, H, W, AXES, GAUSSIAN, FILTERED,
-            )  # fmt: skip
-            z = neighbours(now, taps, v, False, FILTERED, BLOCK_V, C, D, H, W, AXES)
-            gate = product(z, hi, product(u, ui, zero, PRODUCTS), PRODUCTS) + bias_i
-            new = sigmoid(gate, FAST)
-            gate = product(z, hg, product(u, ug, zero, PRODUCTS), PRODUCTS) + bias_g
-            new *= tanh(gate, FAST)
-            gate = product(z, hf, product(u, uf, zero, PRODUCTS), PRODUCTS) + bias_f
-            new += sigmoid(gate, FAST) * memory
-            gate = product(z, ho, product(u, uo, zero, PRODUCTS), PRODUCTS) + bias_o
-            h = sigmoid(gate, FAST) * tanh(new, FAST)
+            if INLINE:
+                u = filtered_write(
+                    write_at, spread, content, taps, row, v, M,
+                    BLOCK_V, C, D, H, W, AXES, GAUSSIAN, FILTERED,
+                )  # fmt: skip
+            else:
+                u = tl.load(written + s * slot_size + offset + here, mask=own, other=0.0)
+            if TILES > 1:
+                memory = tl.load(now_cell + here, mask=own, other=0.0)
+            if TILES == 1:
+                meet(arrivals, PARTS * (s + 1), PARTS)
+            z = neighbours(
+                now, v, tx0, tx1, tx2, ty0, ty1, ty2, tz0, tz1, tz2, FILTERED, C, D, H, W, PIN
+            )
+            zero = tl.zeros([BLOCK_V, C], dtype=tl.float32)
+            gate_i = product(u, mix_tile(mix, 0, 0, C), zero, PRODUCTS)
+            gate_f = product(u, mix_tile(mix, 1, 0, C), zero, PRODUCTS)
+            gate_o = product(u, mix_tile(mix, 2, 0, C), zero, PRODUCTS)
+            gate_g = product(u, mix_tile(mix, 3, 0, C), zero, PRODUCTS)
+            if KEEP and FILTERED:
+                kept = kept_filtered + s * slot_size + offset + here
+                tl.store(kept, z.to(kept_filtered.dtype.element_ty), mask=own)
+            gate_i = product(z, mix_tile(mix, 0, 1, C), gate_i, PRODUCTS) + bias_i
+            gate_f = product(z, mix_tile(mix, 1, 1, C), gate_f, PRODUCTS) + bias_f
+            gate_o = product(z, mix_tile(mix, 2, 1, C), gate_o, PRODUCTS) + bias_o
+            gate_g = product(z, mix_tile(mix, 3, 1, C), gate_g, PRODUCTS) + bias_g
+            new = sigmoid(gate_f, FAST) * memory + sigmoid(gate_i, FAST) * tanh(gate_g, FAST)
+            h = sigmoid(gate_o, FAST) * tanh(new, FAST)
             if WRITES:
                 h = tl.where(write, h, tl.load(now + here, mask=own, other=0.0).to(tl.float32))
                 new = tl.where(write, new, memory)
             if s == S - 1:
-                given = (b.to(tl.int64) * C + c[None, :]) * V + v[:, None]
+                given = offset + c[None, :] * V + v[:, None]
+                final = h
                 if WRITES:  # a row that never wrote gets back what it gave, not what was kept
-                    h = tl.where(touched, h, tl.load(hidden + given, mask=own, other=0.0))
-                tl.store(last_hidden + given, h, mask=own)
+                    final = tl.where(touched, h, tl.load(hidden + given, mask=own, other=0.0))
+                tl.store(last_hidden + given, final, mask=own)
                 tl.store(last_cell + given, new, mask=own)
             h *= keep
-            new *= keep
+            memory = new * keep  # stays in registers where a program owns a single tile
             tl.store(after + here, h.to(kept_hidden.dtype.element_ty), mask=own)
-            tl.store(after_cell + here, new, mask=own)
+            if TILES > 1 or KEEP:
+                tl.store(after_cell + here, memory, mask=own)
+
+        if READ:  # of the state before this step; its slot is next written after the next meeting
+            for q in range(part, Q, PARTS):
+                r = read_point(now, read_at + (row * Q + q) * AXES, C, 1, C, D, H, W)
+                tl.store(reads + (row * Q + q) * C + c, r)

@@ -9,15 +9,22 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 
 from tensor_memory.ops import triton_backward, triton_forward
+from tensor_memory.ops.request import Request
 
 MAX_VOXELS = 4096
-TILE_VALUES = 4096  # voxels × channels that one program holds at a time
-WARPS = 8
-INTERPRETED = triton.runtime.interpreter.InterpretedFunction is type(triton_forward.forward_kernel)
+MAX_CHANNELS = 128
+SCAN_VALUES = 4096  # voxels × channels that a program of the scan holds at a time,
+SCAN_WARPS = 8  # by so many warps;
+LEAST_VOXELS = 64  # of a row per such program: fewer, and waiting outweighs the work
+BLOCK_VALUES = 2048  # the same for kernels that treat all steps at once: small, so that several
+BLOCK_WARPS = 4  # programs share a multiprocessor and hide each other's loads
+SEGMENT = 64  # steps per launch where nothing is kept
+INTERPRETED = not isinstance(triton_forward.forward_kernel, triton.JITFunction)
 
 
 def why_not(write_at: Tensor, content: Tensor, hidden: Tensor, dtype: torch.dtype) -> str | None:
@@ -32,8 +39,8 @@ def why_not(write_at: Tensor, content: Tensor, hidden: Tensor, dtype: torch.dtyp
         return f"it serves 1 to 3 grid axes, got {len(grid)}"
     if math.prod(grid) > MAX_VOXELS:
         return f"it serves up to {MAX_VOXELS} voxels, got {math.prod(grid)}"
-    if C not in (16, 32, 64, 128):
-        return f"it serves 16, 32, 64 or 128 channels, got {C}"
+    if C > MAX_CHANNELS:
+        return f"it serves up to {MAX_CHANNELS} channels, got {C}"
     return None
 
 
@@ -41,61 +48,71 @@ class Plan(NamedTuple):
     """How one scan is laid out on the device; everything here is fixed at compile time."""
 
     tile: int
+    """Voxels that one program of the scan holds at a time."""
     tiles: int
+    """Tiles it goes through per step; with one, the cell stays in registers."""
     parts: int
-    shape: dict[str, Any]
-    options: dict[str, Any]
-    fast: bool
+    """Programs of the scan that share a row."""
+    block: int
+    """Voxels per program of the kernels that treat all steps at once."""
+    shape: dict[str, int]
+    write: dict[str, Any]
     products: str
+    fast: bool
     kept: torch.dtype
+    """Type of the kept hidden states and of what the backward pass stores."""
+    alone: dict[str, Any]
+    """Launch options of programs that need nobody."""
+    together: dict[str, Any]
+    """Launch options of programs that wait for each other: all must be resident at once."""
 
 
-def plan(
-    write_at: Tensor,
-    spread: Tensor | None,
-    content: Tensor,
-    taps: Tensor | None,
-    hidden: Tensor,
-    products: torch.dtype,
-) -> Plan:
-    """Divide each row's voxels among programs so that the device is full but all are resident."""
+def plan(request: Request, products: torch.dtype, *, alone: bool = False) -> Plan:
+    """Divide each row's voxels among programs so that the device is full but all are resident.
+
+    `alone` gives each row a single program, which needs no counter.
+    """
+    hidden = request.hidden
     B, C, *grid = hidden.shape
     V = math.prod(grid)
-    tile = max(16, min(triton.next_power_of_2(V), TILE_VALUES // C))
     parts = 1
-    if hidden.device.type == "cuda":
+    if hidden.device.type == "cuda" and not alone:
         multiprocessors = torch.cuda.get_device_properties(hidden.device).multi_processor_count
-        while 2 * parts * B <= multiprocessors and V >= 2 * parts * min(tile, 64):
+        while 2 * parts * B <= multiprocessors and 2 * parts * LEAST_VOXELS <= V:
             parts *= 2
-    tile = max(16, min(tile, triton.next_power_of_2(-(-V // parts))))
-    depth, height, width = (*(1,) * (3 - len(grid)), *grid)
+    tile = max(16, min(triton.next_power_of_2(-(-V // parts)), SCAN_VALUES // C))
     low = products == torch.bfloat16
     if low:
         mode = "bf16-emulated" if INTERPRETED else "bf16"
     else:
-        exact = INTERPRETED or torch.get_float32_matmul_precision() == "highest"
-        mode = "ieee" if exact else "tf32"
+        exact = torch.get_float32_matmul_precision() == "highest"
+        mode = "ieee" if INTERPRETED else "tf32x3" if exact else "tf32"
+    together: dict[str, Any] = {"num_warps": SCAN_WARPS, "num_stages": 1}
+    if parts > 1:
+        together["launch_cooperative_grid"] = True
     return Plan(
         tile=tile,
         tiles=-(-V // (parts * tile)),
         parts=parts,
-        shape={"C": C, "D": depth, "H": height, "W": width, "AXES": len(grid)},
-        options={
-            "M": write_at.shape[2],
-            "GAUSSIAN": spread is not None,
-            "FILTERED": taps is not None,
+        block=max(16, BLOCK_VALUES // C),
+        shape=_shape(hidden),
+        write={
+            "M": request.write_at.shape[2],
+            "GAUSSIAN": request.spread is not None,
+            "FILTERED": request.taps is not None,
         },
-        fast=low and not INTERPRETED,
         products=mode,
+        fast=low and not INTERPRETED,
         kept=torch.bfloat16 if low else torch.float32,
+        alone={} if INTERPRETED else {"num_warps": BLOCK_WARPS, "num_stages": 1},
+        together={} if INTERPRETED else together,
     )
 
 
-def launch_options(parts: int) -> dict[str, Any]:
-    """Programs that wait for each other must all be resident: a cooperative launch ensures it."""
-    if INTERPRETED:
-        return {}
-    return {"num_warps": WARPS, "num_stages": 1, "launch_cooperative_grid": parts > 1}
+def _shape(hidden: Tensor) -> dict[str, int]:
+    _, C, *grid = hidden.shape
+    depth, height, width = (*(1,) * (3 - len(grid)), *grid)
+    return {"C": C, "D": depth, "H": height, "W": width, "AXES": len(grid)}
 
 
 def forward(
@@ -114,57 +131,130 @@ def forward(
     keep: bool,
     products: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Run the scan; with `keep`, also return what `backward` needs: every state, (S + 1, B, V, C)."""
+    """Run the scan; with `keep` also return what `backward` needs, as `empty_kept` lays it out.
+
+    Without it nothing is kept per step: long inputs go through in segments of SEGMENT steps.
+    """
+    request = Request(
+        read_at, write_at, spread, content, taps, mix, bias, hidden, cell, writes, resets
+    )
+    C, S = hidden.shape[1], write_at.shape[1]
+    request = widened(request, padded_channels(C))
+    if S == 0:
+        kept = empty_kept(hidden, S, products) if keep else []
+        return content.new_empty(*read_at.shape[:3], C), hidden.clone(), cell.clone(), kept
+    if keep:
+        kept = empty_kept(hidden, S, products)
+        reads, hidden, cell = _segment(request, products, kept)
+    else:
+        kept, parts = [], []
+        for start in range(0, S, SEGMENT):
+            part = request.steps(start, start + SEGMENT, request.hidden, request.cell)
+            reads, hidden, cell = _segment(part, products, kept)
+            request = request._replace(hidden=hidden, cell=cell)
+            parts.append(reads)
+        reads = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+    if hidden.shape[1] != C:
+        reads = reads[..., :C].contiguous()
+        hidden, cell = hidden[:, :C].contiguous(), cell[:, :C].contiguous()
+    return reads, hidden, cell, kept
+
+
+def empty_kept(hidden: Tensor, steps: int, products: torch.dtype) -> list[Tensor]:
+    """Room for the states before and after every step and for the filtered hidden halves.
+
+    hidden (S + 1, B, V, C), cell (S + 1, B, V, C), filtered (S, B, V, C).
+    """
+    B, C, *grid = hidden.shape
+    room = (B, math.prod(grid), padded_channels(C))
+    low = torch.bfloat16 if products == torch.bfloat16 else torch.float32
+    return [
+        hidden.new_empty(steps + 1, *room, dtype=low),
+        hidden.new_empty(steps + 1, *room, dtype=torch.float32),
+        hidden.new_empty(steps, *room, dtype=low),
+    ]
+
+
+def padded_channels(C: int) -> int:
+    """Kernels hold a power of two, at least 16: channels beyond C start, stay and end at zero."""
+    return max(16, triton.next_power_of_2(C))
+
+
+def widened(request: Request, C: int) -> Request:
+    """The same request with zero channels added up to C, which change nothing."""
+    given = request.hidden.shape[1]
+    if given == C:
+        return request
+    more = C - given
+    volume = (0, 0) * (request.hidden.ndim - 2)
+    taps = request.taps
+    if taps is not None:
+        n = taps.shape[0]
+        taps = F.pad(taps.reshape(n, 2, given, 3), (0, 0, 0, more)).reshape(n, 2 * C, 3)
+    mix = F.pad(request.mix.reshape(4, given, 2, given), (0, more, 0, 0, 0, more))
+    return request._replace(
+        content=F.pad(request.content, (0, more)),
+        taps=taps,
+        mix=mix.reshape(4 * C, 2 * C),
+        bias=F.pad(request.bias.reshape(4, given), (0, more)).reshape(4 * C),
+        hidden=F.pad(request.hidden, (*volume, 0, more)),
+        cell=F.pad(request.cell, (*volume, 0, more)),
+    )
+
+
+def _segment(
+    request: Request, products: torch.dtype, kept: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One launch of the scan over all S > 0 steps; fills `kept` unless it is empty."""
+    read_at, write_at, spread, content, taps, mix, bias, hidden, cell, writes, resets = request
+    assert read_at is not None
     B, S, Q, _ = read_at.shape
-    C, V = content.shape[-1], math.prod(hidden.shape[2:])
-    p = plan(write_at, spread, content, taps, hidden, products)
-    ring = S + 1 if keep else 2
-    kept_hidden = hidden.new_empty(ring, B, V, C, dtype=p.kept)
-    kept_cell = hidden.new_empty(ring, B, V, C)
+    C, V = hidden.shape[1], math.prod(hidden.shape[2:])
+    inline = S == 1 and not kept
+    p = plan(request, products, alone=inline)
+    nothing = content  # stands in for a pointer that no program follows
+    columns = nothing if taps is None else taps.transpose(1, 2).contiguous()
+    some_spread = nothing if spread is None else spread
+    written, counters = nothing, nothing
+    if not inline:
+        written, counters = _launch_written(request, columns, p)
+    if kept:
+        ring, (kept_hidden, kept_cell, kept_filtered) = S + 1, kept
+    else:
+        ring, kept_filtered = 2, nothing
+        kept_hidden = hidden.new_empty(ring, B, V, C, dtype=p.kept)
+        kept_cell = hidden.new_empty(ring, B, V, C)
     reads = hidden.new_empty(B, S, Q, C)
     last_hidden, last_cell = torch.empty_like(hidden), torch.empty_like(cell)
-    nothing = content
     triton_forward.forward_kernel[(B * p.parts,)](
-        read_at,
-        write_at,
-        nothing if spread is None else spread,
-        content,
-        nothing if taps is None else taps,
-        mix,
-        bias,
-        hidden,
-        cell,
-        nothing if writes is None else writes,
-        nothing if resets is None else resets,
-        reads,
-        last_hidden,
-        last_cell,
-        kept_hidden,
-        kept_cell,
-        torch.zeros(B, dtype=torch.int32, device=hidden.device),
-        S,
-        Q,
-        B,
-        ring,
-        **p.options,
-        **p.shape,
-        BLOCK_V=p.tile,
-        TILES=p.tiles,
-        PARTS=p.parts,
-        WRITES=writes is not None,
-        RESETS=resets is not None,
-        READ=not keep and Q > 0,
-        PRODUCTS=p.products,
-        FAST=p.fast,
-        **launch_options(p.parts),
-    )
-    if not keep:
-        return reads, last_hidden, last_cell, []
-    if Q > 0:
+        read_at, write_at, some_spread, content, written, columns, mix, bias, hidden, cell,
+        nothing if writes is None else writes, nothing if resets is None else resets,
+        reads, last_hidden, last_cell, kept_hidden, kept_cell, kept_filtered, counters,
+        S, Q, B, ring,
+        **p.write, **p.shape, BLOCK_V=p.tile, TILES=p.tiles, PARTS=p.parts, INLINE=inline,
+        WRITES=writes is not None, RESETS=resets is not None,
+        READ=not kept and Q > 0, KEEP=bool(kept),
+        PRODUCTS=p.products, FAST=p.fast, PIN=not INTERPRETED, **p.together,
+    )  # fmt: skip
+    if kept and Q > 0:
         triton_forward.read_kernel[(B * S * Q,)](
-            kept_hidden, read_at, reads, B, S, Q, **p.shape, num_warps=1
-        )
-    return reads, last_hidden, last_cell, [kept_hidden, kept_cell]
+            kept_hidden, read_at, reads, V * C, B * V * C, B, S, Q,
+            VOXEL=C, CHANNEL=1, **p.shape, num_warps=1,
+        )  # fmt: skip
+    return reads, last_hidden, last_cell
+
+
+def read(read_at: Tensor, hidden: Tensor) -> Tensor:
+    """Reads that no write follows, in one launch: (B, S, Q, n), (B, C, *grid) -> (B, S, Q, C)."""
+    B, S, Q, _ = read_at.shape
+    C, V = hidden.shape[1], math.prod(hidden.shape[2:])
+    reads = hidden.new_empty(B, S, Q, C)
+    if reads.numel():
+        triton_forward.read_kernel[(B * S * Q,)](
+            hidden, read_at, reads, C * V, 0, B, S, Q,
+            VOXEL=1, CHANNEL=V, **_shape(hidden), num_warps=1,
+        )  # fmt: skip
+    return reads
 
 
 def backward(
@@ -179,6 +269,7 @@ def backward(
     mix: Tensor,
     bias: Tensor,
     hidden: Tensor,
+    cell: Tensor,
     writes: Tensor | None,
     resets: Tensor | None,
     kept: list[Tensor],
@@ -186,45 +277,86 @@ def backward(
     products: torch.dtype,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of read_at, write_at, spread, content, taps, mix, bias, hidden and cell."""
-    B, S, Q, n = read_at.shape
-    M, C, V = write_at.shape[2], content.shape[-1], math.prod(hidden.shape[2:])
-    p = plan(write_at, spread, content, taps, hidden, products)
-    kept_hidden, kept_cell = kept
+    request = Request(
+        read_at, write_at, spread, content, taps, mix, bias, hidden, cell, writes, resets
+    )
+    C, wide = hidden.shape[1], padded_channels(hidden.shape[1])
+    if write_at.shape[1] == 0:
+        nothing_came = (None if t is None else torch.zeros_like(t) for t in request.floats[:7])
+        return *nothing_came, grad_hidden.clone(), grad_cell.clone()
+    if wide == C:
+        return _backward(grad_reads, grad_hidden, grad_cell, request, kept, products)
+    volume = (0, 0) * (hidden.ndim - 2)
+    grads = _backward(
+        F.pad(grad_reads, (0, wide - C)),
+        F.pad(grad_hidden, (*volume, 0, wide - C)),
+        F.pad(grad_cell, (*volume, 0, wide - C)),
+        widened(request, wide),
+        kept,
+        products,
+    )
+    d_read_at, d_write_at, d_spread, d_content, d_taps, d_mix, d_bias, d_hidden, d_cell = grads
+    if d_taps is not None:
+        n = d_taps.shape[0]
+        d_taps = d_taps.reshape(n, 2, wide, 3)[:, :, :C].reshape(n, 2 * C, 3)
+    return (
+        d_read_at,
+        d_write_at,
+        d_spread,
+        d_content[..., :C],
+        d_taps,
+        d_mix.reshape(4, wide, 2, wide)[:, :C, :, :C].reshape(4 * C, 2 * C),
+        d_bias.reshape(4, wide)[:, :C].reshape(4 * C),
+        d_hidden[:, :C],
+        d_cell[:, :C],
+    )
+
+
+def _backward(
+    grad_reads: Tensor,
+    grad_hidden: Tensor,
+    grad_cell: Tensor,
+    request: Request,
+    kept: list[Tensor],
+    products: torch.dtype,
+) -> tuple[Any, ...]:
+    read_at, write_at, spread, content, taps, mix, bias, hidden, _, writes, resets = request
+    assert read_at is not None
+    B, S, Q, _ = read_at.shape
+    C, V = hidden.shape[1], math.prod(hidden.shape[2:])
+    p = plan(request, products)
+    kept_hidden, kept_cell, kept_filtered = kept
+    if taps is None:
+        kept_filtered = kept_hidden  # nothing was filtered
     nothing = content
-    some_spread = nothing if spread is None else spread
-    some_taps = nothing if taps is None else taps
+    columns = nothing if taps is None else taps.transpose(1, 2).contiguous()
     some_writes = nothing if writes is None else writes
+
+    written, counters = _launch_written(request, columns, p)
     slopes = hidden.new_empty(S, B, V, 6, C, dtype=p.kept)
-    inputs = hidden.new_empty(S, B, V, 2, C, dtype=p.kept)
-    tiles = -(-V // p.tile)
-    warps = {} if INTERPRETED else {"num_warps": WARPS, "num_stages": 1}
-    triton_backward.slopes_kernel[(S * B, tiles)](
-        write_at, some_spread, content, some_taps, mix, bias, some_writes,
-        kept_hidden, kept_cell, slopes, inputs, S, B,
-        **p.options, **p.shape, BLOCK_V=p.tile, WRITES=writes is not None,
-        PRODUCTS=p.products, FAST=p.fast, **warps,
+    triton_backward.slopes_kernel[(S * B, -(-V // p.block))](
+        mix, bias, some_writes, written, kept_filtered, kept_cell, slopes, S, B,
+        C=C, V=V, BLOCK_V=p.block, WRITES=writes is not None,
+        PRODUCTS=p.products, FAST=p.fast, **p.alone,
     )  # fmt: skip
 
     grad_filtered = hidden.new_empty(S, B, V, C, dtype=p.kept)
-    rings = hidden.new_empty(2, 2, B, V, C)
+    rings = hidden.new_empty(2, 2, B, V, C) if p.tiles > 1 else hidden.new_empty(2, 1)
     first_hidden, first_cell = torch.empty_like(hidden), torch.empty_like(hidden)
     triton_backward.backward_kernel[(B * p.parts,)](
-        read_at, some_taps, mix, some_writes, nothing if resets is None else resets,
+        read_at, columns, mix, some_writes, nothing if resets is None else resets,
         grad_reads, grad_hidden, grad_cell, slopes, grad_filtered, rings[0], rings[1],
-        first_hidden, first_cell, torch.zeros(B, dtype=torch.int32, device=hidden.device),
-        S, Q, B, **p.shape, BLOCK_V=p.tile, TILES=p.tiles, PARTS=p.parts,
+        first_hidden, first_cell, counters, S, Q, B,
+        **p.shape, BLOCK_V=p.tile, TILES=p.tiles, PARTS=p.parts,
         FILTERED=taps is not None, WRITES=writes is not None, RESETS=resets is not None,
-        PRODUCTS=p.products, **launch_options(p.parts),
+        PRODUCTS=p.products, PIN=not INTERPRETED, **p.together,
     )  # fmt: skip
 
-    grad_mix, grad_bias = _mix_gradients(slopes, inputs, p, warps)
-    grad_content, grad_at, grad_spread, written_taps = _write_gradients(
-        write_at, spread, content, taps, mix, slopes, p, warps
-    )
+    grad_mix, grad_bias = _mix_gradients(slopes, written, kept_filtered, p)
+    grad_content, grad_at, grad_spread, written_taps = _write_gradients(request, columns, slopes, p)
     grad_taps = None
     if taps is not None:
-        hidden_taps = _hidden_tap_gradients(taps, grad_filtered, kept_hidden, p, warps)
-        grad_taps = torch.cat([written_taps, hidden_taps], dim=1)
+        grad_taps = _tap_gradients(taps, columns, written_taps, grad_filtered, kept_hidden, p)
     grad_read_at = torch.empty_like(read_at)
     if Q > 0:
         triton_backward.reads_kernel[(B * S * Q,)](
@@ -236,74 +368,85 @@ def backward(
     )  # fmt: skip
 
 
+def _launch_written(request: Request, columns: Tensor, p: Plan) -> tuple[Tensor, Tensor]:
+    """Every step's filtered write (S, B, V, C), and cleared counters for the rows' meetings."""
+    B, S = request.write_at.shape[:2]
+    V, C = math.prod(request.hidden.shape[2:]), p.shape["C"]
+    content, spread = request.content, request.spread
+    written = content.new_empty(S, B, V, C, dtype=p.kept)
+    counters = content.new_empty(B, dtype=torch.int32)
+    triton_forward.written_kernel[(S * B, -(-V // p.block))](
+        request.write_at, content if spread is None else spread, content, columns, written,
+        counters, S, B, **p.write, **p.shape, BLOCK_V=p.block, **p.alone,
+    )  # fmt: skip
+    return written, counters
+
+
 def _mix_gradients(
-    slopes: Tensor, inputs: Tensor, p: Plan, warps: dict[str, Any]
+    slopes: Tensor, written: Tensor, kept_filtered: Tensor, p: Plan
 ) -> tuple[Tensor, Tensor]:
-    rows, C = inputs[..., 0, 0].numel(), p.shape["C"]
-    block = max(16, min(128, 8192 // C))
-    loops = max(1, -(-rows // (block * 256)))
+    rows, C = written[..., 0].numel(), p.shape["C"]
+    out = min(4 * C, 128)
+    block = 128
+    while block > 16 and block * (out + 2 * C) * slopes.element_size() > 49_152:
+        block //= 2
+    loops = max(1, -(-rows // (block * 132)))
     chunks = -(-rows // (block * loops))
-    mixes = inputs.new_empty(chunks, 4 * C, 2 * C, dtype=torch.float32)
-    biases = inputs.new_empty(chunks, 4 * C, dtype=torch.float32)
-    triton_backward.mix_kernel[(chunks, 4)](
-        slopes, inputs, mixes, biases, rows, C=C, ROWS=block, LOOPS=loops,
-        PRODUCTS=p.products, **warps,
+    mixes = slopes.new_empty(chunks, 4 * C, 2 * C, dtype=torch.float32)
+    biases = slopes.new_empty(chunks, 4 * C, dtype=torch.float32)
+    triton_backward.mix_kernel[(chunks, 4 * C // out)](
+        slopes, written, kept_filtered, mixes, biases, rows, loops, C=C, BLOCK=block, OUT=out,
+        PRODUCTS=p.products, **({} if INTERPRETED else {"num_warps": 8, "num_stages": 3}),
     )  # fmt: skip
     return mixes.sum(0), biases.sum(0)
 
 
 def _write_gradients(
-    write_at: Tensor,
-    spread: Tensor | None,
-    content: Tensor,
-    taps: Tensor | None,
-    mix: Tensor,
-    slopes: Tensor,
-    p: Plan,
-    warps: dict[str, Any],
+    request: Request, columns: Tensor, slopes: Tensor, p: Plan
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    S, B, V, _, C = slopes.shape
-    M, n = write_at.shape[2:]
-    tiles = -(-V // p.tile)
-    contents = content.new_empty(S, B, tiles, M, C)
-    places = content.new_empty(S, B, tiles, M, n)
-    spreads = content.new_empty(S, B, tiles, M)
-    filters = content.new_empty(S * B * tiles * M, n, C, 3)
-    triton_backward.writes_kernel[(S * B, tiles, M)](
-        write_at, content if spread is None else spread, content,
-        content if taps is None else taps, mix, slopes,
-        contents, places, spreads, filters, S, B,
-        **p.options, **p.shape, BLOCK_V=p.tile, PRODUCTS=p.products, **warps,
+    write_at, spread, content, mix = (
+        request.write_at, request.spread, request.content, request.mix
     )  # fmt: skip
-    return (
-        contents.sum(2).transpose(0, 1),
-        places.sum(2).transpose(0, 1),
-        None if spread is None else spreads.sum(2).transpose(0, 1),
-        filters.sum(0),
-    )
+    S, B = slopes.shape[:2]
+    M, n = write_at.shape[2:]
+    C, plane = p.shape["C"], p.shape["H"] * p.shape["W"]
+    grad_content, grad_at = torch.empty_like(content), torch.empty_like(write_at)
+    grad_spread = None if spread is None else torch.empty_like(spread)
+    filters = content.new_empty(S * B * M, n, 3, C)
+    triton_backward.writes_kernel[(S * B, M)](
+        write_at, content if spread is None else spread, content, columns, mix, slopes,
+        grad_content, grad_at, content if grad_spread is None else grad_spread, filters, S, B,
+        **p.write, **p.shape,
+        BLOCK_V=max(16, min(triton.next_power_of_2(plane), BLOCK_VALUES // C)),
+        PRODUCTS=p.products,
+        SUMS={"bf16": "tf32", "bf16-emulated": "ieee"}.get(p.products, p.products), **p.alone,
+    )  # fmt: skip
+    return grad_content, grad_at, grad_spread, filters
 
 
-def _hidden_tap_gradients(
-    taps: Tensor, grad_filtered: Tensor, kept_hidden: Tensor, p: Plan, warps: dict[str, Any]
+def _tap_gradients(
+    taps: Tensor,
+    columns: Tensor,
+    written_taps: Tensor,
+    grad_filtered: Tensor,
+    kept_hidden: Tensor,
+    p: Plan,
 ) -> Tensor:
-    """(n, C, 3): the 3ⁿ products of taps are one filter; its gradient is shared out by axis."""
     S, B, V, C = grad_filtered.shape
     n = taps.shape[0]
-    near = 3**n
-    programs = min(264, S * B)
-    partial = taps.new_empty(programs, near, C)
-    triton_backward.taps_kernel[(programs,)](
-        grad_filtered, kept_hidden, partial, S * B, **p.shape,
-        NEAR=near, NEAR_PADDED=triton.next_power_of_2(near), BLOCK_V=max(1, 1024 // C), **warps,
+    tiles, levels = -(-V // p.block), 3 if n == 3 else 1
+    loops = max(1, S * B * tiles * levels // 2048)
+    chunks = -(-S * B // loops)
+    partial = taps.new_empty(tiles * chunks, levels, 3, 3, C)
+    triton_backward.taps_kernel[(tiles, chunks, levels)](
+        grad_filtered, kept_hidden, partial, S * B, loops, **p.shape, BLOCK_V=p.block, **p.alone
+    )
+    cube = partial.sum(0)
+    if n == 1:
+        cube = cube[:, 1].contiguous()  # no neighbours along y
+    grad_taps = torch.empty_like(taps)
+    triton_backward.share_taps_kernel[(C // 16,)](
+        cube, written_taps.sum(0), columns, grad_taps, C=C, AXES=n,
+        ALL=3**n, ALL_PADDED=triton.next_power_of_2(3**n),
     )  # fmt: skip
-    cube = partial.sum(0).reshape(*[3] * n, C)  # grid order
-    axis_taps = taps[:, C:].transpose(1, 2)  # (n, 3, C)
-    gradients = []
-    for axis in range(n):
-        total = cube
-        for other in reversed(range(n)):  # from the back, so that earlier axes keep their place
-            if other != axis:
-                weights = axis_taps[other].reshape(3, *[1] * (total.ndim - other - 2), C)
-                total = (total * weights).sum(other)
-        gradients.append(total.t())
-    return torch.stack(gradients)
+    return grad_taps
