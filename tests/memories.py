@@ -83,8 +83,10 @@ def make_marks(rows: int, length: int, share: float, seed: int) -> Tensor:
     return torch.rand(rows, length, generator=generator) < share
 
 
-def make_state(config: MemoryConfig, rows: int, dim: int = DIM, *, seed: int = 0) -> MemoryState:
-    """A state in the middle of things: not zero, each row somewhere inside its chunk."""
+def make_state(
+    config: MemoryConfig, rows: int, dim: int = DIM, *, seed: int = 0, together: bool = False
+) -> MemoryState:
+    """A state in the middle of things: not zero, each row, or all, somewhere inside a chunk."""
     generator = torch.Generator().manual_seed(seed)
     empty = MemoryState.zeros(config, dim, rows, dtype=torch.float64)
     filled = {
@@ -92,11 +94,14 @@ def make_state(config: MemoryConfig, rows: int, dim: int = DIM, *, seed: int = 0
         for name in ("hidden", "cell", "tokens", "readout")
     }
     fill = torch.randint(0, config.chunk_size, (rows,), generator=generator)
+    aligned = int(fill[0]) if together else None
+    if aligned is not None:
+        fill = torch.full_like(fill, aligned)
     used = torch.arange(config.chunk_size) < fill[:, None]
     filled["tokens"] *= used[..., None]
     filled["readout"] *= (fill > 0)[:, None]
     filled["hidden"] *= 0.5
-    return MemoryState(**filled, fill=fill)
+    return MemoryState(**filled, fill=fill, aligned=aligned)
 
 
 @dataclass(frozen=True)

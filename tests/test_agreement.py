@@ -63,10 +63,10 @@ def assert_follows_the_oracle(memory: TensorMemory, pieces: list[Call], state: M
 
 
 @settings(max_examples=200)
-@given(data=st.data(), config=configs(), rows=st.integers(1, 2), seed=SEEDS)
-def test_any_memory_follows_the_oracle_over_several_calls(data, config, rows, seed):
+@given(data=st.data(), config=configs(), rows=st.integers(1, 2), seed=SEEDS, together=st.booleans())
+def test_any_memory_follows_the_oracle_over_several_calls(data, config, rows, seed, together):
     pieces = data.draw(st.lists(calls(rows, st.integers(0, 9)), min_size=1, max_size=3))
-    state = make_state(config, rows, seed=seed)
+    state = make_state(config, rows, seed=seed, together=together)
     assert_follows_the_oracle(make_memory(config, seed=seed), pieces, state)
 
 

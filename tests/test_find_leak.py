@@ -154,6 +154,14 @@ def test_a_model_that_is_not_deterministic_is_judged_beyond_its_noise(ids):
     assert large.noise > 0
 
 
+def test_a_model_that_draws_random_numbers_draws_the_same_each_time():
+    x = make_tokens(2, 8, 4)
+    report = find_leak(lambda x: x + torch.randn_like(x), x)
+    assert not report
+    assert report.noise == 0
+    assert find_leak(lambda x: x + torch.randn_like(x) + 1e-9 * x.mean(1, keepdim=True), x)
+
+
 def test_dropout_is_off_and_every_mode_and_random_state_is_given_back(ids):
     model = Stack(dropout=0.5)
     model.attention[0].eval()

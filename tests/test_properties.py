@@ -27,12 +27,14 @@ from tolerances import assert_same
 
 OPTION = st.sampled_from(sorted(OPTIONS))
 LENGTH = st.integers(1, 10)
-STARTS = st.booleans()  # from an empty memory, or from the middle of things
+STARTS = st.sampled_from(["empty", "apart", "together"])  # where the rows stand
 
 
 def build(option, rows, seed, started):
     config = OPTIONS[option]
-    state = make_state(config, rows, seed=seed) if started else None
+    if started == "empty":
+        return make_memory(config, seed=seed), None
+    state = make_state(config, rows, seed=seed, together=started == "together")
     return make_memory(config, seed=seed), state
 
 
@@ -114,7 +116,7 @@ def test_a_padded_row_gives_what_the_row_gives_alone(option, kind, length, flush
 @settings(max_examples=50)
 @given(option=OPTION, call=calls(3, LENGTH), row=st.integers(0, 2), seed=SEEDS)
 def test_an_all_masked_row_reads_nothing_and_keeps_its_state_bit_for_bit(option, call, row, seed):
-    memory, state = build(option, 3, seed, started=True)
+    memory, state = build(option, 3, seed, started="apart")
     mask = torch.ones(call.x.shape[:2], dtype=torch.bool) if call.mask is None else call.mask
     mask = mask.index_fill(0, torch.tensor([row]), False)
     m, end = memory(call.x, state, mask=mask)
@@ -175,7 +177,7 @@ def test_documents_in_a_row_know_nothing_of_each_other(option, lengths, seed, st
 @settings(max_examples=50)
 @given(option=OPTION, length=LENGTH, at=st.integers(0, 9), seed=SEEDS)
 def test_a_reset_on_a_masked_position_counts(option, length, at, seed):
-    memory, state = build(option, 1, seed, started=True)
+    memory, state = build(option, 1, seed, started="apart")
     at = min(at, length - 1)
     x, place = make_tokens(1, length, DIM, seed=seed), torch.arange(length)[None]
     m, end = memory(x, state, mask=place != at, reset=place == at)
@@ -196,8 +198,9 @@ def test_a_reset_drops_the_half_filled_chunk_unwritten():
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_nothing_of_a_document_that_overflowed_survives_a_reset(option):
-    memory = make_memory(OPTIONS[option])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_nothing_of_a_document_that_overflowed_survives_a_reset(option, backend):
+    memory = make_memory(replace(OPTIONS[option], backend=backend))
     x, place = make_tokens(1, 8, DIM), torch.arange(8)[None]
     poisoned = x.masked_fill((place < 4)[..., None], torch.nan)
     m, end = memory(poisoned, reset=place == 4)
@@ -210,7 +213,7 @@ def test_nothing_of_a_document_that_overflowed_survives_a_reset(option):
 @settings(max_examples=50)
 @given(option=OPTION, call=calls(2, LENGTH), seed=SEEDS, at=st.integers(0, 9))
 def test_a_marked_flush_is_a_flush_at_the_end_of_a_call(option, call, seed, at):
-    memory, state = build(option, 2, seed, started=True)
+    memory, state = build(option, 2, seed, started="apart")
     N = call.x.shape[1]
     at = min(at, N - 1)
     marked = (torch.arange(N) == at).expand(2, N)
@@ -224,7 +227,7 @@ def test_a_marked_flush_is_a_flush_at_the_end_of_a_call(option, call, seed, at):
 @settings(max_examples=50)
 @given(option=OPTION, length=st.integers(0, 7), seed=SEEDS)
 def test_a_flush_writes_the_unfinished_chunk_padded_with_zeros(option, length, seed):
-    memory, _ = build(option, 2, seed, started=False)
+    memory, _ = build(option, 2, seed, started="empty")
     K = memory.config.chunk_size
     x = make_tokens(2, length, DIM, seed=seed)
     m, end = memory(x, flush=True)
@@ -249,7 +252,7 @@ def test_a_flush_with_nothing_waiting_changes_nothing(option):
 @settings(max_examples=50)
 @given(option=OPTION, call=calls(3, LENGTH), order=st.permutations(range(3)), seed=SEEDS)
 def test_the_order_of_rows_is_theirs_alone(option, call, order, seed):
-    memory, state = build(option, 3, seed, started=True)
+    memory, state = build(option, 3, seed, started="apart")
     moved = call.rows(order)
     m, end = run(memory, [call], state)
     moved_m, moved_end = run(memory, [moved], state.select(order))
@@ -270,8 +273,9 @@ def test_a_row_alone_equals_the_row_in_a_batch(option, call, seed, started):
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_a_row_that_overflowed_disturbs_no_other(option):
-    memory = make_memory(OPTIONS[option])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_a_row_that_overflowed_disturbs_no_other(option, backend):
+    memory = make_memory(replace(OPTIONS[option], backend=backend))
     x = make_tokens(3, 8, DIM)
     poisoned = x.index_fill(0, torch.tensor([1]), torch.nan)
     m, end = memory(x)
@@ -284,7 +288,7 @@ def test_a_row_that_overflowed_disturbs_no_other(option):
 @settings(max_examples=50)
 @given(option=OPTION, call=calls(2, LENGTH), seed=SEEDS)
 def test_a_call_leaves_its_arguments_as_they_were(option, call, seed):
-    memory, state = build(option, 2, seed, started=True)
+    memory, state = build(option, 2, seed, started="apart")
     given_state = MemoryState(**{name: t.clone() for name, t in state._tensors().items()})
     x = call.x.clone()
     memory(call.x, state, **call.marks)
