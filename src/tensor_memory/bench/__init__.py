@@ -7,6 +7,8 @@ import importlib
 
 COMMANDS = {
     "stream": ("tensor_memory.bench.stream:main", "a long stream: speed, state, resident memory"),
+    "scan": ("tensor_memory.bench.scan:main", "the scan alone: times, memory, shares of ceilings"),
+    "table": ("tensor_memory.bench.report:main", "print results as Markdown tables"),
 }
 """Name -> where its `main(argv) -> exit status` is, imported only when asked for; what it shows."""
 

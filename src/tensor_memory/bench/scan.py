@@ -1,0 +1,407 @@
+"""The scan alone: published shapes and sweeps, after agreement with the float64 reference.
+
+    tensor-memory bench scan --compiled
+
+A scan that disagrees gets no speed, and the status is 1. Three things are timed: `forward`
+(nothing kept), `forward_kept` (what a backward needs is kept) and `forward_backward`; each as
+`eager` calls and, on a GPU, as the replay of a CUDA `graph`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from tensor_memory import ops
+from tensor_memory.bench import agreement, aims, report
+from tensor_memory.bench.shapes import (
+    LANGUAGE,
+    PUBLISHED,
+    SWEEPS,
+    ScanInputs,
+    ScanShape,
+    draw_inputs,
+    sweep,
+    work,
+)
+from tensor_memory.bench.timing import (
+    QUICK,
+    Budget,
+    Call,
+    captured,
+    ceilings,
+    describe,
+    measure,
+    measure_alternately,
+    part_failures,
+    peak_bytes,
+)
+from tensor_memory.config import MemoryConfig
+from tensor_memory.module import TensorMemory
+from tensor_memory.ops import reference
+from tensor_memory.progress import progress
+
+Scan = Callable[..., Any]
+
+KINDS = ("forward", "forward_kept", "forward_backward")
+
+
+def calls(scan: Scan, inputs: ScanInputs, shape: ScanShape) -> dict[str, Call]:
+    """What is timed, by kind: `scan` takes the arguments of `memory_scan`."""
+    plain = inputs.arguments
+    marked = inputs.leaves()
+    leaves = list(marked.arguments.values())
+    device = plain["hidden"].device
+
+    def forward() -> object:
+        with torch.no_grad(), agreement.autocast(shape, device):
+            return scan(**plain)
+
+    def forward_kept() -> Any:
+        with agreement.autocast(shape, device):
+            return scan(**marked.arguments)
+
+    def forward_backward() -> object:
+        return torch.autograd.grad(forward_kept(), leaves, marked.grads)
+
+    return dict(zip(KINDS, (forward, forward_kept, forward_backward), strict=True))
+
+
+def fused(backend: str) -> Scan:
+    """`memory_scan` by one backend."""
+    return lambda **arguments: ops.memory_scan(**arguments, backend=backend)
+
+
+def measure_shape(
+    shape: ScanShape,
+    backend: str,
+    device: torch.device,
+    budget: Budget,
+    seed: int,
+    ceiling: dict[str, float],
+    *,
+    against_plain_loop: bool,
+    compiled: bool,
+) -> dict[str, Any]:
+    """Agreement first; then times, memory and shares of the ceilings. Plain values for JSON."""
+    row: dict[str, Any] = {"shape": shape.to_dict(), "label": shape.label, "backend": backend}
+    agreed = agreement.check(shape, backend, device, seed)
+    row["agreement"] = agreed.to_dict()
+    if agreed.failures:
+        return row
+
+    inputs = draw_inputs(shape, device, seed)
+    timed = calls(fused(backend), inputs, shape)
+    row["ms"] = {kind: {"eager": measure(timed[kind], device, budget).to_dict()} for kind in KINDS}
+    row["peak_bytes"] = {kind: peak_bytes(timed[kind], device) for kind in KINDS}
+    row["errors"] = {}
+    if device.type == "cuda":
+        for kind in KINDS:
+            with _recorded(row["errors"], f"graph of {kind}"):
+                replay = captured(timed[kind])
+                row["ms"][kind]["graph"] = measure(replay, device, budget).to_dict()
+    row["us_per_step"] = {
+        kind: {how: t["median"] * 1e3 / shape.steps for how, t in ways.items()}
+        for kind, ways in row["ms"].items()
+    }
+    row["work"] = asdict(work(shape))
+    row["share_of_ceiling"] = _shares(row, shape, ceiling)
+    if against_plain_loop:
+        loop = calls(fused("reference"), inputs, shape)
+        with _recorded(row["errors"], "plain loop"):
+            row["plain_loop"] = _compared(loop, row["ms"], device, budget)
+    if compiled:
+        loop = calls(torch.compile(reference.scan), _in_float32(inputs), shape)
+        with _recorded(row["errors"], "compiled plain loop"):
+            row["compiled_plain_loop"] = _compared(loop, row["ms"], device, budget)
+    return row
+
+
+@contextmanager
+def _recorded(errors: dict[str, str], part: str) -> Iterator[None]:
+    """Out of memory in one part, or a refused capture, must not cost the others their numbers."""
+    try:
+        yield
+    except part_failures() as error:
+        errors[part] = describe(error)
+
+
+def _compared(
+    timed: dict[str, Call], ours: dict[str, Any], device: torch.device, budget: Budget
+) -> dict[str, Any]:
+    """Times of another implementation, eager, and how many times ours go into them."""
+    ms = {kind: measure(timed[kind], device, budget).to_dict() for kind in KINDS}
+    ratio = {kind: ms[kind]["median"] / ours[kind]["eager"]["median"] for kind in KINDS}
+    peaks = {kind: peak_bytes(timed[kind], device) for kind in KINDS}
+    return {"ms": ms, "ratio": ratio, "peak_bytes": peaks}
+
+
+def _in_float32(inputs: ScanInputs) -> ScanInputs:
+    """The plain loop has no door that casts for it."""
+    return replace(inputs, arguments={k: t.float() for k, t in inputs.arguments.items()})
+
+
+def _shares(
+    row: dict[str, Any], shape: ScanShape, ceiling: dict[str, float]
+) -> dict[str, dict[str, float]]:
+    """Achieved operations and bytes per second over the measured ceilings, by kind."""
+    asked = row["work"]
+    flops = {
+        "forward": asked["flops_forward"],
+        "forward_kept": asked["flops_forward"],
+        "forward_backward": asked["flops_forward_backward"],
+    }
+    matmul = ceiling[f"matmul_{shape.dtype_name}_tflops"] * 1e9  # per millisecond
+    copy = ceiling["copy_gbytes_per_s"] * 1e6
+    shares = {}
+    for kind in KINDS:
+        ways = row["ms"][kind]
+        ms = ways.get("graph", ways["eager"])["median"]
+        shares[kind] = {
+            "matmul": flops[kind] / ms / matmul,
+            "bandwidth": asked[f"bytes_{kind}"] / ms / copy,
+        }
+    return shares
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """PyTorch on so many CPU threads for a while."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def measure_cpu_memory(backend: str, budget: Budget, seed: int, *, quick: bool) -> dict[str, Any]:
+    """A whole `TensorMemory` forward and backward on two threads, this backend and the reference.
+
+    B 32, N 24, d 64, C 16, 6³, K 1: the memory of the binding model.
+    """
+    B, N, d, C, grid = (2, 4, 8, 4, (3, 3, 3)) if quick else (32, 24, 64, 16, (6, 6, 6))
+    shape = ScanShape(B, N, C, grid, torch.float32)
+    row: dict[str, Any] = {"shape": shape.to_dict(), "label": f"{shape.label}, d {d}", "threads": 2}
+    agreed = agreement.check(shape, backend, torch.device("cpu"), seed)
+    row["agreement"] = agreed.to_dict()
+    if agreed.failures:
+        return row
+
+    def step(name: str) -> Call:
+        torch.manual_seed(seed)
+        config = MemoryConfig(channels=C, grid=grid, chunk_size=1, backend=name)
+        memory = TensorMemory(d, config)
+        x = torch.randn(B, N, d).requires_grad_()
+        grad = torch.randn(B, N, d)
+        leaves = [x, *memory.parameters()]
+        return lambda: torch.autograd.grad(memory(x)[0], leaves, grad)
+
+    with threads(2):
+        ours, plain = f"{backend}", "reference"
+        turns = {name: step(name) for name in (ours, plain)}
+        ms = measure_alternately(turns, torch.device("cpu"), replace(budget, most=40))
+    row["ms"] = {name: timing.to_dict() for name, timing in ms.items()}
+    row["ratio"] = ms[plain].median / ms[ours].median
+    return row
+
+
+def run(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """All parts; one that fails is recorded in its place and the others go on."""
+    budget = QUICK if options.quick else Budget()
+    named, swept = _plan(options, device)
+    on_cpu = device.type == "cpu"
+    side = 64 if options.quick else 1024 if on_cpu else 8192
+    ceiling = ceilings(device, budget, side=side)
+    result: dict[str, Any] = {"ceilings": ceiling | {"matmul_side": side}}
+    result |= {"shapes": {}, "sweeps": {}, "aims": []}
+    total = len(named) + sum(map(len, swept.values())) + on_cpu
+    with progress("scan", total, unit="shapes") as advance:
+        for name, shape in named.items():
+            result["shapes"][name] = _attempt(
+                lambda shape=shape, name=name: measure_shape(
+                    shape,
+                    options.backend,
+                    device,
+                    budget,
+                    options.seed,
+                    ceiling,
+                    against_plain_loop=True,
+                    compiled=options.compiled and name == "language",
+                )
+            )
+            advance(note=name)
+        if on_cpu:
+            result["cpu_memory"] = _attempt(
+                lambda: measure_cpu_memory(
+                    options.backend, budget, options.seed, quick=options.quick
+                )
+            )
+            advance(note="a whole memory")
+        for name, shapes in swept.items():
+            result["sweeps"][name] = []
+            for shape in shapes:
+                row = _attempt(
+                    lambda shape=shape: measure_shape(
+                        shape,
+                        options.backend,
+                        device,
+                        replace(budget, seconds=budget.seconds / 3),
+                        options.seed,
+                        ceiling,
+                        against_plain_loop=False,
+                        compiled=False,
+                    )
+                )
+                result["sweeps"][name].append({"label": shape.label} | row)
+                advance(note=f"{name}: {shape.label}")
+    result["aims"] = _judged(result, options, device)
+    if not options.compiled:
+        result["compiled_plain_loop"] = "skipped: compiling takes minutes, ask with --compiled"
+    return result
+
+
+def _plan(
+    options: argparse.Namespace, device: torch.device
+) -> tuple[dict[str, ScanShape], dict[str, list[ScanShape]]]:
+    """The shapes asked for; on a CPU fewer rows, and tiny ones to try it out."""
+    named = {name: PUBLISHED[name] for name in options.shapes}
+    around = LANGUAGE
+    if device.type == "cpu":  # bfloat16 products are a GPU's
+        named = {
+            name: replace(shape, batch=shape.batch // 8, products=torch.float32)
+            for name, shape in named.items()
+            if name != "language-float32"
+        }
+        around = replace(LANGUAGE, batch=4, products=torch.float32)
+    if not options.quick:
+        return named, {name: sweep(name, around) for name in options.sweeps}
+    tiny = {
+        name: replace(shape, batch=2, steps=3, channels=16, grid=(3, 3, 3))
+        for name, shape in named.items()
+    }
+    small = replace(around, batch=1, steps=2, channels=16, grid=(3, 3, 3))
+    return tiny, {name: [replace(small, **{name: getattr(small, name)})] for name in options.sweeps}
+
+
+def _attempt(part: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The part's result, or what it died of."""
+    errors: dict[str, str] = {}
+    with _recorded(errors, "all"):
+        return part()
+    return {"errors": errors}
+
+
+def _judged(
+    result: dict[str, Any], options: argparse.Namespace, device: torch.device
+) -> list[dict[str, Any]]:
+    if options.quick:
+        return []
+    if device.type == "cpu":
+        return [aims.CPU_MEMORY.judge(result["cpu_memory"].get("ratio"))]
+    if not aims.applies(report.device_name(device)):
+        return []
+    judged = []
+    for (name, kind), aim in aims.SCAN.items():
+        ways = result["shapes"].get(name, {}).get("ms", {}).get(kind, {})
+        judged += [
+            aim.judge(ways[how]["median"] if how in ways else None, how)
+            for how in ("eager", "graph")
+        ]
+    return judged
+
+
+def complaints(result: dict[str, Any]) -> list[str]:
+    """Parts that disagreed or died, in words."""
+    parts = dict(result["shapes"])
+    if "cpu_memory" in result:
+        parts["cpu_memory"] = result["cpu_memory"]
+    for name, swept in result["sweeps"].items():
+        parts |= {f"sweep over {name}, {row['label']}": row for row in swept}
+    found = []
+    for name, row in parts.items():
+        found += [f"{name}, {part}: {error}" for part, error in row.get("errors", {}).items()]
+        disagreements = row.get("agreement", {}).get("failures", [])
+        found += [f"{name} DISAGREES with the reference: {text}" for text in disagreements]
+    return found
+
+
+def rows(result: dict[str, Any]) -> list[report.Rows]:
+    """Tables of a result: the published shapes, the CPU's row, the sweeps."""
+    measured = {name: row for name, row in result["shapes"].items() if "ms" in row}
+    found = [[_row(name, row) for name, row in measured.items()]]
+    cpu = result.get("cpu_memory", {})
+    if "ratio" in cpu:
+        ms = {f"{name}, ms": report.number(t["median"]) for name, t in cpu["ms"].items()}
+        times = {"times faster": report.number(cpu["ratio"])}
+        found.append([{"whole memory": cpu["label"]} | ms | times])
+    swept = [(f"over {name}", row) for name, part in result["sweeps"].items() for row in part]
+    return [*found, [_row(name, row) for name, row in swept if "ms" in row]]
+
+
+def _row(name: str, row: dict[str, Any]) -> dict[str, str]:
+    number = report.number
+
+    def both(values: dict[str, Any], pick: Callable[[Any], float]) -> str:
+        return " / ".join(number(pick(value)) for value in values.values())
+
+    loops = {
+        title: number(row[key]["ratio"]["forward_backward"]) if key in row else "–"
+        for key, title in (
+            ("plain_loop", "× plain loop"),
+            ("compiled_plain_loop", "× compiled loop"),
+        )
+    }
+    share = row["share_of_ceiling"]["forward_backward"]
+    hows = "/".join(row["ms"]["forward"])
+    return {
+        "scan": name,
+        "shape": row["label"],
+        f"forward, ms ({hows})": both(row["ms"]["forward"], lambda t: t["median"]),
+        f"kept, ms ({hows})": both(row["ms"]["forward_kept"], lambda t: t["median"]),
+        f"forward + backward, ms ({hows})": both(
+            row["ms"]["forward_backward"], lambda t: t["median"]
+        ),
+        "µs per step": both(row["us_per_step"]["forward_backward"], lambda t: t),
+        "peak, MiB": report.mib(row["peak_bytes"]["forward_backward"]),
+        **loops,
+        "of matrix ceiling": f"{100 * share['matmul']:.1f} %",
+        "of bandwidth": f"{100 * share['bandwidth']:.1f} %",
+    }
+
+
+def main(argv: list[str]) -> int:
+    """Run the benchmark; 1 where anything disagreed or died."""
+    parser = argparse.ArgumentParser(
+        prog="tensor-memory bench scan",
+        description="Time the scan alone, after comparing it with the float64 reference.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    report.add_common_options(parser)
+    add = parser.add_argument
+    add("--shapes", nargs="*", choices=PUBLISHED, default=list(PUBLISHED), help="published scans")
+    add("--sweeps", nargs="*", choices=SWEEPS, default=list(SWEEPS), help="what is varied")
+    add("--compiled", action="store_true", help="also the compiled plain loop (minutes)")
+    options = parser.parse_args(argv)
+    device = report.check_common_options(parser, options)
+    result = run(options, device)
+    config = {
+        "device": options.device,
+        "device_name": report.device_name(device),
+        "backend": options.backend,
+        "quick": options.quick,
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+    }
+    path = report.write(options, "scan", device, config, result)
+    for table in (*rows(result), report.aim_rows(result["aims"])):
+        print(report.aligned(table), end="\n\n" if table else "")
+    print(f"written to {path}")
+    for complaint in complaints(result):
+        print(f"scan: {complaint}", file=sys.stderr)
+    return 1 if complaints(result) else 0
