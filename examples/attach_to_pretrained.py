@@ -39,6 +39,7 @@ class Encoder:
         self.model: nn.Module = transformers.AutoModel.from_pretrained(folder).eval()
 
     def __call__(self, sentences: list[str]) -> Tensor:
+        """(B, 384) unit vectors."""
         batch = self.tokenizer(sentences, padding=True, return_tensors="pt")
         hidden = self.model(**batch).last_hidden_state  # (B, N, 384)
         real = batch["attention_mask"][..., None]
