@@ -273,6 +273,20 @@ def test_models_may_change_their_input_and_reuse_their_output():
     assert find_leak(lambda x: buffer.copy_(x.detach().flip(1)), x)
 
 
+def test_models_may_scale_their_embeddings_in_place(ids):
+    class InPlace(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(IDS, WIDTH)
+
+        def forward(self, ids):
+            return self.embedding(ids).mul_(2).cumsum(1)
+
+    report = find_leak(InPlace(), ids)
+    assert not report
+    assert report.gradient == "with respect to the embedded ids"
+
+
 def test_a_model_that_ignores_its_input_is_not_praised():
     report = find_leak(lambda x: torch.zeros_like(x), make_tokens(2, 8, 4))
     assert not report
