@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from tensor_memory.bench.provenance import write_record
+from tensor_memory.bench.report import check_common_options
 from tensor_memory.config import MemoryConfig
 from tensor_memory.module import TensorMemory
 from tensor_memory.progress import progress
@@ -148,13 +149,12 @@ def main(argv: list[str]) -> int:
         parser.error(
             f"--warm-up: expected fewer than the {options.tokens} --tokens, got {options.warm_up}"
         )
-    if options.output is not None and not options.output.parent.is_dir():
-        parser.error(f"--output: expected a file in an existing folder, got {options.output}")
+    device = check_common_options(parser, options)
     names = {field.name for field in fields(MemoryConfig)}
     try:
         config = MemoryConfig(**{k: v for k, v in vars(options).items() if k in names})
         torch.manual_seed(options.seed)
-        memory = TensorMemory(options.dim, config).to(options.device)
+        memory = TensorMemory(options.dim, config).to(device)
     except ValueError as error:
         parser.error(str(error))
     result = run_stream(
@@ -200,7 +200,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--grid", type=int, nargs="+", default=paper.grid, help="voxels along each axis")
     add("--chunk-size", type=int, default=paper.chunk_size, help="tokens per write")
     add("--reads", default=paper.reads, help="chunk or token")
-    add("--backend", default=paper.backend, help="implementation of the scan")
+    add("--backend", help="implementation of the scan (triton on a GPU, torch on a CPU)")
     add("--device", default="cpu", help="where the memory runs")
     add("--seed", type=int, default=0, help="of the weights and of the tokens")
     add("--warm-up", type=int, default=50_000, help="tokens before measuring begins")
