@@ -69,7 +69,7 @@ def attach(
     ...                              enable_nested_tensor=False)
     >>> attachment = attach(host, MemoryConfig(channels=4, grid=(3, 3, 3), chunk_size=2))
     >>> attachment.paths, attachment.num_parameters()
-    (['layers.0', 'layers.1'], 929)
+    (['layers.0', 'layers.1'], 987)
     >>> detach(host)
     """
     config = config or MemoryConfig()
