@@ -18,6 +18,7 @@ from tensor_memory.ops.triton_forward import (
     kernel_value,
     meet,
     mix_tile,
+    mix_tiles,
     neighbours,
     place,
     product,
@@ -60,14 +61,18 @@ def slopes_kernel(
     z = tl.load(kept_filtered + start + here, mask=own, other=0.0)
 
     zero = tl.zeros([BLOCK_V, C], dtype=tl.float32)
-    i = product(u, mix_tile(mix, 0, 0, C), zero, PRODUCTS)
-    i = product(z, mix_tile(mix, 0, 1, C), i, PRODUCTS) + tl.load(bias + c[None, :])
-    g = product(u, mix_tile(mix, 3, 0, C), zero, PRODUCTS)
-    g = product(z, mix_tile(mix, 3, 1, C), g, PRODUCTS) + tl.load(bias + 3 * C + c[None, :])
-    f = product(u, mix_tile(mix, 1, 0, C), zero, PRODUCTS)
-    f = product(z, mix_tile(mix, 1, 1, C), f, PRODUCTS) + tl.load(bias + C + c[None, :])
-    o = product(u, mix_tile(mix, 2, 0, C), zero, PRODUCTS)
-    o = product(z, mix_tile(mix, 2, 1, C), o, PRODUCTS) + tl.load(bias + 2 * C + c[None, :])
+    i = product(u, mix_tile(mix, 0, 0, C, PRODUCTS), zero, PRODUCTS)
+    i = product(z, mix_tile(mix, 0, 1, C, PRODUCTS), i, PRODUCTS) + tl.load(bias + c[None, :])
+    g = product(u, mix_tile(mix, 3, 0, C, PRODUCTS), zero, PRODUCTS)
+    g = product(z, mix_tile(mix, 3, 1, C, PRODUCTS), g, PRODUCTS) + tl.load(
+        bias + 3 * C + c[None, :]
+    )
+    f = product(u, mix_tile(mix, 1, 0, C, PRODUCTS), zero, PRODUCTS)
+    f = product(z, mix_tile(mix, 1, 1, C, PRODUCTS), f, PRODUCTS) + tl.load(bias + C + c[None, :])
+    o = product(u, mix_tile(mix, 2, 0, C, PRODUCTS), zero, PRODUCTS)
+    o = product(z, mix_tile(mix, 2, 1, C, PRODUCTS), o, PRODUCTS) + tl.load(
+        bias + 2 * C + c[None, :]
+    )
     i, f, o = sigmoid(i, FAST), sigmoid(f, FAST), sigmoid(o, FAST)
     g = tanh(g, FAST)
     memory = tl.load(kept_cell + start + here, mask=own, other=0.0)
@@ -151,6 +156,7 @@ def backward_kernel(
     FILTERED: tl.constexpr,
     WRITES: tl.constexpr,
     RESETS: tl.constexpr,
+    RESIDENT: tl.constexpr,
     PRODUCTS: tl.constexpr,
     PIN: tl.constexpr,
 ):
@@ -172,6 +178,8 @@ def backward_kernel(
     ty0, ty1, ty2 = axis_taps(taps, AXES - 2, H if FILTERED else 1, True, C)
     tz0, tz1, tz2 = axis_taps(taps, AXES - 3, D if FILTERED else 1, True, C)
     kind = slopes.dtype.element_ty
+    if RESIDENT:
+        wi, wf, wo, wg = mix_tiles(mix, 1, C, PRODUCTS)
 
     rest = tl.zeros([BLOCK_V, C], dtype=tl.float32)
     dc = tl.zeros([BLOCK_V, C], dtype=tl.float32)
@@ -231,12 +239,13 @@ def backward_kernel(
             do = dh * slope_o.to(tl.float32)
             dg = dc * slope_g.to(tl.float32)
             dc *= slope_c.to(tl.float32)
-            # (out, in) tiles of the hidden half
+            if not RESIDENT:
+                wi, wf, wo, wg = mix_tiles(mix, 1, C, PRODUCTS)
             total = tl.zeros([BLOCK_V, C], dtype=tl.float32)
-            total = product(di, tl.trans(mix_tile(mix, 0, 1, C)), total, PRODUCTS)
-            total = product(df, tl.trans(mix_tile(mix, 1, 1, C)), total, PRODUCTS)
-            total = product(do, tl.trans(mix_tile(mix, 2, 1, C)), total, PRODUCTS)
-            total = product(dg, tl.trans(mix_tile(mix, 3, 1, C)), total, PRODUCTS)
+            total = product(di, tl.trans(wi), total, PRODUCTS)
+            total = product(df, tl.trans(wf), total, PRODUCTS)
+            total = product(do, tl.trans(wo), total, PRODUCTS)
+            total = product(dg, tl.trans(wg), total, PRODUCTS)
             filtered = grad_filtered + s * size + offset + here
             tl.store(filtered, total.to(grad_filtered.dtype.element_ty), mask=own)
             tl.store(at, di.to(kind), mask=own)
@@ -475,7 +484,7 @@ def level_gradient(
     GAUSSIAN: tl.constexpr,
     FILTERED: tl.constexpr,
 ):
-    """`axis_gradient` for voxels that share the index i along the axis, summed already: d (1, C)."""
+    """`axis_gradient` for voxels that share index i along the axis, summed already: d (1, C)."""
     t = tl.arange(0, 16)[:, None]
     d_at, d_sharpness = 0.0, 0.0
     for k in tl.static_range(3):
@@ -520,6 +529,7 @@ def writes_kernel(
     BLOCK_V: tl.constexpr,
     GAUSSIAN: tl.constexpr,
     FILTERED: tl.constexpr,
+    RESIDENT: tl.constexpr,
     PRODUCTS: tl.constexpr,
     SUMS: tl.constexpr,
 ):
@@ -538,7 +548,8 @@ def writes_kernel(
         sigma = tl.load(spread + write)
         sharpness = 1.0 / (2.0 * sigma * sigma + EPSILON)
     what = tl.load(content + write * C + c[None, :])
-    weight = tl.load(mix + gate[:, None] * (2 * C) + c[None, :])  # (4C, C), the written half
+    if RESIDENT:
+        weight = tl.load(mix + gate[:, None] * (2 * C) + c[None, :])  # (4C, C), the written half
     x_at = tl.load(at)
     y_at = tl.load(at + 1) if H > 1 else 0.0
     z_at = tl.load(at + 2) if D > 1 else 0.0
@@ -560,12 +571,17 @@ def writes_kernel(
         folded = tl.zeros([BLOCK_V, C], dtype=tl.float32)
         for z in range(D):
             row = item.to(tl.int64) * (D * PLANE) + z * PLANE + w
-            d = tl.load(
-                slopes + row[:, None] * (6 * C) + gate[None, :],
-                mask=(w < PLANE)[:, None],
-                other=0.0,
-            )
-            d = product(d, weight, tl.zeros([BLOCK_V, C], dtype=tl.float32), PRODUCTS)
+            at_gates = slopes + row[:, None] * (6 * C)
+            own = (w < PLANE)[:, None]
+            d = tl.zeros([BLOCK_V, C], dtype=tl.float32)  # reaches the filtered write
+            if RESIDENT:
+                d_gates = tl.load(at_gates + gate[None, :], mask=own, other=0.0)
+                d = product(d_gates, weight, d, PRODUCTS)
+            else:
+                for k in tl.static_range(4):
+                    d_gate = tl.load(at_gates + k * C + c[None, :], mask=own, other=0.0)
+                    weight = tl.load(mix + (k * C + c[:, None]) * (2 * C) + c[None, :])
+                    d = product(d_gate, weight, d, PRODUCTS)
             if D > 1:
                 level = tl.zeros([1], dtype=tl.int32) + z
                 pz = profile(level, z_at, sharpness, taps, AXES - 3, D, C, GAUSSIAN, FILTERED)

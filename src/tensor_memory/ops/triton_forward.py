@@ -79,10 +79,21 @@ def place(v, D: tl.constexpr, H: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def mix_tile(mix, GATE: tl.constexpr, HALF: tl.constexpr, C: tl.constexpr):
+def mix_tile(mix, GATE: tl.constexpr, HALF: tl.constexpr, C: tl.constexpr, PRODUCTS: tl.constexpr):
     """The (in, out) tile of gate i, f, o or g for the written (0) or the hidden (1) half."""
     c = tl.arange(0, C)
-    return tl.load(mix + (GATE * C + c[None, :]) * (2 * C) + HALF * C + c[:, None])
+    tile = tl.load(mix + (GATE * C + c[None, :]) * (2 * C) + HALF * C + c[:, None])
+    if PRODUCTS == "bf16":
+        return tile.to(tl.bfloat16)
+    else:
+        return tile
+
+
+@triton.jit
+def mix_tiles(mix, HALF: tl.constexpr, C: tl.constexpr, PRODUCTS: tl.constexpr):
+    i, f = mix_tile(mix, 0, HALF, C, PRODUCTS), mix_tile(mix, 1, HALF, C, PRODUCTS)
+    o, g = mix_tile(mix, 2, HALF, C, PRODUCTS), mix_tile(mix, 3, HALF, C, PRODUCTS)
+    return i, f, o, g
 
 
 @triton.jit
@@ -374,6 +385,7 @@ def forward_kernel(
     RESETS: tl.constexpr,
     READ: tl.constexpr,
     KEEP: tl.constexpr,
+    RESIDENT: tl.constexpr,
     PRODUCTS: tl.constexpr,
     FAST: tl.constexpr,
     PIN: tl.constexpr,
@@ -382,7 +394,8 @@ def forward_kernel(
 
     INLINE computes the write here, in place of reading it from `written`: one launch for one step.
     READ reads here too; otherwise reads are gathered afterwards from the kept states. KEEP keeps
-    the filtered hidden half of every step for the backward pass.
+    the filtered hidden half of every step for the backward pass. RESIDENT weights stay in shared
+    memory; meeting empties the first-level cache, so others would come from afar every step.
     """
     b, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     c = tl.arange(0, C)
@@ -412,6 +425,9 @@ def forward_kernel(
     tx0, tx1, tx2 = axis_taps(taps, AXES - 1, W if FILTERED else 1, False, C)
     ty0, ty1, ty2 = axis_taps(taps, AXES - 2, H if FILTERED else 1, False, C)
     tz0, tz1, tz2 = axis_taps(taps, AXES - 3, D if FILTERED else 1, False, C)
+    if RESIDENT:
+        ui, uf, uo, ug = mix_tiles(mix, 0, C, PRODUCTS)
+        hi, hf, ho, hg = mix_tiles(mix, 1, C, PRODUCTS)
     bias_i, bias_f = tl.load(bias + c[None, :]), tl.load(bias + C + c[None, :])
     bias_o, bias_g = tl.load(bias + 2 * C + c[None, :]), tl.load(bias + 3 * C + c[None, :])
     touched = tl.full([], not WRITES, dtype=tl.int1)
@@ -451,18 +467,21 @@ def forward_kernel(
             z = neighbours(
                 now, v, tx0, tx1, tx2, ty0, ty1, ty2, tz0, tz1, tz2, FILTERED, C, D, H, W, PIN
             )
+            if not RESIDENT:
+                ui, uf, uo, ug = mix_tiles(mix, 0, C, PRODUCTS)
+                hi, hf, ho, hg = mix_tiles(mix, 1, C, PRODUCTS)
             zero = tl.zeros([BLOCK_V, C], dtype=tl.float32)
-            gate_i = product(u, mix_tile(mix, 0, 0, C), zero, PRODUCTS)
-            gate_f = product(u, mix_tile(mix, 1, 0, C), zero, PRODUCTS)
-            gate_o = product(u, mix_tile(mix, 2, 0, C), zero, PRODUCTS)
-            gate_g = product(u, mix_tile(mix, 3, 0, C), zero, PRODUCTS)
+            gate_i = product(u, ui, zero, PRODUCTS)
+            gate_f = product(u, uf, zero, PRODUCTS)
+            gate_o = product(u, uo, zero, PRODUCTS)
+            gate_g = product(u, ug, zero, PRODUCTS)
             if KEEP and FILTERED:
                 kept = kept_filtered + s * slot_size + offset + here
                 tl.store(kept, z.to(kept_filtered.dtype.element_ty), mask=own)
-            gate_i = product(z, mix_tile(mix, 0, 1, C), gate_i, PRODUCTS) + bias_i
-            gate_f = product(z, mix_tile(mix, 1, 1, C), gate_f, PRODUCTS) + bias_f
-            gate_o = product(z, mix_tile(mix, 2, 1, C), gate_o, PRODUCTS) + bias_o
-            gate_g = product(z, mix_tile(mix, 3, 1, C), gate_g, PRODUCTS) + bias_g
+            gate_i = product(z, hi, gate_i, PRODUCTS) + bias_i
+            gate_f = product(z, hf, gate_f, PRODUCTS) + bias_f
+            gate_o = product(z, ho, gate_o, PRODUCTS) + bias_o
+            gate_g = product(z, hg, gate_g, PRODUCTS) + bias_g
             new = sigmoid(gate_f, FAST) * memory + sigmoid(gate_i, FAST) * tanh(gate_g, FAST)
             h = sigmoid(gate_o, FAST) * tanh(new, FAST)
             if WRITES:

@@ -18,11 +18,13 @@ from tensor_memory.ops.request import Request
 
 MAX_VOXELS = 4096
 MAX_CHANNELS = 128
-SCAN_VALUES = 4096  # voxels × channels that a program of the scan holds at a time,
-SCAN_WARPS = 8  # by so many warps;
+SCAN_TILE = {16: 256, 32: 128, 64: 128, 128: 32}  # voxels a program of the scan holds, by C,
+SCAN_WARPS = 8  # with so many warps;
 LEAST_VOXELS = 64  # of a row per such program: fewer, and waiting outweighs the work
-BLOCK_VALUES = 2048  # the same for kernels that treat all steps at once: small, so that several
-BLOCK_WARPS = 4  # programs share a multiprocessor and hide each other's loads
+BLOCK_WARPS = 4  # the kernels that treat all steps at once are smaller, so that several programs
+BLOCK_BYTES = 4096  # of so many bytes share a multiprocessor and hide each other's loads
+TAPS_VALUES = 1024  # the same for the nine sums per voxel of the taps' gradient
+PROGRAMS = 132  # that share a sum over all voxels of all steps: one per multiprocessor of an H200
 SEGMENT = 64  # steps per launch where nothing is kept
 INTERPRETED = not isinstance(triton_forward.forward_kernel, triton.JITFunction)
 
@@ -59,6 +61,8 @@ class Plan(NamedTuple):
     write: dict[str, Any]
     products: str
     fast: bool
+    resident: bool
+    """Whether the scan's weights fit into shared memory beside the rest."""
     kept: torch.dtype
     """Type of the kept hidden states and of what the backward pass stores."""
     alone: dict[str, Any]
@@ -80,8 +84,9 @@ def plan(request: Request, products: torch.dtype, *, alone: bool = False) -> Pla
         multiprocessors = torch.cuda.get_device_properties(hidden.device).multi_processor_count
         while 2 * parts * B <= multiprocessors and 2 * parts * LEAST_VOXELS <= V:
             parts *= 2
-    tile = max(16, min(triton.next_power_of_2(-(-V // parts)), SCAN_VALUES // C))
+    tile = max(16, min(triton.next_power_of_2(-(-V // parts)), SCAN_TILE[C]))
     low = products == torch.bfloat16
+    kept = torch.bfloat16 if low else torch.float32
     if low:
         mode = "bf16-emulated" if INTERPRETED else "bf16"
     else:
@@ -94,7 +99,7 @@ def plan(request: Request, products: torch.dtype, *, alone: bool = False) -> Pla
         tile=tile,
         tiles=-(-V // (parts * tile)),
         parts=parts,
-        block=max(16, BLOCK_VALUES // C),
+        block=max(16, BLOCK_BYTES // (C * kept.itemsize)),
         shape=_shape(hidden),
         write={
             "M": request.write_at.shape[2],
@@ -103,7 +108,8 @@ def plan(request: Request, products: torch.dtype, *, alone: bool = False) -> Pla
         },
         products=mode,
         fast=low and not INTERPRETED,
-        kept=torch.bfloat16 if low else torch.float32,
+        resident=(low and C <= 64) or C <= 32,
+        kept=kept,
         alone={} if INTERPRETED else {"num_warps": BLOCK_WARPS, "num_stages": 1},
         together={} if INTERPRETED else together,
     )
@@ -149,7 +155,7 @@ def forward(
     else:
         kept, parts = [], []
         for start in range(0, S, SEGMENT):
-            part = request.steps(start, start + SEGMENT, request.hidden, request.cell)
+            part = request.steps(start, start + SEGMENT)
             reads, hidden, cell = _segment(part, products, kept)
             request = request._replace(hidden=hidden, cell=cell)
             parts.append(reads)
@@ -233,7 +239,7 @@ def _segment(
         S, Q, B, ring,
         **p.write, **p.shape, BLOCK_V=p.tile, TILES=p.tiles, PARTS=p.parts, INLINE=inline,
         WRITES=writes is not None, RESETS=resets is not None,
-        READ=not kept and Q > 0, KEEP=bool(kept),
+        READ=not kept and Q > 0, KEEP=bool(kept), RESIDENT=p.resident,
         PRODUCTS=p.products, FAST=p.fast, PIN=not INTERPRETED, **p.together,
     )  # fmt: skip
     if kept and Q > 0:
@@ -320,7 +326,7 @@ def _backward(
     kept: list[Tensor],
     products: torch.dtype,
 ) -> tuple[Any, ...]:
-    read_at, write_at, spread, content, taps, mix, bias, hidden, _, writes, resets = request
+    read_at, _, _, content, taps, mix, bias, hidden, _, writes, resets = request
     assert read_at is not None
     B, S, Q, _ = read_at.shape
     C, V = hidden.shape[1], math.prod(hidden.shape[2:])
@@ -349,7 +355,7 @@ def _backward(
         first_hidden, first_cell, counters, S, Q, B,
         **p.shape, BLOCK_V=p.tile, TILES=p.tiles, PARTS=p.parts,
         FILTERED=taps is not None, WRITES=writes is not None, RESETS=resets is not None,
-        PRODUCTS=p.products, PIN=not INTERPRETED, **p.together,
+        RESIDENT=p.resident, PRODUCTS=p.products, PIN=not INTERPRETED, **p.together,
     )  # fmt: skip
 
     grad_mix, grad_bias = _mix_gradients(slopes, written, kept_filtered, p)
@@ -386,17 +392,18 @@ def _mix_gradients(
     slopes: Tensor, written: Tensor, kept_filtered: Tensor, p: Plan
 ) -> tuple[Tensor, Tensor]:
     rows, C = written[..., 0].numel(), p.shape["C"]
-    out = min(4 * C, 128)
-    block = 128
-    while block > 16 and block * (out + 2 * C) * slopes.element_size() > 49_152:
-        block //= 2
-    loops = max(1, -(-rows // (block * 132)))
+    if p.kept == torch.bfloat16:
+        out, block, mode = min(4 * C, 128), 128, p.products
+    else:  # tensor cores cannot transpose 32-bit operands; small products do as well without
+        out, block, mode = C, 2048 // C, "ieee" if C <= 32 else p.products
+    parts = 4 * C // out
+    loops = max(1, -(-rows * parts // (block * PROGRAMS)))
     chunks = -(-rows // (block * loops))
     mixes = slopes.new_empty(chunks, 4 * C, 2 * C, dtype=torch.float32)
     biases = slopes.new_empty(chunks, 4 * C, dtype=torch.float32)
-    triton_backward.mix_kernel[(chunks, 4 * C // out)](
+    triton_backward.mix_kernel[(chunks, parts)](
         slopes, written, kept_filtered, mixes, biases, rows, loops, C=C, BLOCK=block, OUT=out,
-        PRODUCTS=p.products, **({} if INTERPRETED else {"num_warps": 8, "num_stages": 3}),
+        PRODUCTS=mode, **({} if INTERPRETED else {"num_warps": 8, "num_stages": 3}),
     )  # fmt: skip
     return mixes.sum(0), biases.sum(0)
 
@@ -417,7 +424,8 @@ def _write_gradients(
         write_at, content if spread is None else spread, content, columns, mix, slopes,
         grad_content, grad_at, content if grad_spread is None else grad_spread, filters, S, B,
         **p.write, **p.shape,
-        BLOCK_V=max(16, min(triton.next_power_of_2(plane), BLOCK_VALUES // C)),
+        BLOCK_V=min(triton.next_power_of_2(max(16, plane)), p.block),
+        RESIDENT=p.resident,
         PRODUCTS=p.products,
         SUMS={"bf16": "tf32", "bf16-emulated": "ieee"}.get(p.products, p.products), **p.alone,
     )  # fmt: skip
@@ -434,12 +442,13 @@ def _tap_gradients(
 ) -> Tensor:
     S, B, V, C = grad_filtered.shape
     n = taps.shape[0]
-    tiles, levels = -(-V // p.block), 3 if n == 3 else 1
+    block = max(16, TAPS_VALUES // C)
+    tiles, levels = -(-V // block), 3 if n == 3 else 1
     loops = max(1, S * B * tiles * levels // 2048)
     chunks = -(-S * B // loops)
     partial = taps.new_empty(tiles * chunks, levels, 3, 3, C)
     triton_backward.taps_kernel[(tiles, chunks, levels)](
-        grad_filtered, kept_hidden, partial, S * B, loops, **p.shape, BLOCK_V=p.block, **p.alone
+        grad_filtered, kept_hidden, partial, S * B, loops, **p.shape, BLOCK_V=block, **p.alone
     )
     cube = partial.sum(0)
     if n == 1:
