@@ -1,0 +1,69 @@
+"""What the documents show is run, and what they name exists."""
+
+import doctest
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tensor_memory import bench
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("src/**/*.md")])
+NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if ">>>" in (ROOT / name).read_text()])
+def test_the_examples_of_a_document_run(name):
+    flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+    result = doctest.testfile(str(ROOT / name), module_relative=False, optionflags=flags)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_links_of_a_document_lead_somewhere(name):
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", (ROOT / name).read_text())
+    local = [target for target in targets if "://" not in target]
+    missing = [target for target in local if not (ROOT / name).parent.joinpath(target).exists()]
+    assert missing == []
+
+
+def tree_of(text):
+    """The paths an annotated tree names; two spaces of indent are one level."""
+    lines = re.search(r"## The tree\n+```\n(.*?)```", text, re.DOTALL).group(1).splitlines()
+    folders, paths = [], []
+    for line in lines:
+        level = (len(line) - len(line.lstrip())) // 2
+        folders[level:] = [line.split()[0]]
+        paths.append("".join(folders))
+    return paths
+
+
+def test_the_tree_in_the_readme_is_the_tree():
+    paths = tree_of((ROOT / "README.md").read_text())
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    assert {f"src/tensor_memory/{name}" for name in ("config.py", "module.py", "ops/")} < set(paths)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_commands_of_a_document_exist(name):
+    text = (ROOT / name).read_text()
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for target in re.findall(r"(?:^|`)make ([a-z]+)", text, re.MULTILINE):
+        assert target in targets
+    for command in re.findall(r"python -m tensor_memory\.bench ([^\n`]*)", text):
+        assert shlex.split(command)[0] in bench.COMMANDS
+
+
+def test_the_streams_numbers_in_the_readme_are_the_committed_ones():
+    record = json.loads((ROOT / "results" / "bench" / "stream-cpu.json").read_text())
+    text, result = " ".join((ROOT / "README.md").read_text().split()), record["result"]
+    assert record["dirty"] is False
+    assert f"commit `{record['commit'][:7]}`" in text
+    assert f"{result['tokens']:,} tokens at {result['tokens_per_second']:,.0f} tokens" in text
+    assert result["state_bytes_first"] == result["state_bytes_last"]
+    assert f"the state {result['state_bytes_last']:,} bytes" in text
+    assert f"at most {result['growth'] / 2**20:.1f} MiB above" in text
