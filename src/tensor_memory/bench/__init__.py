@@ -8,6 +8,9 @@ import importlib
 COMMANDS = {
     "stream": ("tensor_memory.bench.stream:main", "a long stream: speed, state, resident memory"),
     "scan": ("tensor_memory.bench.scan:main", "the scan alone: times, memory, shares of ceilings"),
+    "train-step": ("tensor_memory.bench.train_step:main", "a model's step with and without memory"),
+    "decode": ("tensor_memory.bench.decode:main", "one token at a time: latency and bytes"),
+    "plot": ("tensor_memory.bench.plots:main", "draw results"),
     "table": ("tensor_memory.bench.report:main", "print results as Markdown tables"),
 }
 """Name -> where its `main(argv) -> exit status` is, imported only when asked for; what it shows."""
