@@ -108,8 +108,12 @@ def memory_scan(
 def memory_read(read_at: Tensor, hidden: Tensor) -> Tensor:
     """Reads that no write follows: read_at (B, S, Q, n), hidden (B, C, *grid) -> (B, S, Q, C)."""
     dtype = torch.promote_types(read_at.dtype, hidden.dtype)
-    at = read_at.to(dtype).flatten(1, 2)
-    return sampling.sample(hidden.to(dtype), at).unflatten(1, read_at.shape[1:3])
+    at, volume = read_at.to(dtype), hidden.to(dtype)
+    learning = torch.is_grad_enabled() and (at.requires_grad or volume.requires_grad)
+    if not learning and volume.is_cuda and _why_not_read(volume) is None:
+        return operator.read(at.contiguous(), volume.contiguous())
+    with torch.autocast(hidden.device.type, enabled=False):
+        return sampling.sample(volume, at.flatten(1, 2)).unflatten(1, read_at.shape[1:3])
 
 
 def why_not(backend: str, device: torch.device) -> str | None:
@@ -154,9 +158,16 @@ def _why_not_fused(request: Request) -> str | None:
     if reason is None:
         from tensor_memory.ops import triton_scan
 
-        reason = triton_scan.why_not(
-            request.write_at, request.content, request.hidden, request.dtype
-        )
+        reason = triton_scan.why_not(request.hidden, request.dtype)
+    return reason
+
+
+def _why_not_read(hidden: Tensor) -> str | None:
+    reason = why_not("triton", hidden.device)
+    if reason is None:
+        from tensor_memory.ops import triton_scan
+
+        reason = triton_scan.why_not_read(hidden)
     return reason
 
 

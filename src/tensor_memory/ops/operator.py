@@ -90,6 +90,17 @@ def scan_backward(
     return cast(NineTensors, filled)
 
 
+@torch.library.custom_op("tensor_memory::read", mutates_args=())
+def read(read_at: Tensor, hidden: Tensor) -> Tensor:
+    """Reads that no write follows and nobody learns from, in one launch: (B, S, Q, C)."""
+    return implementation("triton").read(read_at, hidden)
+
+
+@read.register_fake
+def _(read_at, hidden):
+    return hidden.new_empty(*read_at.shape[:3], hidden.shape[1])
+
+
 @scan.register_fake
 def _(
     read_at, write_at, spread, content, taps, mix, bias, hidden, cell, writes, resets,

@@ -578,7 +578,7 @@ def writes_kernel(
                 d_gates = tl.load(at_gates + gate[None, :], mask=own, other=0.0)
                 d = product(d_gates, weight, d, PRODUCTS)
             else:
-                for k in tl.static_range(4):
+                for k in range(4):  # not unrolled: one tile at a time fits
                     d_gate = tl.load(at_gates + k * C + c[None, :], mask=own, other=0.0)
                     weight = tl.load(mix + (k * C + c[:, None]) * (2 * C) + c[None, :])
                     d = product(d_gate, weight, d, PRODUCTS)

@@ -29,10 +29,9 @@ SEGMENT = 64  # steps per launch where nothing is kept
 INTERPRETED = not isinstance(triton_forward.forward_kernel, triton.JITFunction)
 
 
-def why_not(write_at: Tensor, content: Tensor, hidden: Tensor, dtype: torch.dtype) -> str | None:
-    """The reason this request cannot be served, or None."""
-    grid = hidden.shape[2:]
-    C = content.shape[-1]
+def why_not(hidden: Tensor, dtype: torch.dtype) -> str | None:
+    """The reason a scan of this state in this type cannot be served, or None."""
+    C, *grid = hidden.shape[1:]
     if hidden.device.type != "cuda" and not INTERPRETED:
         return f"it needs a CUDA device, got {hidden.device.type}"
     if dtype != torch.float32:
@@ -44,6 +43,14 @@ def why_not(write_at: Tensor, content: Tensor, hidden: Tensor, dtype: torch.dtyp
     if C > MAX_CHANNELS:
         return f"it serves up to {MAX_CHANNELS} channels, got {C}"
     return None
+
+
+def why_not_read(hidden: Tensor) -> str | None:
+    """The reason `read` cannot serve this state, or None."""
+    C = hidden.shape[1]
+    if padded_channels(C) > C:
+        return f"it reads a power of two of channels, at least 16, got {C}"
+    return why_not(hidden, hidden.dtype)
 
 
 class Plan(NamedTuple):
