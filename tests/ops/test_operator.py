@@ -52,7 +52,7 @@ def test_checkpoints_keep_less():
         inputs = arguments(Case(S=12), "torch", checkpoint_every, grad=False)
         return sum(tensor.nbytes for tensor in operator.scan(*inputs)[3])
 
-    assert bytes_kept(4) * 10 < bytes_kept(0)  # 3 states instead of 12 records of 3.5 states
+    assert bytes_kept(4) * 4 == bytes_kept(0)  # 3 states instead of 12
 
 
 def test_a_second_derivative_is_refused_with_the_remedy():

@@ -33,7 +33,7 @@ def forward(
     kept = empty_kept(hidden, S, every)
     for segment, start in enumerate(range(0, S, every)):
         kept[0][segment], kept[1][segment] = hidden, cell
-        part = request.steps(start, start + every, hidden, cell)
+        part = request.steps(start, start + every)._replace(hidden=hidden, cell=cell)
         result = implementation.forward(*part, keep=False, products=products)
         reads[:, start : start + every], hidden, cell, _ = result
     return reads, hidden, cell, kept
@@ -55,7 +55,8 @@ def backward(
     total = Request._make([*zeros, None, None])
     for segment, start in reversed(list(enumerate(range(0, S, every)))):
         stop = start + every
-        part = request.steps(start, stop, kept[0][segment], kept[1][segment])
+        state = {"hidden": kept[0][segment], "cell": kept[1][segment]}
+        part = request.steps(start, stop)._replace(**state)
         *_, records = implementation.forward(*part, keep=True, products=products)
         grads = implementation.backward(
             grad_reads[:, start:stop].contiguous(),

@@ -7,9 +7,6 @@ along an axis touches that axis' profile alone. So the filtered volume of a writ
 
 n short filters instead of n passes over the grid, none of which depends on the memory.
 
-Volumes are (C, *grid, B), rows innermost: a neighbour along any axis is then a long contiguous
-run away, and the gates' four blocks of channels are contiguous.
-
 Letters: B batch, S steps, n axes, C channels, M writes per step.
 """
 
@@ -68,12 +65,8 @@ def filter_profile(profile: Tensor, taps: Tensor | None) -> Tensor:
     """tapsₐ,c ∗ profileₐ: (S, M, size, B), taps (C, 3) -> (S, M, C, size, B); C = 1 untapped."""
     if taps is None:
         return profile[:, :, None]
-    before, centre, after = taps.t()[:, :, None, None]  # (C, 1, 1) each
-    padded = F.pad(profile, (0, 0, 1, 1))[:, :, None]  # (S, M, 1, size + 2, B)
-    size = profile.shape[2]
-    filtered = before * padded.narrow(3, 0, size)
-    filtered.addcmul_(centre, padded.narrow(3, 1, size))
-    return filtered.addcmul_(after, padded.narrow(3, 2, size))
+    neighbours = _neighbours(profile)
+    return torch.matmul(taps, neighbours.flatten(3)).unflatten(3, profile.shape[2:])
 
 
 def filter_profile_backward(
@@ -82,70 +75,62 @@ def filter_profile_backward(
     """Gradients of the profile and the taps from that of the filtered one (S, M, C, size, B)."""
     if taps is None:
         return grad.sum(2), None
-    padded = F.pad(profile, (0, 0, 1, 1))
-    grad_padded = torch.zeros_like(padded)
-    grad_taps = torch.empty_like(taps)
+    neighbours = _neighbours(profile)
+    grad_taps = torch.matmul(grad.flatten(3), neighbours.flatten(3).mT).sum((0, 1))
+    before, centre, after = (
+        torch.matmul(taps.t(), grad.flatten(3)).unflatten(3, profile.shape[2:]).unbind(2)
+    )
+    centre[:, :, :-1] += before[:, :, 1:]
+    centre[:, :, 1:] += after[:, :, :-1]
+    return centre, grad_taps
+
+
+def _neighbours(profile: Tensor) -> Tensor:
+    """What each tap sees, zeros outside: (S, M, size, B) -> (S, M, 3, size, B)."""
     size = profile.shape[2]
-    for k in range(3):
-        grad_padded.narrow(2, k, size).add_(torch.einsum("smcib,c->smib", grad, taps[:, k]))
-        grad_taps[:, k] = torch.einsum("smcib,smib->c", grad, padded.narrow(2, k, size))
-    return grad_padded.narrow(2, 1, size), grad_taps
+    padded = F.pad(profile, (0, 0, 1, 1))
+    return torch.stack([padded.narrow(2, k, size) for k in range(3)], dim=2)
 
 
-def volume(content: Tensor, factors: list[Tensor], out: Tensor) -> None:
-    """U of one step, into `out` (C, *grid, B): content (M, C, B), factors (M, C or 1, size, B).
+def volume_halves(content: Tensor, factors: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """All writes' volumes as outer products, U = first ⊗ rest, which are small.
 
-    The first axis comes last, so that the one product of the grid's size runs over long rows.
+    content (S, M, C, B), factors (S, M, C or 1, size, B) -> content along the first axis
+    (S, M, C, D, 1, B), and the other axes (S, M, C or 1, 1, V / D, B).
     """
-    for m, written in enumerate(content):
-        first, *others = _along_axes(factors, m)
-        first = first * written.reshape(-1, *[1] * len(factors), written.shape[-1])
-        others = _suffix_products(others, like=first)[0]
-        if m == 0:
-            torch.mul(first, others, out=out)
-        else:
-            out.addcmul_(first, others)
+    first = factors[0] * content[:, :, :, None]
+    return first[..., None, :], _later_products(factors)[0][:, :, :, None]
 
 
-def volume_backward(
-    grad: Tensor, content: Tensor, factors: list[Tensor]
+def volume_halves_backward(
+    grad_first: Tensor, grad_rest: Tensor, content: Tensor, factors: list[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Gradients of content and factors, the latter (M, C, size, B), from that of U (C, *grid, B).
+    """Gradients of content and of the factors, the latter (S, M, C, size, B).
 
-    Axes are contracted one by one, the first first: what remains is a grid with an axis less.
+    grad_first (S, M, C, D, B), grad_rest (S, M, C, V / D, B). Axes are contracted one by one.
     """
-    C, B = grad.shape[0], grad.shape[-1]
-    grad_content = torch.empty_like(content)
-    grad_factors = [grad.new_empty(f.shape[0], C, *f.shape[2:]) for f in factors]
-    for m, written in enumerate(content):
-        shaped = _along_axes(factors, m)
-        rest = _suffix_products(shaped[1:], like=grad)
-        remaining = grad
-        for axis, (factor, others) in enumerate(zip(shaped, rest, strict=True)):
-            slope = (remaining * others).reshape(C, factor.shape[1 + axis], -1, B).sum(2)
-            if axis == 0:
-                grad_content[m] = (slope * factors[0][m]).sum(1)
-                slope = slope * written[:, None]
-                factor = factor * written.reshape(C, *[1] * len(factors), B)
-            grad_factors[axis][m] = slope
-            if axis + 1 < len(factors):
-                remaining = (remaining * factor).sum(1 + axis, keepdim=True)
+    grad_content = (grad_first * factors[0]).sum(3)
+    grad_factors = [grad_first * content[:, :, :, None]]
+    remaining = grad_rest
+    for axis, others in enumerate(_later_products(factors)[1:], start=1):
+        if axis + 1 == len(factors):
+            grad_factors.append(remaining)
+            break
+        factor = factors[axis]
+        remaining = remaining.unflatten(3, (factor.shape[3], -1))  # (S, M, C, size, others, B)
+        grad_factors.append((remaining * others[:, :, :, None]).sum(4))
+        remaining = (remaining * factor[:, :, :, :, None]).sum(3)
     return grad_content, grad_factors
 
 
-def _along_axes(factors: list[Tensor], m: int) -> list[Tensor]:
-    """Write m's factors, each shaped (C or 1, 1.. size ..1, B) to lie along its own axis."""
-    shaped = []
-    for axis, factor in enumerate(factors):
-        shape = [1] * len(factors)
-        shape[axis] = factor.shape[2]
-        shaped.append(factor[m].unflatten(1, shape))
-    return shaped
-
-
-def _suffix_products(factors: list[Tensor], like: Tensor) -> list[Tensor]:
-    """[f₁·f₂·…, f₂·…, …, 1]: the product of all factors from each one on, and of none."""
-    products = [like.new_ones(())]
-    for factor in reversed(factors):
-        products.append(factor * products[-1] if len(products) > 1 else factor)
+def _later_products(factors: list[Tensor]) -> list[Tensor]:
+    """For each axis the product of the later axes' factors, (S, M, C or 1, voxels, B)."""
+    none = torch.ones_like(factors[0][:, :, :1, :1])
+    products = [none]
+    for factor in reversed(factors[1:]):
+        later = products[-1]
+        if later is none:
+            products.append(factor)
+        else:
+            products.append((factor[:, :, :, :, None] * later[:, :, :, None]).flatten(3, 4))
     return products[::-1]

@@ -59,9 +59,9 @@ class Request(NamedTuple):
         values = self._asdict().items()
         return Request._make(v if v is None or name in SHARED else v[rows] for name, v in values)
 
-    def steps(self, start: int, stop: int, hidden: Tensor, cell: Tensor) -> Request:
-        """The same request for some of the steps, from a state of its own."""
-        changed: dict[str, Tensor | None] = {"hidden": hidden, "cell": cell}
+    def steps(self, start: int, stop: int) -> Request:
+        """The same request for some of the steps."""
+        changed: dict[str, Tensor | None] = {}
         for name in STEPWISE:
             value = getattr(self, name)
             changed[name] = value if value is None else value[:, start:stop].contiguous()

@@ -4,8 +4,8 @@ The same equations as `reference.py`, arranged so that a step is one matrix prod
 passes over contiguous memory; README.md derives the gradients.
 
 Rows do not interact, so they are taken a block at a time and a step's volumes stay in cache. For
-the backward each step keeps a record of 7 volumes; what is cheap to run again (the write's half,
-the filters) is not kept. Everything is computed in the inputs' own type: `products` is for devices
+the backward h and c are kept, and the gates computed again: that takes no longer than fetching
+them from memory would. Everything is computed in the inputs' own type; `products` is for devices
 that multiply faster in another.
 
 Letters: B batch, S steps, V voxels, C channels, Q reads and M writes per step.
@@ -13,13 +13,17 @@ Letters: B batch, S steps, V voxels, C channels, Q reads and M writes per step.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from tensor_memory.ops.request import Floats, Request
-from tensor_memory.ops.torch_steps import RECORD, STATE, Block, BlockGradients
+from tensor_memory.ops.torch_steps import Block, BlockGradients
 
 BLOCK_VALUES = 1 << 17  # values of one volume, C · V · rows, in a block
+SEGMENT = 64  # steps whose steering is prepared at once
+PIECE_BYTES = 24 << 20  # of what is kept, in one tensor
 
 
 def forward(
@@ -42,20 +46,18 @@ def forward(
     request = Request(
         read_at, write_at, spread, content, taps, mix, bias, hidden, cell, writes, resets
     )
-    S, C = write_at.shape[1], content.shape[-1]
-    reads = content.new_empty(*read_at.shape[:3], C)
+    S = write_at.shape[1]
+    reads = content.new_empty(*read_at.shape[:3], content.shape[-1])
     last_hidden, last_cell = hidden.new_empty(hidden.shape), cell.new_empty(cell.shape)
     kept = empty_kept(hidden, S, products) if keep else []
-    for rows, records in _blocks(hidden, kept):
+    for rows, pieces in _blocks(hidden, kept):
         block = Block(request.rows(rows))
-        if keep:
-            tape = [*records, block.new_volumes(STATE)]
-        else:  # one record, which every step overwrites
-            tape = [block.new_volumes(RECORD)] * (S + 1)
-        block.load(tape[0])
-        block.run(tape, reads[rows])
-        last_hidden[rows] = tape[S][:C].movedim(-1, 0)
-        last_cell[rows] = tape[S][C : 2 * C].movedim(-1, 0)
+        states = [state for piece in pieces for state in piece]
+        for start in range(0, S, SEGMENT):
+            block.steer(start, start + SEGMENT)
+            block.run(states[start : start + SEGMENT], reads[rows, start : start + SEGMENT])
+        last_hidden[rows] = block.hidden.movedim(-1, 0)
+        last_cell[rows] = block.cell.movedim(-1, 0)
     return reads, last_hidden, last_cell, kept
 
 
@@ -84,11 +86,13 @@ def backward(
     )
     zeros = [None if value is None else torch.zeros_like(value) for value in request.floats]
     total = Request._make([*zeros, None, None])
-    for rows, records in _blocks(hidden, kept):
+    for rows, pieces in _blocks(hidden, kept):
         block = Block(request.rows(rows))
+        block.steer(0, write_at.shape[1])
         back = BlockGradients(block, grad_reads[rows], grad_hidden[rows], grad_cell[rows])
-        for s in reversed(range(len(records))):
-            back.step(s, records[s])
+        states = [state for piece in pieces for state in piece]
+        for s in reversed(range(len(states))):
+            back.step(s, states[s])
         for into, grad in zip(total.rows(rows), back.finish(), strict=True):
             if into is not None and grad is not None:
                 into += grad
@@ -96,26 +100,27 @@ def backward(
 
 
 def empty_kept(hidden: Tensor, steps: int, products: torch.dtype) -> list[Tensor]:
-    """Uninitialised tensors for what `forward` keeps of S steps: per block of rows, one a step.
+    """Uninitialised tensors for h and c before each step: per block (steps, 2C, *grid, rows).
 
-    Many of moderate size, not one: the C library gives pages above 32 MiB back to the system at
-    once, and touching new ones costs several times what the scan does to them.
+    In pieces: the C library hands memory that comes in one piece of more than 32 MiB back to the
+    system at once, and to touch it anew costs more than the scan does with it.
     """
     C, *grid = hidden.shape[1:]
-    return [
-        hidden.new_empty(RECORD * C, *grid, rows.stop - rows.start)
-        for rows, _ in _blocks(hidden, [])
-        for _ in range(steps)
-    ]
+    kept = []
+    for rows, _ in _blocks(hidden, []):
+        state = (2 * C, *grid, rows.stop - rows.start)
+        most = max(1, PIECE_BYTES // (math.prod(state) * hidden.element_size()))
+        for start in range(0, steps, most):
+            kept.append(hidden.new_empty(min(most, steps - start), *state))
+    return kept
 
 
 def _blocks(hidden: Tensor, kept: list[Tensor]) -> list[tuple[slice, list[Tensor]]]:
-    """The blocks of rows, and what was kept of each."""
-    B = hidden.shape[0]
-    size = max(1, BLOCK_VALUES // max(1, hidden[0].numel())) if B else 1
-    starts = range(0, B, size)
-    each = len(kept) // max(1, len(starts))
+    """The blocks of rows, about equal in size, and what was kept of each."""
+    B, values = hidden.shape[0], math.prod(hidden.shape[1:])
+    count = min(B, -(-B * values // BLOCK_VALUES))
+    each = len(kept) // max(1, count)
     return [
-        (slice(start, min(start + size, B)), kept[j * each : (j + 1) * each])
-        for j, start in enumerate(starts)
+        (slice(B * j // count, B * (j + 1) // count), kept[j * each : (j + 1) * each])
+        for j in range(count)
     ]
