@@ -211,3 +211,19 @@ def test_a_file_that_is_no_record_is_refused_by_name(tmp_path, capsys, content, 
     with pytest.raises(SystemExit):
         bench.main(["table", str(path)])
     assert f"{path}: {said}" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["scan", "train-step", "decode"])
+def test_every_benchmark_runs_on_a_gpu(tmp_path, name):
+    output = tmp_path / f"{name}.json"
+    options = ["--device", "cuda", "--quick", "--output", str(output)]
+    assert bench.main([name, *options]) == 0
+    result = json.loads(output.read_text())["result"]
+    if name == "scan":
+        assert result["shapes"]["language"]["ms"]["forward_backward"].keys() == {"eager", "graph"}
+        assert result["shapes"]["language"]["peak_bytes"]["forward_backward"] > 0
+    elif name == "train-step":
+        assert result["models"]["language"]["extra_peak_gib"] > 0
+    else:
+        assert result["batches"]["1"]["launches"]["by_memory_per_layer"]["last"] >= 1

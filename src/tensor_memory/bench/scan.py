@@ -20,7 +20,11 @@ import torch
 
 from tensor_memory import ops
 from tensor_memory.bench import agreement, aims, report
+from tensor_memory.bench.cpu_memory import measure_cpu_memory
 from tensor_memory.bench.shapes import (
+    CPU_LANGUAGE,
+    CPU_PUBLISHED,
+    CPU_SWEEPS,
     LANGUAGE,
     PUBLISHED,
     SWEEPS,
@@ -38,12 +42,9 @@ from tensor_memory.bench.timing import (
     ceilings,
     describe,
     measure,
-    measure_alternately,
     part_failures,
     peak_bytes,
 )
-from tensor_memory.config import MemoryConfig
-from tensor_memory.module import TensorMemory
 from tensor_memory.ops import reference
 from tensor_memory.progress import progress
 
@@ -170,53 +171,11 @@ def _shares(
     return shares
 
 
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """PyTorch on so many CPU threads for a while."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def measure_cpu_memory(backend: str, budget: Budget, seed: int, *, quick: bool) -> dict[str, Any]:
-    """A whole `TensorMemory` forward and backward on two threads, this backend and the reference.
-
-    B 32, N 24, d 64, C 16, 6³, K 1: the memory of the binding model.
-    """
-    B, N, d, C, grid = (2, 4, 8, 4, (3, 3, 3)) if quick else (32, 24, 64, 16, (6, 6, 6))
-    shape = ScanShape(B, N, C, grid, torch.float32)
-    row: dict[str, Any] = {"shape": shape.to_dict(), "label": f"{shape.label}, d {d}", "threads": 2}
-    agreed = agreement.check(shape, backend, torch.device("cpu"), seed)
-    row["agreement"] = agreed.to_dict()
-    if agreed.failures:
-        return row
-
-    def step(name: str) -> Call:
-        torch.manual_seed(seed)
-        config = MemoryConfig(channels=C, grid=grid, chunk_size=1, backend=name)
-        memory = TensorMemory(d, config)
-        x = torch.randn(B, N, d).requires_grad_()
-        grad = torch.randn(B, N, d)
-        leaves = [x, *memory.parameters()]
-        return lambda: torch.autograd.grad(memory(x)[0], leaves, grad)
-
-    with threads(2):
-        ours, plain = f"{backend}", "reference"
-        turns = {name: step(name) for name in (ours, plain)}
-        ms = measure_alternately(turns, torch.device("cpu"), replace(budget, most=40))
-    row["ms"] = {name: timing.to_dict() for name, timing in ms.items()}
-    row["ratio"] = ms[plain].median / ms[ours].median
-    return row
-
-
 def run(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """All parts; one that fails is recorded in its place and the others go on."""
-    budget = QUICK if options.quick else Budget()
-    named, swept = _plan(options, device)
     on_cpu = device.type == "cpu"
+    budget = QUICK if options.quick else Budget(least=5, warm_up=1) if on_cpu else Budget()
+    named, swept = _plan(options, device)
     side = 64 if options.quick else 1024 if on_cpu else 8192
     ceiling = ceilings(device, budget, side=side)
     result: dict[str, Any] = {"ceilings": ceiling | {"matmul_side": side}}
@@ -271,17 +230,13 @@ def _plan(
     options: argparse.Namespace, device: torch.device
 ) -> tuple[dict[str, ScanShape], dict[str, list[ScanShape]]]:
     """The shapes asked for; on a CPU fewer rows, and tiny ones to try it out."""
-    named = {name: PUBLISHED[name] for name in options.shapes}
-    around = LANGUAGE
-    if device.type == "cpu":  # bfloat16 products are a GPU's
-        named = {
-            name: replace(shape, batch=shape.batch // 8, products=torch.float32)
-            for name, shape in named.items()
-            if name != "language-float32"
-        }
-        around = replace(LANGUAGE, batch=4, products=torch.float32)
+    on_cpu = device.type == "cpu"
+    published = CPU_PUBLISHED if on_cpu else PUBLISHED
+    named = {name: published[name] for name in options.shapes if name in published}
+    around = CPU_LANGUAGE if on_cpu else LANGUAGE
+    values = CPU_SWEEPS if on_cpu else SWEEPS
     if not options.quick:
-        return named, {name: sweep(name, around) for name in options.sweeps}
+        return named, {name: sweep(name, around, values[name]) for name in options.sweeps}
     tiny = {
         name: replace(shape, batch=2, steps=3, channels=16, grid=(3, 3, 3))
         for name, shape in named.items()

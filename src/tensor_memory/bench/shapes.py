@@ -78,9 +78,27 @@ SWEEPS: dict[str, tuple[Any, ...]] = {
 """What is varied around the language scan, one thing at a time."""
 
 
-def sweep(name: str, around: ScanShape) -> list[ScanShape]:
+CPU_LANGUAGE = replace(LANGUAGE, batch=2, steps=8, products=torch.float32)
+
+CPU_PUBLISHED = {
+    "language": replace(LANGUAGE, batch=2, products=torch.float32),
+    "video": replace(PUBLISHED["video"], batch=1, products=torch.float32),
+    "binding": replace(PUBLISHED["binding"], batch=8),
+}
+"""The same with a sixteenth of the rows or less; bfloat16 products are a GPU's."""
+
+CPU_SWEEPS: dict[str, tuple[Any, ...]] = {
+    "batch": (1, 2, 4, 8),
+    "steps": (4, 8, 16, 32),
+    "channels": (16, 32, 64),
+    "grid": ((4, 4, 4), (6, 6, 6), (8, 8, 8)),
+}
+"""What is varied around `CPU_LANGUAGE`."""
+
+
+def sweep(name: str, around: ScanShape, values: tuple[Any, ...]) -> list[ScanShape]:
     """The shapes of one sweep, everything but `name` as in `around`."""
-    return [replace(around, **{name: value}) for value in SWEEPS[name]]
+    return [replace(around, **{name: value}) for value in values]
 
 
 @dataclass(frozen=True)
