@@ -57,13 +57,14 @@ def write_record(
 def _commit() -> tuple[str | None, bool | None]:
     """HEAD of this package's repository and whether tracked files differ from it.
 
-    None, None where the package is not run from its own checkout, or git is not there.
+    Where the package is not run from its own checkout, or git is not there: what
+    TENSOR_MEMORY_COMMIT says (a copy sent to another machine), and None.
     """
     package = Path(tensor_memory.__file__).resolve().parent
     top = _git(package, "rev-parse", "--show-toplevel")
     # An installed copy may lie inside somebody else's repository, whose commit says nothing.
     if top is None or Path(top).resolve() / "src" / "tensor_memory" != package:
-        return None, None
+        return os.environ.get("TENSOR_MEMORY_COMMIT"), None
     changed = _git(package, "status", "--porcelain", "--untracked-files=no")
     return _git(package, "rev-parse", "HEAD"), None if changed is None else changed != ""
 
