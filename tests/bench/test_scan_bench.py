@@ -224,6 +224,8 @@ def test_every_benchmark_runs_on_a_gpu(tmp_path, name):
         assert result["shapes"]["language"]["ms"]["forward_backward"].keys() == {"eager", "graph"}
         assert result["shapes"]["language"]["peak_bytes"]["forward_backward"] > 0
     elif name == "train-step":
-        assert result["models"]["language"]["extra_peak_gib"] > 0
+        row = result["models"]["language"]
+        assert isinstance(row["extra_peak_gib"], float)
+        assert row["graph"]["ms"].keys() == {"base", "memory"}
     else:
         assert result["batches"]["1"]["launches"]["by_memory_per_layer"]["last"] >= 1

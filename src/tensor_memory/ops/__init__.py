@@ -18,6 +18,8 @@ from tensor_memory.ops.request import Request
 _log = logging.getLogger("tensor_memory")
 _announced: set[str] = set()
 
+_TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
+
 BACKENDS = ("auto", "reference", "torch", "triton")
 
 
@@ -125,7 +127,7 @@ def why_not(backend: str, device: torch.device) -> str | None:
         )
     if backend != "triton":
         return None
-    if importlib.util.find_spec("triton") is None:
+    if not _TRITON_INSTALLED:
         return (
             "triton is not installed; it comes with CUDA builds of torch, or `pip install triton`"
         )

@@ -48,9 +48,9 @@ def sample(hidden: Tensor, at: Tensor) -> Tensor:
     total = hidden.new_zeros(hidden.shape[0], hidden.shape[1], at.shape[1])  # (B, C, Q)
     for corner in itertools.product(*corners):
         flat = torch.zeros_like(corner[0][0])
-        for (index, _), size in zip(corner, grid, strict=True):
-            flat = flat * size + index
-        weight = math.prod(w for _, w in corner)
+        weight = torch.ones_like(corner[0][1])
+        for (index, share), size in zip(corner, grid, strict=True):
+            flat, weight = flat * size + index, weight * share
         total = total + voxels.gather(2, flat[:, None].expand_as(total)) * weight[:, None]
     return total.transpose(1, 2)
 

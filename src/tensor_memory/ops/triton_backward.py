@@ -75,7 +75,7 @@ def slopes_kernel(
     )
     i, f, o = sigmoid(i, FAST), sigmoid(f, FAST), sigmoid(o, FAST)
     g = tanh(g, FAST)
-    memory = tl.load(kept_cell + start + here, mask=own, other=0.0)
+    memory = tl.load(kept_cell + start + here, mask=own, other=0.0).to(tl.float32)
     new = tanh(f * memory + i * g, FAST)
 
     live = 1.0

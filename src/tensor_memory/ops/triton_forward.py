@@ -281,7 +281,7 @@ def read_point(
     return tl.sum(value * weight[:, None], axis=0)
 
 
-@triton.jit(do_not_specialize=["B", "S", "Q"])
+@triton.jit(do_not_specialize=["row_size", "step_size", "B", "S", "Q"])
 def read_kernel(
     volumes,
     read_at,
@@ -364,6 +364,7 @@ def forward_kernel(
     kept_hidden,
     kept_cell,
     kept_filtered,
+    cell_ring,
     arrivals,
     S,
     Q,
@@ -390,12 +391,15 @@ def forward_kernel(
     FAST: tl.constexpr,
     PIN: tl.constexpr,
 ):
-    """All steps of a row. State before step s lies in slot s % ring of the kept buffers.
+    """All steps of a row. Hidden before step s lies in slot s % ring of kept_hidden.
+
+    The cell stays in registers, or with several tiles in the two slots of cell_ring.
 
     INLINE computes the write here, in place of reading it from `written`: one launch for one step.
     READ reads here too; otherwise reads are gathered afterwards from the kept states. KEEP keeps
-    the filtered hidden half of every step for the backward pass. RESIDENT weights stay in shared
-    memory; meeting empties the first-level cache, so others would come from afar every step.
+    the cell before every step and its filtered hidden half for the backward pass. RESIDENT
+    weights stay in shared memory: meeting empties the first-level cache, so that others would
+    come from afar in every step.
     """
     b, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     c = tl.arange(0, C)
@@ -403,7 +407,6 @@ def forward_kernel(
     slot_size = B.to(tl.int64) * (V * C)
     offset = b.to(tl.int64) * (V * C)
     kept_hidden += offset
-    kept_cell += offset
     arrivals += b
     first = part * (TILES * BLOCK_V)
 
@@ -420,7 +423,8 @@ def forward_kernel(
             h *= keep
             memory *= keep
         tl.store(kept_hidden + here, h.to(kept_hidden.dtype.element_ty), mask=own)
-        tl.store(kept_cell + here, memory, mask=own)
+        if TILES > 1:
+            tl.store(cell_ring + offset + here, memory, mask=own)
 
     tx0, tx1, tx2 = axis_taps(taps, AXES - 1, W if FILTERED else 1, False, C)
     ty0, ty1, ty2 = axis_taps(taps, AXES - 2, H if FILTERED else 1, False, C)
@@ -435,9 +439,9 @@ def forward_kernel(
     for s in range(S):
         row = b * S + s
         now = kept_hidden + (s % ring) * slot_size
-        now_cell = kept_cell + (s % ring) * slot_size
+        now_cell = cell_ring + offset + (s % 2) * slot_size
         after = kept_hidden + ((s + 1) % ring) * slot_size
-        after_cell = kept_cell + ((s + 1) % ring) * slot_size
+        after_cell = cell_ring + offset + ((s + 1) % 2) * slot_size
         keep = 1.0
         if RESETS:
             keep = 1.0 - tl.load(resets + row + 1, mask=s + 1 < S, other=0).to(tl.float32)
@@ -475,9 +479,12 @@ def forward_kernel(
             gate_f = product(u, uf, zero, PRODUCTS)
             gate_o = product(u, uo, zero, PRODUCTS)
             gate_g = product(u, ug, zero, PRODUCTS)
-            if KEEP and FILTERED:
-                kept = kept_filtered + s * slot_size + offset + here
-                tl.store(kept, z.to(kept_filtered.dtype.element_ty), mask=own)
+            if KEEP:
+                kept = s * slot_size + offset + here
+                tl.store(kept_cell + kept, memory.to(kept_cell.dtype.element_ty), mask=own)
+                if FILTERED:
+                    filtered = z.to(kept_filtered.dtype.element_ty)
+                    tl.store(kept_filtered + kept, filtered, mask=own)
             gate_i = product(z, hi, gate_i, PRODUCTS) + bias_i
             gate_f = product(z, hf, gate_f, PRODUCTS) + bias_f
             gate_o = product(z, ho, gate_o, PRODUCTS) + bias_o
@@ -496,8 +503,9 @@ def forward_kernel(
                 tl.store(last_cell + given, new, mask=own)
             h *= keep
             memory = new * keep  # stays in registers where a program owns a single tile
-            tl.store(after + here, h.to(kept_hidden.dtype.element_ty), mask=own)
-            if TILES > 1 or KEEP:
+            if s < S - 1:
+                tl.store(after + here, h.to(kept_hidden.dtype.element_ty), mask=own)
+            if TILES > 1:
                 tl.store(after_cell + here, memory, mask=own)
 
         if READ:  # of the state before this step; its slot is next written after the next meeting

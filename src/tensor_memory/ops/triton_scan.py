@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tensor_memory.ops import triton_backward, triton_forward
 from tensor_memory.ops.request import Request
+from tensor_memory.ops.triton_launch import INTERPRETED, launch
 
 MAX_VOXELS = 4096
 MAX_CHANNELS = 128
@@ -26,7 +27,6 @@ BLOCK_BYTES = 4096  # of so many bytes share a multiprocessor and hide each othe
 TAPS_VALUES = 1024  # the same for the nine sums per voxel of the taps' gradient
 PROGRAMS = 132  # that share a sum over all voxels of all steps: one per multiprocessor of an H200
 SEGMENT = 64  # steps per launch where nothing is kept
-INTERPRETED = not isinstance(triton_forward.forward_kernel, triton.JITFunction)
 
 
 def why_not(hidden: Tensor, dtype: torch.dtype) -> str | None:
@@ -71,9 +71,11 @@ class Plan(NamedTuple):
     resident: bool
     """Whether the scan's weights fit into shared memory beside the rest."""
     kept: torch.dtype
-    """Type of the kept hidden states and of what the backward pass stores."""
+    """Type of what is kept for the backward pass and of what that stores."""
     alone: dict[str, Any]
     """Launch options of programs that need nobody."""
+    streamed: dict[str, Any]
+    """Launch options of programs that read much and meet nobody: loads run ahead."""
     together: dict[str, Any]
     """Launch options of programs that wait for each other: all must be resident at once."""
 
@@ -118,6 +120,7 @@ def plan(request: Request, products: torch.dtype, *, alone: bool = False) -> Pla
         resident=(low and C <= 64) or C <= 32,
         kept=kept,
         alone={} if INTERPRETED else {"num_warps": BLOCK_WARPS, "num_stages": 1},
+        streamed={} if INTERPRETED else {"num_warps": 8, "num_stages": 3 if C <= 64 else 2},
         together={} if INTERPRETED else together,
     )
 
@@ -174,18 +177,11 @@ def forward(
 
 
 def empty_kept(hidden: Tensor, steps: int, products: torch.dtype) -> list[Tensor]:
-    """Room for the states before and after every step and for the filtered hidden halves.
-
-    hidden (S + 1, B, V, C), cell (S + 1, B, V, C), filtered (S, B, V, C).
-    """
+    """Room for hidden, cell and the filtered hidden half before every step: (S, B, V, C) each."""
     B, C, *grid = hidden.shape
     room = (B, math.prod(grid), padded_channels(C))
     low = torch.bfloat16 if products == torch.bfloat16 else torch.float32
-    return [
-        hidden.new_empty(steps + 1, *room, dtype=low),
-        hidden.new_empty(steps + 1, *room, dtype=torch.float32),
-        hidden.new_empty(steps, *room, dtype=low),
-    ]
+    return [hidden.new_empty(steps, *room, dtype=low) for _ in range(3)]
 
 
 def padded_channels(C: int) -> int:
@@ -232,25 +228,27 @@ def _segment(
     if not inline:
         written, counters = _launch_written(request, columns, p)
     if kept:
-        ring, (kept_hidden, kept_cell, kept_filtered) = S + 1, kept
+        kept_hidden, kept_cell, kept_filtered = kept
     else:
-        ring, kept_filtered = 2, nothing
-        kept_hidden = hidden.new_empty(ring, B, V, C, dtype=p.kept)
-        kept_cell = hidden.new_empty(ring, B, V, C)
+        kept_hidden = hidden.new_empty(2, B, V, C, dtype=p.kept)
+        kept_cell = kept_filtered = nothing
+    cells = hidden.new_empty(2, B, V, C) if p.tiles > 1 else nothing
     reads = hidden.new_empty(B, S, Q, C)
     last_hidden, last_cell = torch.empty_like(hidden), torch.empty_like(cell)
-    triton_forward.forward_kernel[(B * p.parts,)](
+    launch(
+        triton_forward.forward_kernel, (B * p.parts,),
         read_at, write_at, some_spread, content, written, columns, mix, bias, hidden, cell,
         nothing if writes is None else writes, nothing if resets is None else resets,
-        reads, last_hidden, last_cell, kept_hidden, kept_cell, kept_filtered, counters,
-        S, Q, B, ring,
+        reads, last_hidden, last_cell, kept_hidden, kept_cell, kept_filtered, cells, counters,
+        S, Q, B, kept_hidden.shape[0],
         **p.write, **p.shape, BLOCK_V=p.tile, TILES=p.tiles, PARTS=p.parts, INLINE=inline,
         WRITES=writes is not None, RESETS=resets is not None,
         READ=not kept and Q > 0, KEEP=bool(kept), RESIDENT=p.resident,
         PRODUCTS=p.products, FAST=p.fast, PIN=not INTERPRETED, **p.together,
     )  # fmt: skip
     if kept and Q > 0:
-        triton_forward.read_kernel[(B * S * Q,)](
+        launch(
+            triton_forward.read_kernel, (B * S * Q,),
             kept_hidden, read_at, reads, V * C, B * V * C, B, S, Q,
             VOXEL=C, CHANNEL=1, **p.shape, num_warps=1,
         )  # fmt: skip
@@ -263,7 +261,8 @@ def read(read_at: Tensor, hidden: Tensor) -> Tensor:
     C, V = hidden.shape[1], math.prod(hidden.shape[2:])
     reads = hidden.new_empty(B, S, Q, C)
     if reads.numel():
-        triton_forward.read_kernel[(B * S * Q,)](
+        launch(
+            triton_forward.read_kernel, (B * S * Q,),
             hidden, read_at, reads, C * V, 0, B, S, Q,
             VOXEL=1, CHANNEL=V, **_shape(hidden), num_warps=1,
         )  # fmt: skip
@@ -347,7 +346,8 @@ def _backward(
 
     written, counters = _launch_written(request, columns, p)
     slopes = hidden.new_empty(S, B, V, 6, C, dtype=p.kept)
-    triton_backward.slopes_kernel[(S * B, -(-V // p.block))](
+    launch(
+        triton_backward.slopes_kernel, (S * B, -(-V // p.block)),
         mix, bias, some_writes, written, kept_filtered, kept_cell, slopes, S, B,
         C=C, V=V, BLOCK_V=p.block, WRITES=writes is not None,
         PRODUCTS=p.products, FAST=p.fast, **p.alone,
@@ -356,7 +356,8 @@ def _backward(
     grad_filtered = hidden.new_empty(S, B, V, C, dtype=p.kept)
     rings = hidden.new_empty(2, 2, B, V, C) if p.tiles > 1 else hidden.new_empty(2, 1)
     first_hidden, first_cell = torch.empty_like(hidden), torch.empty_like(hidden)
-    triton_backward.backward_kernel[(B * p.parts,)](
+    launch(
+        triton_backward.backward_kernel, (B * p.parts,),
         read_at, columns, mix, some_writes, nothing if resets is None else resets,
         grad_reads, grad_hidden, grad_cell, slopes, grad_filtered, rings[0], rings[1],
         first_hidden, first_cell, counters, S, Q, B,
@@ -372,8 +373,18 @@ def _backward(
         grad_taps = _tap_gradients(taps, columns, written_taps, grad_filtered, kept_hidden, p)
     grad_read_at = torch.empty_like(read_at)
     if Q > 0:
-        triton_backward.reads_kernel[(B * S * Q,)](
-            kept_hidden, read_at, grad_reads, grad_read_at, B, S, Q, **p.shape, num_warps=1
+        launch(
+            triton_backward.reads_kernel,
+            (B * S * Q,),
+            kept_hidden,
+            read_at,
+            grad_reads,
+            grad_read_at,
+            B,
+            S,
+            Q,
+            **p.shape,
+            num_warps=1,
         )
     return (
         grad_read_at, grad_at, grad_spread, grad_content, grad_taps, grad_mix, grad_bias,
@@ -388,7 +399,8 @@ def _launch_written(request: Request, columns: Tensor, p: Plan) -> tuple[Tensor,
     content, spread = request.content, request.spread
     written = content.new_empty(S, B, V, C, dtype=p.kept)
     counters = content.new_empty(B, dtype=torch.int32)
-    triton_forward.written_kernel[(S * B, -(-V // p.block))](
+    launch(
+        triton_forward.written_kernel, (S * B, -(-V // p.block)),
         request.write_at, content if spread is None else spread, content, columns, written,
         counters, S, B, **p.write, **p.shape, BLOCK_V=p.block, **p.alone,
     )  # fmt: skip
@@ -408,9 +420,10 @@ def _mix_gradients(
     chunks = -(-rows // (block * loops))
     mixes = slopes.new_empty(chunks, 4 * C, 2 * C, dtype=torch.float32)
     biases = slopes.new_empty(chunks, 4 * C, dtype=torch.float32)
-    triton_backward.mix_kernel[(chunks, parts)](
+    launch(
+        triton_backward.mix_kernel, (chunks, parts),
         slopes, written, kept_filtered, mixes, biases, rows, loops, C=C, BLOCK=block, OUT=out,
-        PRODUCTS=mode, **({} if INTERPRETED else {"num_warps": 8, "num_stages": 3}),
+        PRODUCTS=mode, **p.streamed,
     )  # fmt: skip
     return mixes.sum(0), biases.sum(0)
 
@@ -427,7 +440,8 @@ def _write_gradients(
     grad_content, grad_at = torch.empty_like(content), torch.empty_like(write_at)
     grad_spread = None if spread is None else torch.empty_like(spread)
     filters = content.new_empty(S * B * M, n, 3, C)
-    triton_backward.writes_kernel[(S * B, M)](
+    launch(
+        triton_backward.writes_kernel, (S * B, M),
         write_at, content if spread is None else spread, content, columns, mix, slopes,
         grad_content, grad_at, content if grad_spread is None else grad_spread, filters, S, B,
         **p.write, **p.shape,
@@ -454,14 +468,24 @@ def _tap_gradients(
     loops = max(1, S * B * tiles * levels // 2048)
     chunks = -(-S * B // loops)
     partial = taps.new_empty(tiles * chunks, levels, 3, 3, C)
-    triton_backward.taps_kernel[(tiles, chunks, levels)](
-        grad_filtered, kept_hidden, partial, S * B, loops, **p.shape, BLOCK_V=block, **p.alone
+    launch(
+        triton_backward.taps_kernel,
+        (tiles, chunks, levels),
+        grad_filtered,
+        kept_hidden,
+        partial,
+        S * B,
+        loops,
+        **p.shape,
+        BLOCK_V=block,
+        **p.alone,
     )
     cube = partial.sum(0)
     if n == 1:
         cube = cube[:, 1].contiguous()  # no neighbours along y
     grad_taps = torch.empty_like(taps)
-    triton_backward.share_taps_kernel[(C // 16,)](
+    launch(
+        triton_backward.share_taps_kernel, (C // 16,),
         cube, written_taps.sum(0), columns, grad_taps, C=C, AXES=n,
         ALL=3**n, ALL_PADDED=triton.next_power_of_2(3**n),
     )  # fmt: skip
