@@ -255,6 +255,7 @@ def corner(position_at, bit, SIZE: tl.constexpr):
         lower = tl.minimum(tl.floor(position), SIZE - 2.0)
         upper = position - lower
         weight = tl.where(bit == 0, 1.0 - upper, upper)
+        weight = tl.where(position_at == position_at, weight, position_at)  # nowhere reads NaN
         slope = tl.where(bit == 0, -0.5 * (SIZE - 1), 0.5 * (SIZE - 1))
         return lower.to(tl.int32) + bit, weight, tl.where(inside, slope, 0.0)
 
