@@ -4,7 +4,17 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from scans import FUSED, HERE, Case, as_double, assert_agree, awkward_cases, fits_fused, run
+from scans import (
+    FUSED,
+    HERE,
+    Case,
+    as_double,
+    assert_agree,
+    awkward_cases,
+    fits_fused,
+    near_the_start,
+    run,
+)
 
 from tensor_memory.ops import torch_scan
 
@@ -54,7 +64,7 @@ def test_the_fused_scan_agrees_with_the_reference(backend, case):
 @pytest.mark.parametrize("backend", ["torch", FUSED])
 @pytest.mark.parametrize("case", FUSED_CASES[::4], ids=str)
 def test_in_bfloat16_a_scan_stays_close_to_the_reference(backend, case):
-    request = case.make(torch.float32)
+    request = near_the_start(case)
     request = request._replace(content=request.content.bfloat16())
     with torch.autocast(HERE.type, torch.bfloat16):
         got = run(request, backend)
@@ -78,6 +88,14 @@ def test_checkpointing_the_fused_scan_changes_nothing(backend, every):
     request = Case(C=16).make(torch.float32)
     expected = run(as_double(request), "reference")
     assert_agree(run(request, backend, every), expected, torch.float32)
+
+
+def test_what_is_kept_is_all_written():
+    request = Case().make()
+    request.writes[:, 2] = False  # no row writes at this step
+    options = {"keep": True, "products": torch.float64}
+    *_, kept = torch_scan.forward(*request, **options)
+    assert all(tensor.isfinite().all() for tensor in kept)
 
 
 GRADIENTS = ("read_at", "write_at", "spread", "content", "taps", "mix", "bias", "hidden", "cell")

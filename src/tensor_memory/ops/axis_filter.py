@@ -29,12 +29,11 @@ class AxisFilter:
         self.matrix: Tensor | None = None
         C, size = x.shape[0], x.shape[1 + axis]
         if _is_short(x, axis):
-            before, centre, after = taps.unbind(1)
-            matrix = torch.diag_embed(centre[:, None].expand(C, size))
-            matrix += torch.diag_embed(before[:, None].expand(C, size - 1), offset=-1)
-            matrix += torch.diag_embed(after[:, None].expand(C, size - 1), offset=1)
             outer = math.prod(x.shape[1 : 1 + axis])
-            self.matrix = matrix[:, None].expand(C, outer, size, size).flatten(0, 1)
+            matrix = taps.new_zeros(C, outer, size, size)
+            for k, tap in enumerate(taps.t()):
+                matrix.diagonal(k - 1, 2, 3).copy_(tap[:, None, None])
+            self.matrix = matrix.flatten(0, 1)
             self.x, self.y = _matrices(x, axis), _matrices(y, axis)
         else:
             self.taps = taps.t().reshape(3, C, *[1] * (x.ndim - 1)).unbind()
@@ -54,9 +53,12 @@ class AxisFilter:
 
 
 class TapGradient:
-    """Adds up the gradient of an `AxisFilter`'s taps, from its input and its output's gradient."""
+    """Adds up the gradient of an `AxisFilter`'s taps, from its input and its output's gradient.
 
-    def __init__(self, axis: int, x: Tensor, grad: Tensor) -> None:
+    `scratch` is a volume that may be overwritten.
+    """
+
+    def __init__(self, axis: int, x: Tensor, grad: Tensor, scratch: Tensor) -> None:
         self.C, self.axis = x.shape[0], axis
         self.gram: Tensor | None = None
         if _is_short(x, axis):
@@ -65,19 +67,23 @@ class TapGradient:
             self.gram = x.new_zeros(self.grad.shape[0], size, size)
         else:
             self.sums = x.new_zeros(3, self.C)
-            self.pairs = [
+            self.terms = []
+            for ours, theirs in (
                 (_but_last(x, axis), _but_first(grad, axis)),
                 (x, grad),
                 (_but_first(x, axis), _but_last(grad, axis)),
-            ]
+            ):
+                product = scratch.flatten()[: ours.numel()].view_as(ours)
+                self.terms.append((ours, theirs, product, product.flatten(1)))
 
     def add(self) -> None:
         """Take the buffers' present contents into account."""
         if self.gram is not None:
             torch.baddbmm(self.gram, self.grad, self.x, out=self.gram)
             return
-        for total, (x, grad) in zip(self.sums, self.pairs, strict=True):
-            total += (x * grad).flatten(1).sum(1)
+        for total, (x, grad, product, flat) in zip(self.sums, self.terms, strict=True):
+            torch.mul(x, grad, out=product)
+            total += flat.sum(1)
 
     def total(self) -> Tensor:
         """(C, 3)."""

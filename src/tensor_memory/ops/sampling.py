@@ -12,20 +12,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tensor_memory.ops.reference import voxel_position
-
 
 def corners(at: Tensor, grid: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """The voxels around each point and their weights: at (..., n) -> two of (..., 2ⁿ)."""
-    index = torch.zeros_like(at[..., :1], dtype=torch.long)
-    sides = torch.arange(2, device=at.device)
-    pairs = []
+    lower, upper_weight = _split(at, grid)
+    index = torch.zeros_like(lower[..., :1], dtype=torch.long)
+    steps = lower.long()[..., None] + torch.arange(2, device=at.device)  # (..., n, 2)
     for axis, size in enumerate(grid):
-        lower, upper_weight = _split(at[..., len(grid) - 1 - axis], size)
-        pairs.append(torch.stack([1 - upper_weight, upper_weight], dim=-1))
-        step = lower.long()[..., None, None] + sides
-        index = (index[..., None] * size + step).flatten(-2)
-    return index, _outer(pairs)
+        index = (index[..., None] * size + steps[..., axis, None, :]).flatten(-2)
+    pairs = torch.stack([1 - upper_weight, upper_weight], dim=-1)  # (..., n, 2)
+    return index, _outer(list(pairs.unbind(-2)))
 
 
 def coordinate_gradient(grad_weight: Tensor, at: Tensor, grid: tuple[int, ...]) -> Tensor:
@@ -34,17 +30,13 @@ def coordinate_gradient(grad_weight: Tensor, at: Tensor, grid: tuple[int, ...]) 
     A weight is a product with one factor per axis, 1 − u or u, so its slope along an axis is the
     same product with that factor replaced by −1 or +1.
     """
-    n = len(grid)
-    pairs = []
-    for axis, size in enumerate(grid):
-        _, upper_weight = _split(at[..., n - 1 - axis], size)
-        pairs.append(torch.stack([1 - upper_weight, upper_weight], dim=-1))
-    slope = torch.tensor([-1, 1], dtype=at.dtype, device=at.device).expand_as(pairs[0])
-    grad = torch.empty_like(at)
-    for axis, size in enumerate(grid):
-        along = _outer([*pairs[:axis], slope, *pairs[axis + 1 :]])
-        grad[..., n - 1 - axis] = (grad_weight * along).sum(-1) * (0.5 * (size - 1))
-    return grad.masked_fill_(at.abs() > 1, 0)  # beyond the border a read no longer moves
+    _, upper_weight = _split(at, grid)
+    pairs = list(torch.stack([1 - upper_weight, upper_weight], dim=-1).unbind(-2))
+    slope = (2 * torch.arange(2, dtype=at.dtype, device=at.device) - 1).expand_as(pairs[0])
+    along = [_outer([*pairs[:a], slope, *pairs[a + 1 :]]) for a in range(len(grid))]
+    grad = (torch.stack(along, dim=-2) * grad_weight[..., None, :]).sum(-1)  # (..., n)
+    grad = grad * _voxels_per_unit(at, grid)
+    return grad.flip(-1).masked_fill_(at.abs() > 1, 0)  # beyond the border a read does not move
 
 
 def sample(hidden: Tensor, at: Tensor) -> Tensor:
@@ -55,11 +47,23 @@ def sample(hidden: Tensor, at: Tensor) -> Tensor:
     return (values.unflatten(2, index.shape[1:]) * weight[:, None]).sum(-1).transpose(1, 2)
 
 
-def _split(coordinate: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The voxel below a coordinate, and how far towards the next one it lies, in [0, 1]."""
-    position = voxel_position(coordinate, size)
-    lower = position.detach().floor().nan_to_num(0).clamp(max=size - 2)  # NaN reads NaN somewhere
+def _split(at: Tensor, grid: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """The voxel below a point, and how far towards the next it lies, in [0, 1]: grid order."""
+    position = (at.flip(-1).clamp(-1, 1) + 1) * _voxels_per_unit(at, grid)
+    most = _sizes(at, grid) - 2
+    # Nowhere (NaN) has no index, yet must read NaN rather than somebody else's memory.
+    lower = position.detach().floor().nan_to_num(0).minimum(most)
     return lower, position - lower
+
+
+def _voxels_per_unit(at: Tensor, grid: tuple[int, ...]) -> Tensor:
+    """Coordinates go from -1 to 1, corners included: (n,)."""
+    return 0.5 * (_sizes(at, grid) - 1)
+
+
+def _sizes(at: Tensor, grid: tuple[int, ...]) -> Tensor:
+    """The grid as a tensor made on the device: copying it there would stall a GPU."""
+    return torch.stack([at.new_full((), size) for size in grid])
 
 
 def _outer(pairs: list[Tensor]) -> Tensor:

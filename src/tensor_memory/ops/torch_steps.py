@@ -60,8 +60,11 @@ class Block:
         self.read_at = request.read_at
         index, weight = corners(self.read_at, self.grid)  # (B, S, Q, 2ⁿ)
         row = torch.arange(B, device=index.device)
-        self.read_index = (index.permute(1, 2, 3, 0) * B + row).flatten(1).unbind()  # (Q·2ⁿ·B)
-        self.read_weight = weight.permute(1, 2, 3, 0).contiguous().unbind()  # (Q, 2ⁿ, B)
+        index = (index.permute(1, 2, 3, 0) * B + row).flatten(1)
+        self.read_index = index.unbind()  # (Q·2ⁿ·B) each
+        self.read_weight = weight.permute(1, 2, 3, 0)[:, None].contiguous()  # (S, 1, Q, 2ⁿ, B)
+        self.around = request.content.new_empty(S, C, index.shape[1])  # what lies at the corners
+        self.around_steps = self.around.unbind()
 
         self.content = request.content.permute(1, 2, 3, 0).contiguous()  # (S, M, C, B)
         self.profiles = deposit.profiles(request.write_at, request.spread, self.grid)
@@ -87,20 +90,19 @@ class Block:
             if states:
                 states[s][: self.C].copy_(self.hidden)
                 states[s][self.C :].copy_(self.cell)
-            if reads.shape[2]:
-                values = self.corner_values(s) * self.read_weight[s]
-                reads[:, s] = values.sum(2).permute(2, 1, 0)
+            self.look_around(s)
             self._write(s)
+        values = self.around.unflatten(2, self.read_weight.shape[2:]) * self.read_weight
+        reads.copy_(values.sum(3).permute(3, 0, 2, 1))
 
     def restore(self, state: Tensor) -> None:
         """Go back to the state before a step."""
         self.hidden.copy_(state[: self.C])
         self.cell.copy_(state[self.C :])
 
-    def corner_values(self, s: int) -> Tensor:
-        """What lies around step s' reads: (C, Q, 2ⁿ, B)."""
-        values = self.flat_hidden.index_select(1, self.read_index[s])
-        return values.view(self.C, *self.read_weight[s].shape)
+    def look_around(self, s: int) -> None:
+        """Fetch what lies at the corners around step s' reads."""
+        torch.index_select(self.flat_hidden, 1, self.read_index[s], out=self.around_steps[s])
 
     def update(self, s: int, new_cell: Tensor) -> None:
         """The gates, c′ = σ(f)·c + σ(i)·tanh(g) and tanh(c′), each into its buffer."""
@@ -150,8 +152,7 @@ class BlockGradients:
         self.scratch_written = self.scratch.view_as(block.written)
 
         self.reads = grad_reads.permute(1, 3, 2, 0)[:, :, :, None].contiguous()  # (S, C, Q, 1, B)
-        corner_count = 2 ** len(block.grid)
-        self.read_weight = self.reads.new_empty(S, self.reads.shape[2], corner_count, B)
+        self.around = (self.reads * block.read_weight).flatten(2).unbind()  # (C, Q·2ⁿ·B) each
         self.first = request.content.new_zeros(S, M, C, block.grid[0], B)
         self.rest = request.content.new_zeros(S, M, C, block.written.shape[2], B)
         self.first_steps, self.rest_steps = _each(self.first), _each(self.rest)
@@ -165,7 +166,7 @@ class BlockGradients:
         if request.taps is not None:
             for axis, taps in enumerate(request.taps[:, C:].flip(2)):
                 x, grad = block.filter_buffers[axis : axis + 2]
-                self.tap_gradients.append(TapGradient(axis, x, grad))
+                self.tap_gradients.append(TapGradient(axis, x, grad, self.scratch))
                 into = self.hidden if axis == 0 else x
                 self.filters.append(AxisFilter(taps, axis, grad, into))
 
@@ -173,7 +174,7 @@ class BlockGradients:
         """From the gradient of the state after step s to that of the state before it."""
         block = self.block
         block.restore(state)
-        values = block.corner_values(s)  # before anything in the block is overwritten
+        block.look_around(s)
         write = block.writes[s]
         if write is True:
             self._write(s)
@@ -185,7 +186,8 @@ class BlockGradients:
             self._write(s)
             self.hidden += stay_hidden
             self.cell += stay_cell
-        self._read(s, values)
+        index = block.read_index[s].expand(block.C, -1)
+        self.flat_hidden.scatter_add_(1, index, self.around[s])
         _empty(self.hidden, block.resets[s])
         _empty(self.cell, block.resets[s])
 
@@ -226,13 +228,6 @@ class BlockGradients:
         self.cell *= block.f
         _sigmoid_backward(one, block.f, grad_input=block.f)
 
-    def _read(self, s: int, values: Tensor) -> None:
-        """values (C, Q, 2ⁿ, B) is what the step read."""
-        block, grad = self.block, self.reads[s]  # (C, Q, 1, B)
-        torch.sum(values * grad, 0, out=self.read_weight[s])
-        index = block.read_index[s].expand(block.C, -1)
-        self.flat_hidden.scatter_add_(1, index, (grad * block.read_weight[s]).flatten(1))
-
     def finish(self) -> Request:
         """The gradients, in the places of what they are gradients of."""
         block, request, C = self.block, self.block.request, self.block.C
@@ -252,7 +247,8 @@ class BlockGradients:
         if request.taps is not None:
             hidden_taps = torch.stack([gradient.total() for gradient in self.tap_gradients])
             taps = torch.cat([torch.stack(written_taps), hidden_taps], dim=1)
-        weight = self.read_weight.permute(3, 0, 1, 2)
+        weight = (block.around.unflatten(2, block.read_weight.shape[2:]) * self.reads).sum(1)
+        weight = weight.permute(3, 0, 1, 2).contiguous()
         return Request(
             read_at=coordinate_gradient(weight, block.read_at, block.grid),
             write_at=write_at,
