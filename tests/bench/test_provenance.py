@@ -62,6 +62,13 @@ def test_outside_a_repository_the_commit_is_null(tmp_path, monkeypatch):
     assert (found["commit"], found["dirty"]) == (None, None)
 
 
+def test_a_copy_without_its_history_takes_the_commit_from_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor_memory, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setenv("TENSOR_MEMORY_COMMIT", "0123abc")
+    found = provenance()
+    assert (found["commit"], found["dirty"]) == ("0123abc", None)
+
+
 def test_without_git_the_commit_is_null(checkout, monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert provenance()["commit"] is None

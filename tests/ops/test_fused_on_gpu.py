@@ -14,7 +14,7 @@ VIDEO = Case(B=32, S=25, Q=1, M=1, C=64, grid=(8, 8, 8), writes=False, resets=Fa
 BINDING = Case(B=128, S=104, Q=1, M=1, C=16, grid=(6, 6, 6), writes=False, resets=False)
 MASKED = Case(B=5, S=9, Q=3, M=2, C=32, grid=(7, 9, 8))
 FLAT = Case(B=4, S=6, Q=2, M=1, C=48, grid=(13, 31))
-LINE = Case(B=2, S=5, Q=1, M=2, C=16, grid=(300,), resets=False)
+LINE = Case(B=2, S=5, Q=1, M=2, C=16, grid=(128,), resets=False)
 WIDE = Case(B=3, S=4, Q=1, M=1, C=128, grid=(4, 5, 6))
 LARGE = Case(B=2, S=3, Q=1, M=1, C=32, grid=(16, 16, 16), nearest=True)
 

@@ -57,16 +57,18 @@ def write_record(
 def _commit() -> tuple[str | None, bool | None]:
     """HEAD of this package's repository and whether tracked files differ from it.
 
-    Where the package is not run from its own checkout, or git is not there: what
+    Where the package is not run from a checkout with commits, or git is not there: what
     TENSOR_MEMORY_COMMIT says (a copy sent to another machine), and None.
     """
     package = Path(tensor_memory.__file__).resolve().parent
     top = _git(package, "rev-parse", "--show-toplevel")
     # An installed copy may lie inside somebody else's repository, whose commit says nothing.
-    if top is None or Path(top).resolve() / "src" / "tensor_memory" != package:
+    ours = top is not None and Path(top).resolve() / "src" / "tensor_memory" == package
+    head = _git(package, "rev-parse", "--verify", "HEAD") if ours else None
+    if head is None:
         return os.environ.get("TENSOR_MEMORY_COMMIT"), None
     changed = _git(package, "status", "--porcelain", "--untracked-files=no")
-    return _git(package, "rev-parse", "HEAD"), None if changed is None else changed != ""
+    return head, None if changed is None else changed != ""
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
