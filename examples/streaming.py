@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tensor_memory import MemoryConfig, MemoryResidual, MemoryState, TensorMemory
+from tensor_memory.bench.provenance import write_record
 from tensor_memory.progress import progress
 
 VALUES, WRITES, QUERIES = 8, 8, 4
@@ -298,6 +299,7 @@ def main(argv: list[str] | None = None) -> int:
         action=argparse.BooleanOptionalAction,
         help="run only the model with, or only the one without memory (default: both)",
     )
+    parser.add_argument("--output", help="also write what came out, and where, to this JSON file")
     options = parser.parse_args(argv)
     if options.steps < 1 or options.tokens < 1:
         parser.error("--steps and --tokens: expected at least 1")
@@ -317,6 +319,14 @@ def main(argv: list[str] | None = None) -> int:
         print("\nstopped before the end; nothing to report", file=sys.stderr)
         return 130
     report(results, options.tokens)
+    if options.output:
+        write_record(
+            options.output,
+            benchmark="demo",
+            config={"steps": options.steps, "tokens": options.tokens, "memory": MEMORY.to_dict()},
+            seed=options.seed,
+            result={label: shown._asdict() for label, (_, shown) in results.items()},
+        )
     return 0
 
 
