@@ -217,3 +217,45 @@ def test_a_batch_of_no_rows_is_legal(memory):
         m, state = memory(make_tokens(0, 5, DIM), **marks)
         assert m.shape == (0, 5, DIM)
         assert state.batch_size == 0
+
+
+def test_tokens_that_are_no_tensor_are_refused(memory):
+    message = r"^x: expected a tensor of shape \(B, N, 3\), got list; convert it with torch.as_tens"
+    with pytest.raises(TypeError, match=message):
+        memory([[[1.0, 2.0, 3.0]]])
+
+
+@pytest.mark.parametrize("dim", [8.0, "8", True])
+def test_a_width_that_is_no_integer_is_refused(dim):
+    with pytest.raises(TypeError, match=r"^dim: expected .* integer, got .*; convert it with int"):
+        TensorMemory(dim)
+
+
+def test_a_flush_of_none_is_refused(memory, x):
+    with pytest.raises(TypeError, match=r"^flush: expected a bool tensor .*, got NoneType"):
+        memory(x, flush=None)
+
+
+@pytest.mark.parametrize("gate", [float("nan"), float("inf")])
+def test_a_gate_that_is_not_finite_is_refused(memory, gate):
+    with pytest.raises(ValueError, match=r"^gate_init: expected a finite number, got .*; 0 opens"):
+        MemoryResidual(memory, gate_init=gate)
+
+
+@pytest.mark.parametrize("rows", [[2], [0, -1], torch.tensor([5])])
+@pytest.mark.parametrize("method", ["select", "reset"])
+def test_rows_that_do_not_exist_are_refused(memory, x, method, rows):
+    _, state = memory(x)
+    message = rf"^MemoryState.{method}: expected rows from 0 to 1, got .*; this state holds 2 rows"
+    with pytest.raises(ValueError, match=message):
+        getattr(state, method)(rows)
+
+
+def test_a_choice_that_is_no_bool_is_refused():
+    with pytest.raises(TypeError, match=r"^share_coordinates: expected True or False, got 'no'"):
+        MemoryConfig(share_coordinates="no")
+
+
+def test_a_scale_of_true_is_refused():
+    with pytest.raises(ValueError, match=r"^sigma_scale: expected a finite number, got True"):
+        MemoryConfig(sigma_scale=True)

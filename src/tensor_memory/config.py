@@ -100,9 +100,15 @@ class MemoryConfig:
                     f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}; "
                     "leave it out for the paper's"
                 )
+        if not isinstance(self.share_coordinates, bool):
+            raise TypeError(
+                f"share_coordinates: expected True or False, got {self.share_coordinates!r}; "
+                "leave it out for the paper's"
+            )
         for name in ("sigma_scale", "spread_bias", "forget_bias"):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or not math.isfinite(value):
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not math.isfinite(value):
                 raise ValueError(
                     f"{name}: expected a finite number, got {value!r}; leave it out for the paper's"
                 )

@@ -10,6 +10,8 @@ M writes per chunk.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -52,6 +54,10 @@ class TensorMemory(nn.Module):
         config = config or MemoryConfig()
         if not isinstance(config, MemoryConfig):
             raise TypeError(f"config: expected a MemoryConfig, got {type(config).__name__}")
+        if not isinstance(dim, int) or isinstance(dim, bool):
+            raise TypeError(
+                f"dim: expected the tokens' width as an integer, got {dim!r}; convert it with int()"
+            )
         if dim < 1:
             raise ValueError(f"dim: expected the tokens' width, at least 1, got {dim}")
         if config.backend not in BACKENDS:
@@ -296,6 +302,11 @@ class TensorMemory(nn.Module):
     def _check(
         self, x: Tensor, mask: Tensor | None, reset: Tensor | None, flush: Tensor | bool
     ) -> None:
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"x: expected a tensor of shape (B, N, {self.dim}), got {type(x).__name__}; "
+                "convert it with torch.as_tensor()"
+            )
         if x.ndim != 3 or x.shape[-1] != self.dim:
             raise ValueError(
                 f"x: expected tokens of shape (B, N, {self.dim}), got {tuple(x.shape)}; "
@@ -315,7 +326,7 @@ class TensorMemory(nn.Module):
                 "convert one of them with .to(), or run under torch.autocast"
             )
         for name, marks in (("mask", mask), ("reset", reset), ("flush", flush)):
-            if marks is None or (name == "flush" and isinstance(marks, bool)):
+            if isinstance(marks, bool) if name == "flush" else marks is None:
                 continue
             if not isinstance(marks, Tensor) or marks.dtype != torch.bool:
                 got = marks.dtype if isinstance(marks, Tensor) else type(marks).__name__
@@ -372,6 +383,10 @@ class MemoryResidual(nn.Module):
                 raise ValueError(
                     f"{name}: expected a probability in [0, 1), got {rate}; 0 drops nothing"
                 )
+        if not math.isfinite(gate_init):
+            raise ValueError(
+                f"gate_init: expected a finite number, got {gate_init}; 0 opens the gate half"
+            )
         if own_memory:
             self.memory = memory
         else:

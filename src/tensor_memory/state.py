@@ -114,7 +114,7 @@ class MemoryState:
                 "MemoryState.select: expected row indices, got a bool mask; "
                 "pass mask.nonzero().flatten()"
             )
-        index = index.long()
+        index = self._in_range("select", index.long())
         return self._map(lambda tensor: tensor.index_select(0, index))
 
     def reset(self, rows: Tensor | Sequence[int] | None = None) -> MemoryState:
@@ -124,9 +124,8 @@ class MemoryState:
             return replace(emptied, aligned=0)
         chosen = torch.as_tensor(rows, device=self.hidden.device)
         if chosen.dtype != torch.bool:
-            chosen = torch.zeros_like(self.fill, dtype=torch.bool).index_fill(
-                0, chosen.long(), True
-            )
+            index = self._in_range("reset", chosen.long())
+            chosen = torch.zeros_like(self.fill, dtype=torch.bool).index_fill(0, index, True)
         elif chosen.shape != self.fill.shape:
             raise ValueError(
                 f"MemoryState.reset: expected a mask of shape (B,) = ({self.batch_size},), "
@@ -183,6 +182,17 @@ class MemoryState:
                     f"state.{name}: expected device {x.device} like the input, "
                     f"got {tensor.device}; move it with state.to({str(x.device)!r})"
                 )
+
+    def _in_range(self, method: str, index: Tensor) -> Tensor:
+        """Raise for a row that does not exist, unless a device would have to be asked."""
+        if index.device.type == "cpu" and index.numel():
+            least, most = index.min().item(), index.max().item()
+            if least < 0 or most >= self.batch_size:
+                raise ValueError(
+                    f"MemoryState.{method}: expected rows from 0 to {self.batch_size - 1}, "
+                    f"got {least if least < 0 else most}; this state holds {self.batch_size} rows"
+                )
+        return index
 
     def _tensors(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in _TENSORS}

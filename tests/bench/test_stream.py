@@ -22,7 +22,7 @@ def run(memory, **options):
 
 def test_twenty_thousand_tokens_leave_state_and_resident_memory_flat(tmp_path):
     output = tmp_path / "stream.json"
-    arguments = ["--tokens", "20000", "--block", "1000", "--warm-up", "5000"]
+    arguments = ["--tokens", "20000", "--block", "1000"]
     assert bench.main(["stream", *arguments, "--output", str(output)]) == 0
     record = json.loads(output.read_text())
     assert record["benchmark"] == "stream"

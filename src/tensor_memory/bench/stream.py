@@ -145,6 +145,8 @@ def main(argv: list[str]) -> int:
     for name in ("tokens", "block", "batch", "dim"):
         if getattr(options, name) < 1:
             parser.error(f"--{name}: expected at least 1, got {getattr(options, name)}")
+    if options.warm_up is None:
+        options.warm_up = min(50_000, options.tokens // 10)
     if not 0 <= options.warm_up < options.tokens:
         parser.error(
             f"--warm-up: expected fewer than the {options.tokens} --tokens, got {options.warm_up}"
@@ -203,7 +205,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--backend", help="implementation of the scan (triton on a GPU, torch on a CPU)")
     add("--device", default="cpu", help="where the memory runs")
     add("--seed", type=int, default=0, help="of the weights and of the tokens")
-    add("--warm-up", type=int, default=50_000, help="tokens before measuring begins")
+    add("--warm-up", type=int, help="tokens before measuring begins (a tenth, at most 50,000)")
     add("--growth-limit", type=float, default=16.0, help="MiB of resident memory that may be added")
     add("--output", type=Path, help="write the result, with commit and hardware, as JSON")
     return parser
