@@ -54,6 +54,32 @@ def test_blocks_of_rows_change_nothing(rows, monkeypatch):
     assert_agree(run(request, "torch"), run(request, "reference"), torch.float64)
 
 
+@pytest.mark.parametrize("spread", [0.05, 0.1, 0.3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_dropping_the_tails_of_narrow_writes_changes_nothing(spread, dtype):
+    request = Case(grid=(4, 5, 3)).make(dtype)
+    request = request._replace(spread=torch.full_like(request.spread, spread))
+    assert_agree(run(request, "torch"), run(as_double(request), "reference"), dtype)
+
+
+def test_what_fades_ends_at_zero_before_it_becomes_denormal():
+    S = 200
+    case = Case(B=1, S=S, Q=1, M=1, C=4, grid=(6, 6), writes=False, resets=False)
+    request = near_the_start(case)._replace(bias=torch.zeros(16, device=HERE))
+    request = request._replace(content=request.content * (torch.arange(S) < 1)[:, None, None])
+    _, hidden, cell, kept = torch_scan.forward(*request, keep=True, products=torch.float32)
+    assert hidden.count_nonzero() == cell.count_nonzero() == 0
+    (states,) = kept  # (S, 2C, *grid, B), the cell behind the hidden state
+    cells = states[:, 4:].abs()
+    assert cells[0].count_nonzero() > 0
+    assert cells[cells > 0].min() > 1e-12
+    late = torch.ones(1, S, 1, 4) * (torch.arange(S) == S - 1)[:, None, None]
+    grads = torch_scan.backward(late, hidden, cell, *request, kept, products=torch.float32)
+    assert grads[7].count_nonzero() == grads[8].count_nonzero() == 0
+    reference = run(as_double(request), "reference")
+    assert 0 < reference["cell"].abs().max() < 1e-12
+
+
 @pytest.mark.parametrize("backend", [FUSED])
 @pytest.mark.parametrize("case", FUSED_CASES, ids=str)
 def test_the_fused_scan_agrees_with_the_reference(backend, case):
