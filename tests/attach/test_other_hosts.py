@@ -67,3 +67,15 @@ def test_the_encoder_s_mask_is_not_taken_for_the_decoder_s() -> None:
     padded = model(input_ids=tokens, attention_mask=mask, decoder_input_ids=target).logits
     cut = model(input_ids=tokens[:, :4], decoder_input_ids=target).logits
     assert_same(padded, cut)
+
+
+def test_a_decoder_as_long_as_its_encoder_has_a_mask_of_its_own() -> None:
+    model = t5()
+    attach(model, SMALL, layers=["encoder.block.*", "decoder.block.*"], gate_init=3.0)
+    tokens, target = ids(), ids()
+    mask = torch.ones_like(tokens)
+    mask[0, 4:] = 0
+    together = model(input_ids=tokens, attention_mask=mask, decoder_input_ids=target).logits
+    encoded = model.encoder(tokens, attention_mask=mask)
+    apart = model(encoder_outputs=encoded, attention_mask=mask, decoder_input_ids=target).logits
+    assert_same(together, apart)

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tensor_memory.attach.blocks import Block
 from tensor_memory.attach.caches import WAYS, find_cache, memory_of, stay_out_of_graphs
-from tensor_memory.attach.call import Call, Marks, Signature
+from tensor_memory.attach.call import Call, Marks, OpenCall, Signature
 from tensor_memory.attach.causal_calls import refuse_causal_call
 from tensor_memory.attach.hidden import put_hidden, take_hidden
 from tensor_memory.attach.recompute import FirstRuns, Given, in_backward
@@ -67,7 +67,7 @@ class Attachment(nn.Module):
                 self.memory.to(like.device, like.dtype)
         self.train(host.training)
 
-        self._call: Call | None = None
+        self._open = OpenCall()
         self._stream: Stream | None = None
         self._handles: list[RemovableHandle] = []
         self._unnested: list[nn.Module] = []
@@ -109,6 +109,10 @@ class Attachment(nn.Module):
         """x, unchanged: a host that is an `nn.Sequential` calls whatever is registered on it."""
         return x
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy starts from: a copied or unpickled model is inside no stream."""
+        return {**vars(self), "_stream": None}
+
     def open_stream(self, stream: Stream) -> None:
         """Give the state to `stream`; one at a time."""
         if self._stream is not None:
@@ -142,20 +146,21 @@ class Attachment(nn.Module):
 
     def call(self) -> Call | None:
         """The call of the host under way."""
-        return self._call
+        return self._open.call
 
     def enter(self, entry: _Entry, marks: Marks) -> None:
         """A module around the blocks is entered; the outermost opens the call."""
-        if self._call is None:
-            self._call = Call()
-        self._call.levels.append((entry, marks))
+        call = self._open.call
+        # A call that Ctrl-C cut short never left: hooks run for an Exception, and that is none.
+        if call is None or entry.module is self._entries[0].module or call.inside(entry):
+            call = self._open.call = Call()
+        call.enter(entry, marks)
 
     def leave(self, entry: _Entry) -> None:
         """It returned, or raised."""
-        if self._call is not None and self._call.levels and self._call.levels[-1][0] is entry:
-            self._call.levels.pop()
-            if not self._call.levels:
-                self._call = None
+        call = self._open.call
+        if call is not None and call.leave(entry) and not call.levels:
+            self._open.call = None
 
     def holder(self, slot: str, tokens: int, cache: Any | None) -> Any:
         """Who keeps the state from call to call: the open stream, else the cache, else nobody."""

@@ -8,6 +8,7 @@ its base model directly in `generate`, and may lengthen the mask on the way in).
 from __future__ import annotations
 
 import inspect
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,6 +83,23 @@ class Call:
 
     told_for: tuple[int, int] = (-1, -1)
 
+    def inside(self, entry: object) -> bool:
+        """Whether that module has been entered and not left."""
+        return any(other is entry for other, _ in self.levels)
+
+    def enter(self, entry: object, marks: Marks) -> None:
+        """A module around the blocks is entered; what an outer one said may not hold inside."""
+        self.levels.append((entry, marks))
+        self.told = None
+
+    def leave(self, entry: object) -> bool:
+        """Whether it was the innermost one, which is then left."""
+        if not self.levels or self.levels[-1][0] is not entry:
+            return False
+        self.levels.pop()
+        self.told = None
+        return True
+
     def slot(self, path: str) -> str:
         """Name of the state that the next run of block `path` uses."""
         visit = self.visits.get(path, 0)
@@ -110,6 +128,16 @@ class Call:
             if not fall_back:
                 return None
         return None
+
+
+class OpenCall(threading.local):
+    """The call under way in each thread; copies and pickles hold none."""
+
+    def __init__(self) -> None:  # runs once per thread
+        self.call: Call | None = None
+
+    def __reduce__(self) -> tuple[type[OpenCall], tuple[()]]:
+        return OpenCall, ()
 
 
 def _last_columns(mask: Tensor | None, B: int, N: int) -> Tensor | None:
