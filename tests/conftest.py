@@ -1,10 +1,16 @@
 """What every test runs under: one thread per worker, no deadlines, a known seed."""
 
+import importlib.util
+import os
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 collect_ignore_glob = ["conftest.py", "*/conftest.py"]  # one name for several modules, no doctests
+
+if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
 
 torch.set_num_threads(1)  # the suite runs on several workers; more threads only contend
 

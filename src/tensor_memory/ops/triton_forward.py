@@ -483,9 +483,7 @@ def forward_kernel(
             if KEEP:
                 kept = s * slot_size + offset + here
                 tl.store(kept_cell + kept, memory.to(kept_cell.dtype.element_ty), mask=own)
-                if FILTERED:
-                    filtered = z.to(kept_filtered.dtype.element_ty)
-                    tl.store(kept_filtered + kept, filtered, mask=own)
+                tl.store(kept_filtered + kept, z.to(kept_filtered.dtype.element_ty), mask=own)
             gate_i = product(z, hi, gate_i, PRODUCTS) + bias_i
             gate_f = product(z, hf, gate_f, PRODUCTS) + bias_f
             gate_o = product(z, ho, gate_o, PRODUCTS) + bias_o

@@ -338,8 +338,6 @@ def _backward(
     C, V = hidden.shape[1], math.prod(hidden.shape[2:])
     p = plan(request, products)
     kept_hidden, kept_cell, kept_filtered = kept
-    if taps is None:
-        kept_filtered = kept_hidden  # nothing was filtered
     nothing = content
     columns = nothing if taps is None else taps.transpose(1, 2).contiguous()
     some_writes = nothing if writes is None else writes
