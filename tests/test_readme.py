@@ -66,3 +66,35 @@ def test_the_streams_numbers_in_the_readme_are_the_committed_ones():
     assert result["state_bytes_first"] == result["state_bytes_last"]
     assert f"the state {result['state_bytes_last']:,} bytes" in text
     assert f"at most {result['growth'] / 2**20:.1f} MiB above" in text
+
+
+def test_the_demos_numbers_in_the_readme_are_the_committed_ones():
+    text = " ".join((ROOT / "README.md").read_text().split())
+    files = sorted((ROOT / "results" / "demo").glob("streaming-seed-*.json"))
+    records = [json.loads(path.read_text()) for path in files]
+    assert [record["seed"] for record in records] == [0, 1, 2]
+    for model in ("without memory", "with memory"):
+        results = [record["result"][model] for record in records]
+        shares = " / ".join(f"{result['accuracy']:.1%}".rstrip("%") for result in results)
+        assert f"{shares} %" in text
+        for result in results:
+            assert result["bytes_first"] == result["bytes_last"]
+            assert f"{result['bytes_last']:,} B" in text
+
+
+def test_the_devices_numbers_in_the_readme_are_the_committed_ones():
+    text = " ".join((ROOT / "README.md").read_text().split())
+    folder = ROOT / "results" / "bench"
+    scan = json.loads((folder / "scan-nvidia-h200.json").read_text())
+    assert f"commit `{scan['commit'][:7]}`" in text
+    for name, kind, published in (
+        ("language", "forward", "20.6 ms"),
+        ("language", "forward_backward", "62.5 ms"),
+        ("video", "forward_backward", "53.8 ms"),
+    ):
+        shape = scan["result"]["shapes"][name]
+        assert shape["agreement"]["passed"]
+        assert f"| {published} | **{shape['ms'][kind]['graph']['median']:.2f} ms** |" in text
+    step = json.loads((folder / "train-step-nvidia-h200.json").read_text())
+    row = step["result"]["models"]["language"]
+    assert f"**{row['ratio']:.2f} ×** ({row['graph']['ratio']:.2f} × as a CUDA graph)" in text
