@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from hosts import SMALL, VOCABULARY, llama
+from hosts import SMALL, VOCABULARY, WIDTH, llama
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
-from tensor_memory import attach
+from tensor_memory import attach, memory_disabled
 from tolerances import assert_same
 
 
@@ -93,3 +94,107 @@ def test_a_model_copied_inside_a_stream_is_in_no_stream() -> None:
         with copied.tensor_memory.stream() as other:
             assert torch.equal(copied(tokens, use_cache=False).logits, fresh)
         assert list(other.state) == list(s.state)
+
+
+def test_a_call_that_fails_inside_a_stream_can_be_made_again() -> None:
+    model, tokens = host(), text(2, 10)
+    with torch.no_grad():
+        with model.tensor_memory.stream():
+            model(tokens[:, :5], use_cache=False)
+            straight = model(tokens[:, 5:], use_cache=False).logits
+        with model.tensor_memory.stream() as s:
+            model(tokens[:, :5], use_cache=False)
+            before = s.state
+            handle = model.model.layers[1].mlp.register_forward_hook(fail)
+            with pytest.raises(RuntimeError, match="planted"):
+                model(tokens[:, 5:], use_cache=False)
+            handle.remove()
+            assert all(state is before[slot] for slot, state in s.state.items())
+            assert torch.equal(model(tokens[:, 5:], use_cache=False).logits, straight)
+
+
+def test_a_cache_half_filled_by_a_call_that_failed_is_refused() -> None:
+    model, tokens = host(), text(2, 10)
+    cache = model(tokens[:, :5]).past_key_values
+    handle = model.model.layers[1].mlp.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        model(tokens[:, 5:], past_key_values=cache)
+    handle.remove()
+    with pytest.raises(ValueError, match="holds 10 tokens, of which the memory has seen 5"):
+        model(tokens[:, 5:], past_key_values=cache)
+
+
+def test_a_stream_refuses_a_cache_whose_tokens_it_has_not_seen() -> None:
+    model, tokens = host(), text(2, 12)
+    stream = model.tensor_memory.stream
+    off, of_another = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    with memory_disabled(model):
+        model(tokens[:, :7], past_key_values=off)
+    with stream() as first:
+        model(tokens[:, :7], past_key_values=of_another)
+    with stream(), pytest.raises(ValueError, match="holds 7 tokens, of which the memory has seen"):
+        model(tokens[:, 7:], past_key_values=off)
+    with stream(), pytest.raises(ValueError, match="another stream has seen and this one has not"):
+        model(tokens[:, 7:], past_key_values=of_another)
+    with stream(first.state):  # goes on where the first one ended
+        last = model(tokens[:, 7:], past_key_values=of_another).logits
+    assert_same(last, model(tokens, use_cache=False).logits[:, 7:])
+
+
+def test_a_stream_s_older_state_does_not_continue_a_cache_that_went_on() -> None:
+    model, tokens = host(), text(1, 9)
+    cache = DynamicCache(config=model.config)
+    with model.tensor_memory.stream() as s:
+        model(tokens[:, :5], past_key_values=cache)
+        early = s.state
+        model(tokens[:, 5:7], past_key_values=cache)
+    with (
+        model.tensor_memory.stream(early),
+        pytest.raises(ValueError, match="holds 7 tokens that another stream has seen"),
+    ):
+        model(tokens[:, 7:], past_key_values=cache)
+
+
+def test_a_refused_call_leaves_the_cache_as_it_was() -> None:
+    model, tokens = host(), text(2, 9)
+    cache = model(tokens[:, :6]).past_key_values
+    with model.tensor_memory.stream(), pytest.raises(ValueError, match="cache carries a state"):
+        model(tokens[:, 6:], past_key_values=cache)
+    assert cache.get_seq_length() == 6
+    last = model(tokens[:, 6:], past_key_values=cache).logits
+    assert_same(last, model(tokens).logits[:, 6:])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_whole_host_checkpointed_inside_a_stream_is_refused(
+    reentrant: bool, closed: bool
+) -> None:
+    model = host()
+    x = torch.randn(2, 9, WIDTH, dtype=torch.float64, requires_grad=True)
+
+    def run(x: Tensor) -> Tensor:
+        return model(inputs_embeds=x, use_cache=False).logits
+
+    match = "checkpointed inside a stream .* checkpoint its blocks instead"
+    with model.tensor_memory.stream():
+        first = checkpoint(run, x[:, :5], use_reentrant=reentrant)
+        loss = (first.sum() + checkpoint(run, x[:, 5:], use_reentrant=reentrant).sum()).square()
+        if not closed:
+            with pytest.raises(RuntimeError, match=match):
+                loss.backward()
+    if closed:
+        with pytest.raises(RuntimeError, match=match):
+            loss.backward()
+    plain = torch.autograd.grad(run(x).square().sum(), x)
+    y = x.detach().clone().requires_grad_()
+    again = torch.autograd.grad(checkpoint(run, y, use_reentrant=False).square().sum(), y)
+    assert_same(again[0], plain[0])
+
+
+def test_a_4_d_mask_does_not_drop_the_padding_silently() -> None:
+    model, tokens = host(), text(2, 6)
+    mask = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
+    for given, got in ((mask, r"\(2, 1, 6, 6\)"), ({"full_attention": mask}, "dict")):
+        with pytest.raises(ValueError, match=f"attention_mask: expected shape .* got {got}, from"):
+            model(tokens, attention_mask=given)

@@ -10,6 +10,7 @@ import transformers
 from hosts import SMALL, VOCABULARY, WIDTH, ids
 
 from tensor_memory import attach
+from tensor_memory.attach.caches import tokens_in
 from tolerances import assert_same
 
 
@@ -79,3 +80,62 @@ def test_a_decoder_as_long_as_its_encoder_has_a_mask_of_its_own() -> None:
     encoded = model.encoder(tokens, attention_mask=mask)
     apart = model(encoder_outputs=encoded, attention_mask=mask, decoder_input_ids=target).logits
     assert_same(together, apart)
+
+
+@pytest.mark.parametrize("words", [5, 8, 20])
+def test_a_text_s_mask_is_not_taken_for_an_image_s(words: int) -> None:
+    """An image makes 5 tokens: the text is as long, longer, or shorter than a mask may be."""
+    sizes: dict[str, Any] = dict(
+        hidden_size=WIDTH, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
+    )
+    text = sizes | dict(vocab_size=VOCABULARY, max_position_embeddings=40, eos_token_id=1)
+    image = sizes | dict(image_size=8, patch_size=4)
+    config = transformers.CLIPConfig(text_config=text, vision_config=image, projection_dim=8)
+    model: Any = transformers.CLIPModel(config).double().eval()
+    both = ["vision_model.encoder.layers.*", "text_model.encoder.layers.*"]
+    attach(model, SMALL, layers=both, gate_init=3.0)
+    tokens, pixels = torch.randint(2, VOCABULARY, (2, words)), torch.randn(2, 3, 8, 8).double()
+    tokens[:, -1] = 1
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    masked = model(input_ids=tokens, pixel_values=pixels, attention_mask=mask)
+    plain = model(input_ids=tokens, pixel_values=pixels)
+    assert_same(masked.image_embeds, plain.image_embeds)
+    assert not torch.allclose(masked.text_embeds[0], plain.text_embeds[0])
+
+
+def hybrid(kinds: tuple[str, ...]) -> Any:
+    config = transformers.Lfm2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=24,
+        num_hidden_layers=len(kinds),
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        layer_types=list(kinds),
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    return transformers.Lfm2ForCausalLM(config).double().eval()
+
+
+@pytest.mark.parametrize("own_cache", [False, True])
+def test_a_host_whose_first_layer_does_not_attend_generates_exactly(own_cache: bool) -> None:
+    model = hybrid(("conv", "full_attention", "conv"))
+    attach(model, SMALL, layers="model.layers.*", gate_init=3.0)
+    tokens = ids()
+    if own_cache:  # the host makes the cache itself, and the first block does not lengthen it
+        cache = model(tokens[:, :6], use_cache=True).past_key_values
+        last = model(tokens[:, 6:7], past_key_values=cache).logits
+        assert_same(last, model(tokens[:, :7], use_cache=False).logits[:, 6:])
+        return
+    options: dict[str, Any] = dict(max_new_tokens=20, do_sample=False, pad_token_id=0)
+    cached = model.generate(tokens, **options)
+    assert torch.equal(cached, model.generate(tokens, use_cache=False, **options))
+
+
+def test_a_cache_none_of_whose_layers_counts_its_tokens_is_refused() -> None:
+    cache: Any = type("Recurrent", (), {"layers": [object()]})()
+    with pytest.raises(ValueError, match=r"no layer of the cache counts its tokens .* use_cache="):
+        tokens_in(cache)

@@ -11,10 +11,10 @@ from torch.utils.hooks import RemovableHandle
 
 from tensor_memory.attach.blocks import Block
 from tensor_memory.attach.caches import WAYS, find_cache, memory_of, stay_out_of_graphs
-from tensor_memory.attach.call import Call, Marks, OpenCall, Signature
+from tensor_memory.attach.call import Call, Marks, OpenCall, Signature, refuse_4d_mask
 from tensor_memory.attach.causal_calls import refuse_causal_call
 from tensor_memory.attach.hidden import put_hidden, take_hidden
-from tensor_memory.attach.recompute import FirstRuns, Given, in_backward
+from tensor_memory.attach.recompute import FirstRuns, Given, Streamed, in_backward
 from tensor_memory.attach.stream import Stream
 from tensor_memory.config import MemoryConfig
 from tensor_memory.module import MemoryResidual, TensorMemory
@@ -76,7 +76,10 @@ class Attachment(nn.Module):
         self._sites = [
             _Site(self, block, layer) for block, layer in zip(blocks, self.layers, strict=True)
         ]
-        self._entries = [_Entry(self, module) for module in _around(host, self.paths)]
+        self._entries = [
+            _Entry(self, module, next_to_blocks=next_to_blocks)
+            for module, next_to_blocks in _around(host, self.paths)
+        ]
         # An encoder's mask says nothing about the decoder's tokens, so there only the innermost
         # module's own mask counts.
         self.masks_fall_back = not getattr(
@@ -148,34 +151,45 @@ class Attachment(nn.Module):
         """The call of the host under way."""
         return self._open.call
 
-    def enter(self, entry: _Entry, marks: Marks) -> None:
+    def enter(self, entry: _Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A module around the blocks is entered; the outermost opens the call."""
+        compiling = torch.compiler.is_compiling()
         call = self._open.call
         # A call that Ctrl-C cut short never left: hooks run for an Exception, and that is none.
         if call is None or entry.module is self._entries[0].module or call.inside(entry):
-            call = self._open.call = Call()
-        call.enter(entry, marks)
+            if not compiling and in_backward():
+                entry.streamed.refuse(args, kwargs, stream_open=self._stream is not None)
+            call = Call()
+        if not call.levels:
+            refuse_4d_mask(entry.signature, args, kwargs)
+        if entry.next_to_blocks:  # further out, it may be the cache of blocks without a memory
+            cache = find_cache(args, kwargs)
+            if cache is not None:
+                WAYS.admit(cache, self._stream)
+                call.caches.append(cache)
+        if not compiling and self._stream is not None:
+            entry.streamed.remember(args, kwargs)
+        call.enter(entry, Marks.read(entry.signature, args, kwargs))
+        self._open.call = call
 
     def leave(self, entry: _Entry) -> None:
         """It returned, or raised."""
         call = self._open.call
         if call is not None and call.leave(entry) and not call.levels:
             self._open.call = None
+            if call.succeeded:
+                call.hand_over()
 
-    def holder(self, slot: str, tokens: int, cache: Any | None) -> Any:
+    def holder(self, call: Call, tokens: int, cache: Any | None) -> Any:
         """Who keeps the state from call to call: the open stream, else the cache, else nobody."""
-        if self._stream is not None:
-            if cache is not None:
-                WAYS.lend(cache)
-            return self._stream
         if cache is None:
-            return None
-        if self.scope == DEPTH:
+            return self._stream
+        if self._stream is None and self.scope == DEPTH:
             raise ValueError(
                 "attach: scope='depth' has no state to keep on a cache: a host that generates "
                 "with one attends causally; use scope='layer'"
             )
-        return WAYS.hold(cache, slot, tokens)
+        return WAYS.hold(cache, self._stream, tokens, call.caches)
 
 
 class _Site:
@@ -206,7 +220,7 @@ class _Site:
         slot = DEPTH if depth else call.slot(block.path)
         mask, reset = call.marks(x, fall_back=attachment.masks_fall_back)
         cache = find_cache(args, kwargs)
-        holder = attachment.holder(slot, x.shape[1], cache)
+        holder = attachment.holder(call, x.shape[1], cache)
         state = call.states.get(slot) if depth else None
         if state is None and holder is not None:
             state = holder.get(slot)
@@ -218,7 +232,9 @@ class _Site:
         if depth:
             call.states[slot] = state
         if holder is not None:
-            holder.put(slot, state)
+            call.results.append((holder, slot, state, x.shape[1]))
+            if not call.levels:  # the block was called by itself
+                call.hand_over()
         return put_hidden(output, block, y)
 
     def _run(self, x: Tensor, given: Given) -> tuple[Tensor, MemoryState]:
@@ -234,36 +250,43 @@ class _Site:
 class _Entry:
     """The hooks around one module that holds the blocks."""
 
-    def __init__(self, attachment: Attachment, module: nn.Module) -> None:
-        self.attachment, self.module = attachment, module
+    def __init__(self, attachment: Attachment, module: nn.Module, *, next_to_blocks: bool) -> None:
+        self.attachment, self.module, self.next_to_blocks = attachment, module, next_to_blocks
         self.signature = Signature(module)
+        self.streamed = Streamed()
 
     def install(self) -> list[RemovableHandle]:
         return [
             self.module.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True),
+            self.module.register_forward_hook(self.returned),
             self.module.register_forward_hook(self.after, always_call=True),
         ]
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.attachment.enter(self, Marks.read(self.signature, args, kwargs))
+        self.attachment.enter(self, args, kwargs)
+
+    def returned(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        call = self.attachment.call()
+        if call is not None:
+            call.succeeded = True
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self.attachment.leave(self)
 
 
-def _around(host: nn.Module, paths: Sequence[str]) -> list[nn.Module]:
-    """The modules on the way from the host to its blocks, outermost first."""
-    around = {"": host}
+def _around(host: nn.Module, paths: Sequence[str]) -> list[tuple[nn.Module, bool]]:
+    """The modules on the way from the host to its blocks, outermost first; is a block next?"""
+    around, nearest = {"": host}, set()
     for path in paths:
         parts = path.split(".")
+        called = ""
         for length in range(1, len(parts)):
             name = ".".join(parts[:length])
-            around[name] = host.get_submodule(name)
-    return [
-        module
-        for name, module in around.items()
-        if not isinstance(module, nn.ModuleList | nn.ModuleDict) and name not in paths
-    ]
+            module = host.get_submodule(name)
+            if not isinstance(module, nn.ModuleList | nn.ModuleDict) and name not in paths:
+                around[name], called = module, name
+        nearest.add(called)
+    return [(module, name in nearest) for name, module in around.items()]
 
 
 def _placement(block: Block) -> Tensor:

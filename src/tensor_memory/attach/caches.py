@@ -11,11 +11,14 @@ import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tensor_memory.state import MemoryState
+
+if TYPE_CHECKING:
+    from tensor_memory.attach.stream import Stream
 
 _ATTRIBUTE = "_tensor_memory"
 
@@ -27,16 +30,17 @@ class CacheMemory:
         self.states: dict[str, MemoryState] = {}
         self.seen: dict[str, int] = {}
         """Tokens each layer has seen, padding included: the length the cache must have."""
-        self.streamed = False
-        """A stream held the state while this cache was filled."""
+        self.moment: tuple[str, int] | None = None
+        """The stream that held the state while this cache was filled, and how far it had come."""
 
     def get(self, slot: str) -> MemoryState | None:
         """The state of one memory layer, None before its first call."""
         return self.states.get(slot)
 
-    def put(self, slot: str, state: MemoryState) -> None:
-        """Continue that layer from `state` in the next call."""
+    def put(self, slot: str, state: MemoryState, tokens: int) -> None:
+        """Continue that layer from `state` in the next call, after `tokens` more."""
         self.states[slot] = state
+        self.seen[slot] = self.seen.get(slot, 0) + tokens
 
     def change(self, change: Callable[[MemoryState], MemoryState]) -> None:
         """Replace every state by what `change` makes of it."""
@@ -82,30 +86,98 @@ def carry(cache: Any) -> CacheMemory:
     return memory
 
 
-def hold(cache: Any, slot: str, tokens: int) -> CacheMemory:
-    """The memory a cache carries, for the next `tokens` of one layer."""
-    memory = carry(cache)
-    advance(cache, memory, slot, tokens)
-    return memory
+class Lent:
+    """A cache in an open stream: the stream keeps the states, the cache counts the tokens."""
+
+    def __init__(self, memory: CacheMemory, stream: Stream) -> None:
+        self.memory, self.stream = memory, stream
+
+    def get(self, slot: str) -> MemoryState | None:
+        """The state of one memory layer, None before its first call."""
+        return self.stream.get(slot)
+
+    def put(self, slot: str, state: MemoryState, tokens: int) -> None:
+        """Continue that layer from `state` in the next call, after `tokens` more."""
+        self.stream.put(slot, state, tokens)
+        self.memory.seen[slot] = self.memory.seen.get(slot, 0) + tokens
+        self.memory.moment = self.stream.moment
 
 
-def lend(cache: Any) -> None:
-    """Note that an open stream owns the state while this cache is filled."""
-    memory = carry(cache)
-    if memory.states:
+def admit(cache: Any, stream: Stream | None, added: int = 0) -> None:
+    """Raise where the memory has not seen what a cache holds.
+
+    Asked where a call enters the host, before its attention puts anything into the cache. A cache
+    that the host made itself is first met after a block: `added` tokens later, or as many or none
+    where that block does not lengthen it.
+    """
+    memory, held = carry(cache), tokens_in(cache)
+    seen = max(memory.seen.values(), default=0)
+    if stream is not None and memory.states:
         raise ValueError(
             "stream: the cache carries a state of the memory, and so does the open stream; start "
             "the stream with an empty cache, or leave it and let the cache carry the state"
         )
-    memory.streamed = True
+    if held - seen not in ((added,) if all(map(_counts, _layers(cache))) else (0, added)):
+        raise ValueError(
+            f"attach: the cache holds {held - added} tokens, of which the memory has seen {seen}: "
+            "it was filled before attach(), with the memory disabled, by a call that failed, or "
+            "changed by hand; start from an empty cache"
+        )
+    if seen and memory.moment is not None:
+        _require_stream(memory.moment, seen, stream)
+
+
+def _require_stream(moment: tuple[str, int], seen: int, stream: Stream | None) -> None:
+    if stream is None:
+        raise ValueError(
+            f"attach: the cache holds {seen} tokens, and it was filled inside a stream, which "
+            "owned the state; start from an empty cache, or go on in that stream"
+        )
+    if stream.name != moment[0] and stream.continues != moment:
+        raise ValueError(
+            f"stream: the cache holds {seen} tokens that another stream has seen and this one has "
+            "not; start from an empty cache, or open this stream with the other's state: "
+            "attachment.stream(s.state)"
+        )
+
+
+def hold(cache: Any, stream: Stream | None, tokens: int, admitted: list[Any]) -> Any:
+    """Who keeps the state of a call with this cache; one the host made itself is checked here."""
+    if not any(cache is other for other in admitted):
+        admit(cache, stream, tokens)
+        admitted.append(cache)
+    memory = carry(cache)
+    return memory if stream is None else Lent(memory, stream)
+
+
+def tokens_in(cache: Any) -> int:
+    """Tokens a cache holds: that of the layers that count them, as not all do in hybrid hosts."""
+    layers = _layers(cache)
+    if all(map(_counts, layers)):
+        return int(cache.get_seq_length())
+    counted = [int(layer.get_seq_length()) for layer in layers if _counts(layer)]
+    if not counted:
+        raise ValueError(
+            "attach: no layer of the cache counts its tokens (a host without attention), so the "
+            "memory cannot tell what the cache holds; pass use_cache=False"
+        )
+    return max(counted)
+
+
+def _layers(cache: Any) -> list[Any]:
+    return list(getattr(getattr(cache, "self_attention_cache", cache), "layers", ()))
+
+
+def _counts(layer: Any) -> bool:
+    return hasattr(layer, "get_seq_length")
 
 
 @dataclass
 class _Ways:
-    """How the hooks of a host reach `hold` and `lend`."""
+    """How the hooks of a host reach `admit` and `hold`."""
 
+    admit: Callable[..., Any] = admit
     hold: Callable[..., Any] = hold
-    lend: Callable[..., Any] = lend
 
 
 WAYS = _Ways()
@@ -117,26 +189,7 @@ def stay_out_of_graphs() -> None:
     Importing dynamo takes seconds, and transformers, where caches come from, has done so already.
     """
     if "torch._dynamo" in sys.modules and WAYS.hold is hold:
-        WAYS.hold, WAYS.lend = torch.compiler.disable(hold), torch.compiler.disable(lend)
-
-
-def advance(cache: Any, memory: CacheMemory, slot: str, tokens: int) -> None:
-    """Count `tokens` that cache and memory have just both seen; raise where they differ.
-
-    Called after the block's attention has put its tokens into the cache.
-    """
-    seen, held = memory.seen.get(slot, 0), int(cache.get_seq_length()) - tokens
-    if seen != held:
-        why = (
-            "it was filled inside a stream, which owned the state"
-            if memory.streamed
-            else "it was filled before attach(), with the memory disabled, or changed by hand"
-        )
-        raise ValueError(
-            f"attach: the cache holds {held} tokens, of which the memory has seen {seen}: {why}; "
-            "start from an empty cache"
-        )
-    memory.seen[slot] = seen + tokens
+        WAYS.admit, WAYS.hold = torch.compiler.disable(admit), torch.compiler.disable(hold)
 
 
 class _Carries:
@@ -166,7 +219,7 @@ class _Carries:
     def reset(self) -> None:
         super().reset()  # type: ignore[misc]
         memory = carry(self)
-        memory.states, memory.seen, memory.streamed = {}, {}, False
+        memory.states, memory.seen, memory.moment = {}, {}, None
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
         held = int(self.get_seq_length())  # type: ignore[attr-defined]
@@ -182,7 +235,7 @@ class _Carries:
         super().crop(*args, **kwargs)  # type: ignore[misc]
 
     def _require_own_state(self, operation: str) -> None:
-        if carry(self).streamed:
+        if carry(self).moment is not None:
             raise ValueError(
                 f"attach: {operation} moves rows of a cache whose memory is owned by a stream; "
                 "leave the stream first, so that the state lives on the cache (beam search)"

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tensor_memory.attach.caches import find_cache
 from tensor_memory.state import MemoryState
 
 
@@ -46,13 +48,22 @@ class Marks:
     positions: Tensor | None = None
     """(B, N) or (N,) position ids."""
 
+    tokens: tuple[int, ...] | None = None
+    """B and N in either order, of the ids or hidden states given; None for another input."""
+
+    holds_tokens: bool = True
+    """False where it was given an input of its own that is no row of tokens: pixels, say."""
+
     @classmethod
     def read(cls, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Marks:
         """Take the 2-D mask and the position ids out of a module's arguments."""
+        tokens = _tokens(signature, args, kwargs)
         return cls(
             _tensor(signature.get("attention_mask", args, kwargs), (2,)),
             _tensor(signature.get("src_key_padding_mask", args, kwargs), (1, 2)),
             _tensor(signature.get("position_ids", args, kwargs), (1, 2)),
+            tokens,
+            tokens is not None or not any(isinstance(v, Tensor) for v in (*args, *kwargs.values())),
         )
 
     @property
@@ -75,6 +86,16 @@ class Call:
     states: dict[str, MemoryState] = field(default_factory=dict)
     """States that live for this call alone."""
 
+    results: list[tuple[Any, str, MemoryState, int]] = field(default_factory=list)
+    """States for their holders (a stream, a cache), each with its slot and its tokens: handed
+    over when the call succeeds, so that one that fails can be made again."""
+
+    succeeded: bool = False
+    """Whether the module left last returned."""
+
+    caches: list[Any] = field(default_factory=list)
+    """Caches found to hold what the memory has seen, before this call lengthened them."""
+
     visits: dict[str, int] = field(default_factory=dict)
     """How often each block has run: a block used twice in depth keeps one state per use."""
 
@@ -90,7 +111,7 @@ class Call:
     def enter(self, entry: object, marks: Marks) -> None:
         """A module around the blocks is entered; what an outer one said may not hold inside."""
         self.levels.append((entry, marks))
-        self.told = None
+        self.told, self.succeeded = None, False
 
     def leave(self, entry: object) -> bool:
         """Whether it was the innermost one, which is then left."""
@@ -99,6 +120,12 @@ class Call:
         self.levels.pop()
         self.told = None
         return True
+
+    def hand_over(self) -> None:
+        """Give every holder its states."""
+        for holder, slot, state, tokens in self.results:
+            holder.put(slot, state, tokens)
+        self.results = []
 
     def slot(self, path: str) -> str:
         """Name of the state that the next run of block `path` uses."""
@@ -121,12 +148,19 @@ class Call:
         return self.told
 
     def _innermost(self, name: str, fall_back: bool) -> Tensor | None:
+        """What the innermost level says, or one around it that was given the same tokens.
+
+        A text's mask says nothing about the patches of an image in the same call.
+        """
+        inner: tuple[int, ...] | None = None
         for _, marks in reversed(self.levels):
             value = getattr(marks, name)
             if value is not None:
-                return value
-            if not fall_back:
+                same = inner is None or marks.tokens is None or inner == marks.tokens
+                return value if same else None
+            if not fall_back or not marks.holds_tokens:
                 return None
+            inner = inner or marks.tokens
         return None
 
 
@@ -171,6 +205,29 @@ def _documents(positions: Tensor | None, mask: Tensor | None, B: int, N: int) ->
     if not torch.compiler.is_compiling() and not bool(starts.any()):
         return None
     return starts
+
+
+def refuse_4d_mask(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise where the caller's own mask does not tell padding from what is not attended to."""
+    mask = signature.get("attention_mask", args, kwargs)
+    if isinstance(mask, Mapping) or (isinstance(mask, Tensor) and mask.ndim > 2):
+        find_cache(args, kwargs)  # generate() makes such masks for static caches, refused by name
+        got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(
+            f"attention_mask: expected shape (B, W), not zero where a token is real, got {got}, "
+            "from which the memory cannot tell which tokens are padding; pass the 2-D mask (packed "
+            "rows are told apart by position_ids)"
+        )
+
+
+def _tokens(
+    signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[int, ...] | None:
+    named = [signature.get(name, args, kwargs) for name in ("input_ids", "inputs_embeds")]
+    given = [v for v in (*named, *args, *kwargs.values()) if isinstance(v, Tensor)]
+    if not given or given[0].ndim not in (2, 3):
+        return None
+    return tuple(sorted(given[0].shape[:2]))
 
 
 def _tensor(value: Any, ndims: tuple[int, ...]) -> Tensor | None:

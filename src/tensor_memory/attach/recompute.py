@@ -47,7 +47,9 @@ class FirstRuns:
 
     def remember(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: Given) -> None:
         """Keep what the memory was given for as long as the block's input lives."""
-        self._runs = {key: run for key, run in self._runs.items() if not run.storage.expired()}
+        for key, run in list(self._runs.items()):  # in place: other threads have runs here too
+            if run.storage.expired():
+                self._runs.pop(key, None)
         x = _first_tensor(args, kwargs)
         if x is None:
             return
@@ -75,6 +77,38 @@ class FirstRuns:
         return run.given
 
 
+class Streamed:
+    """The inputs, still alive, that a module around the blocks was given inside a stream.
+
+    Run again in the backward pass, it would start from where the stream has come to since.
+    """
+
+    def __init__(self) -> None:
+        self._inputs: set[StorageWeakRef] = set()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Streamed:
+        return Streamed()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_inputs": set()}
+
+    def remember(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note these inputs for as long as they live."""
+        for ref in [ref for ref in self._inputs if ref.expired()]:
+            self._inputs.discard(ref)
+        self._inputs |= _storages(args, kwargs)
+
+    def refuse(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, stream_open: bool) -> None:
+        """Raise where this run repeats one inside a stream."""
+        if stream_open or not self._inputs.isdisjoint(_storages(args, kwargs)):
+            raise RuntimeError(
+                "attach: the host, or a part of it that holds several blocks, was checkpointed "
+                "inside a stream and runs again in the backward pass, when the stream has moved "
+                "on; checkpoint its blocks instead (gradient_checkpointing_enable, or "
+                "torch.utils.checkpoint around each), or call it outside a stream"
+            )
+
+
 def in_backward() -> bool:
     """Whether this thread is inside a backward pass."""
     return torch._C._current_graph_task_id() != -1
@@ -83,6 +117,11 @@ def in_backward() -> bool:
 def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     values = (*args, *kwargs.values())
     return next((v for v in values if isinstance(v, Tensor) and v.is_floating_point()), None)
+
+
+def _storages(args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[StorageWeakRef]:
+    tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+    return {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors}
 
 
 def _is_same(one: Given, other: Given) -> bool:

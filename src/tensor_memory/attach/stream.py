@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -12,6 +13,17 @@ from tensor_memory.state import MemoryState
 
 if TYPE_CHECKING:
     from tensor_memory.attach.attachment import Attachment
+
+
+class StreamState(dict[str, MemoryState]):
+    """States by the path of their block, and the moment of the stream they were taken at."""
+
+    def __init__(self, states: Mapping[str, MemoryState], moment: tuple[str, int]) -> None:
+        super().__init__(states)
+        self.moment = moment
+
+    def __reduce__(self) -> tuple[type[StreamState], tuple[dict[str, MemoryState], Any]]:
+        return StreamState, (dict(self), self.moment)
 
 
 class Stream:
@@ -26,11 +38,21 @@ class Stream:
     ) -> None:
         self._attachment = attachment
         self._states = dict(state or {})
+        self._puts = 0
+        self.name = uuid.uuid4().hex
+        """Tells the caches filled in this stream from those of others."""
+        self.continues = state.moment if isinstance(state, StreamState) else None
+        """The moment of another stream that this one started from."""
 
     @property
-    def state(self) -> dict[str, MemoryState]:
+    def state(self) -> StreamState:
         """The state of every memory layer by the path of its block; empty before the first call."""
-        return dict(self._states)
+        return StreamState(self._states, self.moment)
+
+    @property
+    def moment(self) -> tuple[str, int]:
+        """The stream and how far it has come."""
+        return self.name, self._puts
 
     @property
     def nbytes(self) -> int:
@@ -49,9 +71,10 @@ class Stream:
         """The state of one memory layer, None before its first call."""
         return self._states.get(slot)
 
-    def put(self, slot: str, state: MemoryState) -> None:
+    def put(self, slot: str, state: MemoryState, tokens: int) -> None:
         """Continue that layer from `state` in the next call."""
         self._states[slot] = state
+        self._puts += 1
 
     def __enter__(self) -> Stream:
         self._attachment.open_stream(self)
