@@ -21,8 +21,10 @@ def host(width: int = 16, layers: int = 2) -> nn.Module:
     return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
 
 
-def attached(config: MemoryConfig = CONFIG, *, width: int = 16, layers: int = 2, **options: Any):
-    model = host(width, layers)
+def attached(
+    config: MemoryConfig = CONFIG, *, width: int = 16, host_layers: int = 2, **options: Any
+) -> Any:
+    model = host(width, host_layers)
     attach(model, config, **options)
     return model
 
@@ -127,7 +129,7 @@ def test_another_config_is_named_but_the_backend_may_differ(saved: Path) -> None
 def test_another_number_of_layers_is_an_error_when_each_has_its_own(tmp_path: Path) -> None:
     save_memory(attached(share_weights=False), tmp_path)
     refused(
-        attached(layers=3, share_weights=False),
+        attached(host_layers=3, share_weights=False),
         tmp_path,
         ValueError,
         r"holds 2 memory layers \(layers\.0, layers\.1\), and this host has 3",
@@ -135,7 +137,7 @@ def test_another_number_of_layers_is_an_error_when_each_has_its_own(tmp_path: Pa
 
 
 def test_another_number_of_layers_is_an_error_when_one_is_shared(saved: Path) -> None:
-    refused(attached(layers=3), saved, ValueError, "holds 2 memory layers")
+    refused(attached(host_layers=3), saved, ValueError, "holds 2 memory layers")
 
 
 def test_shared_and_separate_weights_are_not_exchanged(saved: Path) -> None:
@@ -161,3 +163,43 @@ def test_a_memory_saved_in_float32_loads_into_a_host_in_half_precision(saved: Pa
     attach(model, CONFIG)
     load_memory(model, saved)
     assert model.tensor_memory.memory.taps.dtype == torch.bfloat16
+
+
+def test_a_memory_of_other_blocks_is_refused_unless_it_is_meant(tmp_path: Path) -> None:
+    first = attached(layers=["layers.0", "layers.1"], host_layers=4, share_weights=False)
+    save_memory(first, tmp_path)
+    for layers in (["layers.2", "layers.3"], ["layers.1", "layers.0"]):
+        model = attached(layers=layers, host_layers=4, share_weights=False)
+        match = (
+            rf"blocks layers\.0, layers\.1, .* on {layers[0]}, {layers[1]}; .* same_blocks=False"
+        )
+        refused(model, tmp_path, ValueError, match)
+        load_memory(model, tmp_path, same_blocks=False)
+        for name, tensor in first.tensor_memory.state_dict().items():
+            assert torch.equal(model.tensor_memory.state_dict()[name], tensor)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"widths": None}, r"memory\.json: expected widths to be a list of integers, got None"),
+        ({"widths": ["16"]}, "expected widths to be a list of integers"),
+        ({"blocks": 3}, "expected blocks to be a list of module paths, got 3"),
+        ({"config": []}, r"expected config to be an object of config fields, got \[\]"),
+        ({"config": {"channels": "a"}}, r"expected the fields of a MemoryConfig, got .*channels"),
+        ({"share_weights": "yes"}, "expected share_weights to be true or false, got 'yes'"),
+        ({"scope": None}, "expected scope to be 'layer' or 'depth', got None"),
+    ],
+)
+def test_a_malformed_description_is_an_error(
+    saved: Path, change: dict[str, Any], match: str
+) -> None:
+    path = saved / "memory.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    refused(attached(), saved, ValueError, match)
+
+
+def test_weights_of_another_kind_are_told_in_plain_words(saved: Path) -> None:
+    path = saved / "memory.safetensors"
+    save_file(load_file(path), path, metadata={"kind": "photos"})
+    refused(attached(), saved, ValueError, "expected tensor-memory weights, got a file of kind 'ph")

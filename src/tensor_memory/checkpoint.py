@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +34,33 @@ def save_memory(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     write_whole(folder / DESCRIPTION, lambda at: _write(at, text))
 
 
-def load_memory(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+def load_memory(
+    model: nn.Module, folder: str | os.PathLike[str], *, same_blocks: bool = True
+) -> None:
     """Read what `save_memory` wrote into the memory attached to `model`.
+
+    Args:
+        model: the host, with a memory attached as it was when saved.
+        folder: where `save_memory` wrote.
+        same_blocks: require the memory to sit on blocks of the same names in the same order.
+            False asks for as many only, and the first layer saved goes to the first here: for a
+            host that has been wrapped since (PEFT), or for other blocks on purpose.
 
     Raises:
         FileNotFoundError: the folder is not one of `save_memory`.
         ValueError: a truncated or foreign file, a key that is unknown or missing, another config,
-            host width or number of layers. The memory is then left as it was.
+            host width, number of layers or blocks. The memory is then left as it was.
     """
     attachment = attachment_of(model, "load_memory")
     folder = Path(folder)
-    _require_same(_read_description(folder / DESCRIPTION), _describe(attachment), folder)
+    saved, here = _read_description(folder / DESCRIPTION), _describe(attachment)
+    _require_same(saved, here, folder)
+    if same_blocks and saved["blocks"] != here["blocks"]:
+        raise ValueError(
+            f"{folder}: holds a memory for the blocks {', '.join(saved['blocks'])}, and this host "
+            f"carries one on {', '.join(here['blocks'])}; attach with layers= to the blocks it was "
+            "saved from, or pass same_blocks=False to load them in this order"
+        )
     weights = load_tensors(folder / WEIGHTS, kind=_KIND)
     _require_fit(weights, attachment.state_dict(), folder / WEIGHTS)
     attachment.load_state_dict(weights, strict=True)
@@ -82,7 +99,25 @@ def _read_description(path: Path) -> dict[str, Any]:
             f"{path}: expected format {_FORMAT}, got {described['format']!r}; it was written by "
             "another version of tensor-memory"
         )
+    for name, (expected, fits) in _VALUES.items():
+        if not fits(described[name]):
+            raise ValueError(
+                f"{path}: expected {name} to be {expected}, got {described[name]!r}; save again"
+            )
     return described
+
+
+def _is_list_of(kind: type, value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is kind for item in value)
+
+
+_VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "config": ("an object of config fields", lambda value: isinstance(value, dict)),
+    "widths": ("a list of integers", lambda value: _is_list_of(int, value)),
+    "blocks": ("a list of module paths", lambda value: _is_list_of(str, value)),
+    "share_weights": ("true or false", lambda value: isinstance(value, bool)),
+    "scope": ("'layer' or 'depth'", lambda value: value in ("layer", "depth")),
+}
 
 
 def _require_same(saved: dict[str, Any], here: dict[str, Any], folder: Path) -> None:
@@ -107,7 +142,7 @@ def _require_same(saved: dict[str, Any], here: dict[str, Any], folder: Path) -> 
             f"{folder}: expected scope={here['scope']!r} as attached, got {saved['scope']!r}; "
             f"attach with scope={saved['scope']!r}"
         )
-    config = MemoryConfig.from_dict(saved["config"]).to_dict()
+    config = _config(saved["config"], folder / DESCRIPTION).to_dict()
     differing = [
         f"{name} {config[name]!r} (here {value!r})"
         for name, value in here["config"].items()
@@ -118,6 +153,15 @@ def _require_same(saved: dict[str, Any], here: dict[str, Any], folder: Path) -> 
             f"{folder}: holds a memory of another config: {', '.join(differing)}; attach with "
             "the config it was saved with"
         )
+
+
+def _config(values: dict[str, Any], path: Path) -> MemoryConfig:
+    try:
+        return MemoryConfig.from_dict(values)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path}: expected the fields of a MemoryConfig, got {values!r} ({error}); save again"
+        ) from error
 
 
 def _require_fit(weights: dict[str, Tensor], here: dict[str, Tensor], path: Path) -> None:

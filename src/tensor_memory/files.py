@@ -46,16 +46,22 @@ def load_tensors(
 ) -> dict[str, Tensor]:
     """Read what `save_tensors` wrote; a truncated or foreign file is a `ValueError`."""
     if not Path(path).is_file():
-        raise FileNotFoundError(f"{path}: no such file; expected a {kind} in safetensors format")
+        raise FileNotFoundError(
+            f"{path}: no such file; expected {_one(kind)} in safetensors format"
+        )
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             found = (file.metadata() or {}).get("kind")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(
-            f"{path}: expected a {kind} in safetensors format, got a truncated or foreign file "
+            f"{path}: expected {_one(kind)} in safetensors format, got a truncated or foreign file "
             f"({error}); write it again"
         ) from error
     if found != kind:
-        raise ValueError(f"{path}: expected a {kind}, got a file of kind {found!r}")
+        raise ValueError(f"{path}: expected {_one(kind)}, got a file of kind {found!r}")
     return tensors
+
+
+def _one(kind: str) -> str:
+    return kind if kind.endswith("s") else f"a {kind}"  # weights, but a state
