@@ -55,6 +55,23 @@ def nothing():
     return 3
 
 
+def crashing():
+    raise RuntimeError("no weights here")
+
+
+class Crashes(nn.Module):
+    def forward(self, ids):
+        raise RuntimeError("too large for this machine")
+
+
+def crashes_when_called():
+    return Crashes(), torch.randn(1, 6, 4)
+
+
+def deaf():
+    return (lambda x: torch.ones_like(x)), torch.randn(1, 6, 4)
+
+
 def broken():
     raise ImportError("the model needs a package that is missing")
 """
@@ -63,6 +80,7 @@ def broken():
 @pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "models_to_check.py").write_text(MODELS)
+    (tmp_path / "crashing_module.py").write_text("1 / 0\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "models_to_check", raising=False)
@@ -117,6 +135,10 @@ def test_leak_check_tells_causal_from_leaking(
         ("models_to_check:nothing", "returns a model or (model, example), got int"),
         ("models_to_check:floats", "pass --vocab-size for ids or --dim for embeddings"),
         ("models_to_check:broken", "the model needs a package that is missing"),
+        ("models_to_check:crashing", "crashing raised RuntimeError: no weights here"),
+        ("models_to_check:crashes_when_called", "RuntimeError: too large for this machine"),
+        ("models_to_check:deaf", "no output moved when its inputs did, so nothing is shown"),
+        ("crashing_module:factory", "crashing_module cannot be imported: ZeroDivisionError"),
         ("no_such_module:factory", "No module named 'no_such_module'"),
     ],
 )
@@ -155,3 +177,5 @@ def test_the_version_and_the_exit_status_reach_the_shell(models: str, tmp_path: 
     assert shown.stdout.strip() == tensor_memory.__version__
     leaking = subprocess.run([*command, "leak-check", f"{models}:leaking"], cwd=tmp_path)
     assert leaking.returncode == 1
+    crashing = subprocess.run([*command, "leak-check", f"{models}:crashing"], cwd=tmp_path)
+    assert crashing.returncode == 2

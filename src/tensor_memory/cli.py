@@ -46,7 +46,8 @@ def _parser() -> argparse.ArgumentParser:
     leak = commands.add_parser(
         "leak-check",
         help="does a model look ahead?",
-        description="Run find_leak on a model of yours. Exit status 1 where it leaks.",
+        description="Run find_leak on a model of yours. Exit status 1 where it leaks, 0 where it "
+        "does not, 2 where that could not be shown (a crash, a model that ignores its input).",
     )
     leak.add_argument(
         "factory",

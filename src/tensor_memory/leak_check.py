@@ -6,7 +6,9 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,8 +18,14 @@ from tensor_memory.causality import find_leak
 
 
 def run_leak_check(options: argparse.Namespace) -> int:
-    """Build the model, draw an example, print the report; 1 where it leaks."""
-    made = load_factory(options.factory)()
+    """Build the model, draw an example, print the report.
+
+    Returns:
+        1 where the model leaks and never otherwise, 0 where it does not, 2 where nothing is shown.
+    """
+    factory = load_factory(options.factory)
+    with _told_of_crashes(f"{options.factory} raised"):
+        made = factory()
     model, example = made if isinstance(made, tuple) else (made, None)
     if not callable(model):
         raise TypeError(
@@ -26,9 +34,29 @@ def run_leak_check(options: argparse.Namespace) -> int:
         )
     if example is None:
         example = draw_example(model, options)
-    report = find_leak(model, example, vocab_size=options.vocab_size, seed=options.seed)
+    with _told_of_crashes(f"the model of {options.factory} could not be checked:"):
+        report = find_leak(model, example, vocab_size=options.vocab_size, seed=options.seed)
     print(report)
-    return 1 if report else 0
+    if report:
+        return 1
+    if not any(cut.later for cut in report.cuts):
+        raise ValueError(
+            "leak-check: no output moved when its inputs did, so nothing is shown either way; "
+            "give an example that the model reads (let the factory return (model, example))"
+        )
+    return 0
+
+
+@contextmanager
+def _told_of_crashes(what: str) -> Iterator[None]:
+    """Anything may go wrong in a user's code, and none of it may pass for a leak (status 1)."""
+    try:
+        yield
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise ValueError(
+            f"leak-check: {what} {type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+        ) from error
 
 
 def load_factory(name: str) -> Callable[[], Any]:
@@ -41,7 +69,8 @@ def load_factory(name: str) -> Callable[[], Any]:
         )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # what `python -m` does
-    module = importlib.import_module(module_name)
+    with _told_of_crashes(f"{module_name} cannot be imported:"):
+        module = importlib.import_module(module_name)
     factory = module
     for part in attribute.split("."):
         if not hasattr(factory, part):
