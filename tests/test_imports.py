@@ -18,6 +18,7 @@ LAYERS = (  # from the ground up; a module may import from its own line and from
     ("ops",),
     ("chunking",),
     ("module",),
+    ("residual",),
     ("attach", "checkpoint", "causality", "leaks"),
     ("inspect",),
     ("",),  # the package itself, which exports the public names of all above

@@ -4,8 +4,9 @@ from tensor_memory.attach import Attachment, attach, detach, memory_disabled
 from tensor_memory.causality import LeakReport, find_leak
 from tensor_memory.checkpoint import load_memory, save_memory
 from tensor_memory.config import MemoryConfig
-from tensor_memory.module import MemoryResidual, TensorMemory
+from tensor_memory.module import TensorMemory
 from tensor_memory.ops import memory_scan
+from tensor_memory.residual import MemoryResidual
 from tensor_memory.state import MemoryState
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""The memory as a module, and the gated residual that puts it into a Transformer.
+"""The memory as a module.
 
 Nothing that steers the memory depends on the memory: coordinates, spread and content come from
 tokens alone, so every projection is one product over all chunks and only `memory_scan` is
@@ -9,8 +9,6 @@ M writes per chunk.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 import torch.nn.functional as F
@@ -344,81 +342,6 @@ class TensorMemory(nn.Module):
                     f"{name}: expected device {x.device} like x, got {marks.device}; "
                     "move it with .to()"
                 )
-
-
-class MemoryResidual(nn.Module):
-    """x̂ = x + σ(γ)·D(memory(LayerNorm(x))): one per layer; several may share one memory.
-
-    Args:
-        memory: the memory to read and write.
-        gate_init: initial γ; 0 opens the gate half, the paper's vision models start at −2.
-        norm: LayerNorm before the memory.
-        dropout: probability of dropping single features of the readout.
-        drop_path: probability of dropping a row's whole readout (stochastic depth).
-        own_memory: register `memory` as a part of this module. False keeps a plain reference, for
-            layers that share a memory registered elsewhere: safetensors refuses tensors that are
-            registered under several names.
-
-    >>> memory = TensorMemory(8, MemoryConfig(channels=4, grid=(3, 3, 3)), zero_init=True)
-    >>> layer = MemoryResidual(memory)
-    >>> x = torch.randn(2, 5, 8)
-    >>> y, state = layer(x)
-    >>> torch.equal(x, y)  # zero_init: nothing changes until the memory has been trained
-    True
-    """
-
-    def __init__(
-        self,
-        memory: TensorMemory,
-        *,
-        gate_init: float = 0.0,
-        norm: bool = True,
-        dropout: float = 0.0,
-        drop_path: float = 0.0,
-        own_memory: bool = True,
-    ) -> None:
-        super().__init__()
-        for name, rate in (("dropout", dropout), ("drop_path", drop_path)):
-            if not 0 <= rate < 1:
-                raise ValueError(
-                    f"{name}: expected a probability in [0, 1), got {rate}; 0 drops nothing"
-                )
-        if not math.isfinite(gate_init):
-            raise ValueError(
-                f"gate_init: expected a finite number, got {gate_init}; 0 opens the gate half"
-            )
-        if own_memory:
-            self.memory = memory
-        else:
-            self.__dict__["memory"] = memory  # nn.Module registers what it is given by name
-        self.norm = nn.LayerNorm(memory.dim) if norm else nn.Identity()
-        self.gate = nn.Parameter(torch.tensor([float(gate_init)]))
-        self.dropout, self.drop_path = dropout, drop_path
-
-    def extra_repr(self) -> str:  # noqa: D102
-        return f"dropout={self.dropout}, drop_path={self.drop_path}"
-
-    def forward(
-        self,
-        x: Tensor,
-        state: MemoryState | None = None,
-        *,
-        mask: Tensor | None = None,
-        reset: Tensor | None = None,
-        flush: Tensor | bool = False,
-    ) -> tuple[Tensor, MemoryState]:
-        """x (B, N, d) -> x̂ (B, N, d), state; the options are `TensorMemory.forward`'s."""
-        if mask is None:
-            source = x
-        else:  # garbage under the mask would reach the LayerNorm's gradient as 0 · NaN
-            self.memory._check(x, mask, reset, flush)
-            source = x.masked_fill(~mask[..., None], 0)
-        m, after = self.memory(self.norm(source), state, mask=mask, reset=reset, flush=flush)
-        m = F.dropout(m, self.dropout, self.training)
-        if self.training and self.drop_path:
-            kept = torch.rand(m.shape[0], 1, 1, device=m.device) >= self.drop_path
-            m = m * (kept.to(m.dtype) / (1 - self.drop_path))
-        return x + (self.gate.sigmoid() * m).to(x.dtype), after
 
 
 def _at_least_float32(tensor: Tensor) -> torch.dtype:

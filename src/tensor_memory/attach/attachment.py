@@ -17,7 +17,8 @@ from tensor_memory.attach.hidden import put_hidden, take_hidden
 from tensor_memory.attach.recompute import FirstRuns, Given, Streamed, in_backward
 from tensor_memory.attach.stream import Stream
 from tensor_memory.config import MemoryConfig
-from tensor_memory.module import MemoryResidual, TensorMemory
+from tensor_memory.module import TensorMemory
+from tensor_memory.residual import MemoryResidual
 from tensor_memory.state import MemoryState
 
 DEPTH = "depth"
@@ -149,12 +150,12 @@ class Attachment(nn.Module):
 
     def call(self) -> Call | None:
         """The call of the host under way."""
-        return self._open.call
+        return self._open.slot.call
 
     def enter(self, entry: _Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A module around the blocks is entered; the outermost opens the call."""
         compiling = torch.compiler.is_compiling()
-        call = self._open.call
+        call = self._open.slot.call
         # A call that Ctrl-C cut short never left: hooks run for an Exception, and that is none.
         if call is None or entry.module is self._entries[0].module or call.inside(entry):
             if not compiling and in_backward():
@@ -170,13 +171,13 @@ class Attachment(nn.Module):
         if not compiling and self._stream is not None:
             entry.streamed.remember(args, kwargs)
         call.enter(entry, Marks.read(entry.signature, args, kwargs))
-        self._open.call = call
+        self._open.slot.call = call
 
     def leave(self, entry: _Entry) -> None:
         """It returned, or raised."""
-        call = self._open.call
+        call = self._open.slot.call
         if call is not None and call.leave(entry) and not call.levels:
-            self._open.call = None
+            self._open.slot.call = None
             if call.succeeded:
                 call.hand_over()
 

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tensor_memory.config import MemoryConfig
-from tensor_memory.module import MemoryResidual, TensorMemory
+from tensor_memory.module import TensorMemory
+from tensor_memory.residual import MemoryResidual
 
 LOSS_TOKENS = 2048
 """Tokens whose logits exist at a time: 120 MiB in bfloat16 for 30,000 words."""

@@ -158,18 +158,18 @@ def _choose(backend: str, request: Request) -> str:
 def _why_not_fused(request: Request) -> str | None:
     reason = why_not("triton", request.hidden.device)
     if reason is None:
-        from tensor_memory.ops import triton_scan
+        from tensor_memory.ops import triton_plan
 
-        reason = triton_scan.why_not(request.hidden, request.dtype)
+        reason = triton_plan.why_not(request.hidden, request.dtype)
     return reason
 
 
 def _why_not_read(hidden: Tensor) -> str | None:
     reason = why_not("triton", hidden.device)
     if reason is None:
-        from tensor_memory.ops import triton_scan
+        from tensor_memory.ops import triton_plan
 
-        reason = triton_scan.why_not_read(hidden)
+        reason = triton_plan.why_not_read(hidden)
     return reason
 
 
