@@ -164,11 +164,22 @@ class Call:
         return None
 
 
+@dataclass
+class Slot:
+    """Where a thread keeps its call under way."""
+
+    call: Call | None = None
+
+
 class OpenCall(threading.local):
-    """The call under way in each thread; copies and pickles hold none."""
+    """The slot of each thread; copies and pickles hold empty ones.
+
+    A slot of its own, because dynamo drops what is assigned to a `threading.local` at a graph
+    break, and does not drop what is assigned to an object found there.
+    """
 
     def __init__(self) -> None:  # runs once per thread
-        self.call: Call | None = None
+        self.slot = Slot()
 
     def __reduce__(self) -> tuple[type[OpenCall], tuple[()]]:
         return OpenCall, ()
