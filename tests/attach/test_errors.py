@@ -141,7 +141,15 @@ def test_blocks_of_several_widths_cannot_share_a_memory() -> None:
         (dict(causal="no"), ValueError, "causal: expected True, False or 'auto', got 'no'"),
         (dict(every=0), ValueError, "every: expected at least 1"),
         (dict(dropout=2.0), ValueError, r"dropout: expected a probability in \[0, 1\), got 2.0"),
-        (dict(gate=1.0), TypeError, "unexpected keyword argument 'gate'"),
+        (dict(every=1.5), TypeError, "every: expected a whole number .* got 1.5"),
+        (dict(dim="16"), TypeError, "dim: expected a positive whole number or None, got '16'"),
+        (dict(layers=3), TypeError, r"layers: expected 'auto', .* got 3; .*'encoder\.layer\.3'"),
+        (dict(layers=[0, 1]), TypeError, r"layers: expected .* got \[0, 1\]; number 3 of a row"),
+        (dict(dropout="a"), TypeError, r"dropout: expected a number in \[0, 1\), got 'a'"),
+        (dict(gate_init=None), TypeError, "gate_init: expected a number, got None"),
+        (dict(norm="no"), TypeError, "norm: expected True or False, got 'no'"),
+        (dict(gate=1.0), TypeError, "argument 'gate'; expected .* gate_init, norm, dropout"),
+        (dict(own_memory=True), TypeError, "argument 'own_memory'; expected layers, every"),
         (dict(config={"channels": 4}), TypeError, "config: expected a MemoryConfig, got dict"),
     ],
 )
@@ -182,8 +190,19 @@ def test_what_was_not_attached_cannot_be_detached_or_disabled(act: Any) -> None:
 def test_part_of_an_attached_host_cannot_be_attached_from_outside() -> None:
     model = llama()
     attach(model.model, SMALL)
-    with pytest.raises(ValueError, match="already has a memory attached"):
+    match = r"already has a memory attached; its part 'model' has, .* detach\(model\.model\) first"
+    with pytest.raises(ValueError, match=match):
         attach(model, SMALL)
+    detach(model.model)
+    attach(model, SMALL)
+    with pytest.raises(ValueError, match=r"already has a memory attached; detach\(model\) first"):
+        attach(model, SMALL)
+
+
+def test_what_is_no_model_is_told_apart() -> None:
+    text: Any = "x"
+    with pytest.raises(TypeError, match=r"expected a model .* got str; call attach\(model, config"):
+        attach(text, SMALL)
 
 
 class Strange(nn.Module):

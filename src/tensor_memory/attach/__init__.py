@@ -27,6 +27,14 @@ __all__ = [
 NAME = "tensor_memory"
 """The host's attribute that holds the attachment, and the prefix of its `state_dict` keys."""
 
+_RESIDUAL = {
+    "gate_init": "a number",
+    "norm": "True or False",
+    "dropout": "a number in [0, 1)",
+    "drop_path": "a number in [0, 1)",
+}
+"""Options of `MemoryResidual` that a caller may set."""
+
 
 def attach(
     model: nn.Module,
@@ -72,17 +80,27 @@ def attach(
     (['layers.0', 'layers.1'], 987)
     >>> detach(host)
     """
-    config = config or MemoryConfig()
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"attach: expected a model (torch.nn.Module) first, got {type(model).__name__}; "
+            "call attach(model, config)"
+        )
+    config = MemoryConfig() if config is None else config
     if not isinstance(config, MemoryConfig):
         raise TypeError(f"config: expected a MemoryConfig, got {type(config).__name__}")
     if scope not in ("layer", "depth"):
         raise ValueError(f"scope: expected 'layer' or 'depth', got {scope!r}")
     if causal not in (True, False, "auto"):
         raise ValueError(f"causal: expected True, False or 'auto', got {causal!r}")
-    if any(isinstance(part, Attachment) for part in model.modules()):
-        raise ValueError(
-            f"attach: {type(model).__name__} already has a memory attached; detach(model) first"
-        )
+    _require_residual_options(residual)
+    for path, part in model.named_modules():
+        if isinstance(part, Attachment):
+            owner = path.removesuffix(NAME).removesuffix(".")
+            inner = f"its part '{owner}' has, so detach the inner one: detach(model.{owner})"
+            raise ValueError(
+                f"attach: {type(model).__name__} already has a memory attached; "
+                + (f"{inner} first" if owner else "detach(model) first")
+            )
     if hasattr(model, NAME):
         raise ValueError(
             f"attach: {type(model).__name__} already has an attribute '{NAME}', where the memory "
@@ -156,6 +174,20 @@ def _release(attachment: Attachment) -> None:
     for parameter in attachment.frozen:
         parameter.requires_grad_(True)
     attachment.frozen = []
+
+
+def _require_residual_options(residual: dict[str, Any]) -> None:
+    unknown = sorted(set(residual) - set(_RESIDUAL))
+    if unknown:
+        raise TypeError(
+            f"attach: unexpected keyword argument '{unknown[0]}'; expected layers, every, dim, "
+            "share_weights, scope, causal, zero_init, freeze_host, or an option of the residual: "
+            + ", ".join(_RESIDUAL)
+        )
+    for name, value in residual.items():
+        is_bool = isinstance(value, bool)
+        if not (is_bool if name == "norm" else isinstance(value, int | float) and not is_bool):
+            raise TypeError(f"{name}: expected {_RESIDUAL[name]}, got {value!r}")
 
 
 def _require_shareable(blocks: list[Any]) -> None:

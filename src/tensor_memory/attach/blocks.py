@@ -44,8 +44,12 @@ def find_blocks(
         NoBlocksFoundError: nothing found; lists what could have been meant.
         ValueError: several rows of blocks, or a width that cannot be inferred or is another one.
     """
+    if not isinstance(every, int) or isinstance(every, bool):
+        raise TypeError(f"every: expected a whole number (every Nth block), got {every!r}")
     if every < 1:
         raise ValueError(f"every: expected at least 1 (every Nth block), got {every}")
+    if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool) or dim < 1):
+        raise TypeError(f"dim: expected a positive whole number or None, got {dim!r}")
     found = _auto(model) if isinstance(layers, str) and layers == "auto" else _named(model, layers)
     blocks = []
     for path, module in found[::every]:
@@ -116,7 +120,7 @@ def _named(model: nn.Module, layers: Layers) -> list[tuple[str, nn.Module]]:
         found = [(path, module) for path, module in modules if layers(path, module)]
         asked = "the predicate given as layers="
     else:
-        patterns = [layers] if isinstance(layers, str) else list(layers)
+        patterns = _patterns(layers)
         found, asked = [], f"layers={layers!r}"
         for pattern in patterns:
             matched = [(path, module) for path, module in modules if _matches(path, pattern)]
@@ -137,6 +141,17 @@ def _named(model: nn.Module, layers: Layers) -> list[tuple[str, nn.Module]]:
                 f"name its blocks, as in layers='{path}.*'"
             )
     return found
+
+
+def _patterns(layers: object) -> list[str]:
+    patterns = [layers] if isinstance(layers, str) else layers
+    if not isinstance(patterns, Sequence) or not all(isinstance(p, str) for p in patterns):
+        raise TypeError(
+            "layers: expected 'auto', a module path, a glob such as 'encoder.layer.*', a list of "
+            f"those, or a predicate (path, module) -> bool, got {layers!r}; number 3 of a row is "
+            "named by its path, as in 'encoder.layer.3'"
+        )
+    return [str(pattern) for pattern in patterns]
 
 
 def _matches(path: str, pattern: str) -> bool:
