@@ -1,6 +1,6 @@
 """Stream a long input through a sliding-window host with a memory, in constant space.
 
-    python examples/stream_attached.py                  # 100,000 tokens, a minute on one CPU core
+    python examples/stream_attached.py                  # 100,000 tokens, seconds on one CPU core
     python examples/stream_attached.py --record results/bench/stream-attached-cpu.json
 
 The host's cache keeps its window, the memory its grid; neither grows with the input, which comes in

@@ -263,7 +263,7 @@ def test_taking_tokens_out_of_a_cache_is_refused_and_taking_none_is_not() -> Non
 
 
 @pytest.mark.parametrize("kind", ["assistant", "prompt lookup"])
-def test_assisted_decoding_is_exact_or_refused(kind: str) -> None:
+def test_assisted_decoding_is_refused_once_a_draft_is_rejected(kind: str) -> None:
     model, tokens = host(llama), torch.randint(1, VOCABULARY, (1, 12))
     options = (
         dict(assistant_model=llama().double().eval())
