@@ -184,7 +184,8 @@ def test_alternated_calls_take_turns():
         (["--output", "no-such-folder/a.json"], "--output: expected a file in an existing folder"),
     ],
 )
-def test_a_bad_option_is_refused_before_any_work(arguments, said, capsys):
+def test_a_bad_option_is_refused_before_any_work(arguments, said, capsys, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(SystemExit) as stopped:
         bench.main(["scan", "--device", "cpu", *arguments])
     assert stopped.value.code == 2
