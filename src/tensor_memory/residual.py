@@ -28,6 +28,7 @@ class MemoryResidual(nn.Module):
             layers that share a memory registered elsewhere: safetensors refuses tensors that are
             registered under several names.
 
+    >>> from tensor_memory import MemoryConfig
     >>> memory = TensorMemory(8, MemoryConfig(channels=4, grid=(3, 3, 3)), zero_init=True)
     >>> layer = MemoryResidual(memory)
     >>> x = torch.randn(2, 5, 8)

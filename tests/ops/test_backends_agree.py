@@ -70,14 +70,14 @@ def test_what_fades_ends_at_zero_before_it_becomes_denormal():
     case = Case(B=1, S=S, Q=1, M=1, C=4, grid=(6, 6), writes=False, resets=False)
     request = near_the_start(case)._replace(bias=torch.zeros(16, device=HERE))
     request = request._replace(content=request.content * (torch.arange(S) < 1)[:, None, None])
-    _, hidden, cell, kept = torch_scan.forward(*request, keep=True, products=torch.float32)
+    _, hidden, cell, kept = torch_scan.forward(request, keep=True, products=torch.float32)
     assert hidden.count_nonzero() == cell.count_nonzero() == 0
     (states,) = kept  # (S, 2C, *grid, B), the cell behind the hidden state
     cells = states[:, 4:].abs()
     assert cells[0].count_nonzero() > 0
     assert cells[cells > 0].min() > 1e-12
     late = torch.ones(1, S, 1, 4) * (torch.arange(S) == S - 1)[:, None, None]
-    grads = torch_scan.backward(late, hidden, cell, *request, kept, products=torch.float32)
+    grads = torch_scan.backward(late, hidden, cell, request, kept, products=torch.float32)
     assert grads[7].count_nonzero() == grads[8].count_nonzero() == 0
     reference = run(as_double(request), "reference")
     assert 0 < reference["cell"].abs().max() < 1e-12
@@ -123,7 +123,7 @@ def test_what_is_kept_is_all_written():
     request = Case().make()
     request.writes[:, 2] = False  # no row writes at this step
     options = {"keep": True, "products": torch.float64}
-    *_, kept = torch_scan.forward(*request, **options)
+    *_, kept = torch_scan.forward(request, **options)
     assert all(tensor.isfinite().all() for tensor in kept)
 
 

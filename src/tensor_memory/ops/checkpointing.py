@@ -26,15 +26,13 @@ def forward(
     implementation: Any, request: Request, every: int, products: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Reads, hidden, cell, and the states that `backward` starts its segments from."""
-    S, (B, C) = request.write_at.shape[1], request.hidden.shape[:2]
-    assert request.read_at is not None
-    reads = request.content.new_empty(B, S, request.read_at.shape[2], C)
+    S, reads = request.write_at.shape[1], request.empty_reads()
     hidden, cell = request.hidden.clone(), request.cell.clone()
     kept = empty_kept(hidden, S, every)
     for segment, start in enumerate(range(0, S, every)):
         kept[0][segment], kept[1][segment] = hidden, cell
         part = request.steps(start, start + every)._replace(hidden=hidden, cell=cell)
-        result = implementation.forward(*part, keep=False, products=products)
+        result = implementation.forward(part, keep=False, products=products)
         reads[:, start : start + every], hidden, cell, _ = result
     return reads, hidden, cell, kept
 
@@ -57,12 +55,12 @@ def backward(
         stop = start + every
         state = {"hidden": kept[0][segment], "cell": kept[1][segment]}
         part = request.steps(start, stop)._replace(**state)
-        *_, records = implementation.forward(*part, keep=True, products=products)
+        *_, records = implementation.forward(part, keep=True, products=products)
         grads = implementation.backward(
             grad_reads[:, start:stop].contiguous(),
             grad_hidden,
             grad_cell,
-            *part,
+            part,
             records,
             products=products,
         )

@@ -50,7 +50,7 @@ def scan(
     with torch.autocast(hidden.device.type, enabled=False):  # it would reach inside
         if keep and checkpoint_every:
             return checkpointing.forward(implementation(name), request, checkpoint_every, products)
-        return implementation(name).forward(*request, keep=keep, products=products)
+        return implementation(name).forward(request, keep=keep, products=products)
 
 
 @torch.library.custom_op("tensor_memory::scan_backward", mutates_args=())
@@ -85,7 +85,7 @@ def scan_backward(
                 implementation(name), *wanted, request, kept, checkpoint_every, products
             )
         else:
-            grads = implementation(name).backward(*wanted, *request, kept, products=products)
+            grads = implementation(name).backward(*wanted, request, kept, products=products)
     filled = tuple(content.new_empty(0) if g is None else g.contiguous() for g in grads)
     return cast(NineTensors, filled)
 

@@ -54,6 +54,11 @@ class Request(NamedTuple):
         values = (*floats, self.writes, self.resets)
         return Request._make(v if v is None else v.contiguous() for v in values)
 
+    def empty_reads(self) -> Tensor:
+        """Room for what the request reads: (B, S, Q, C)."""
+        assert self.read_at is not None, "a request at rest"
+        return self.content.new_empty(*self.read_at.shape[:3], self.content.shape[-1])
+
     def rows(self, rows: slice) -> Request:
         """The same request for some of the rows."""
         values = self._asdict().items()

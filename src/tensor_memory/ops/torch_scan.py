@@ -27,27 +27,11 @@ PIECE_BYTES = 24 << 20  # of what is kept, in one tensor
 
 
 def forward(
-    read_at: Tensor,
-    write_at: Tensor,
-    spread: Tensor | None,
-    content: Tensor,
-    taps: Tensor | None,
-    mix: Tensor,
-    bias: Tensor,
-    hidden: Tensor,
-    cell: Tensor,
-    writes: Tensor | None,
-    resets: Tensor | None,
-    *,
-    keep: bool,
-    products: torch.dtype,
+    request: Request, *, keep: bool, products: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Run the scan; with `keep`, also return what `backward` needs."""
-    request = Request(
-        read_at, write_at, spread, content, taps, mix, bias, hidden, cell, writes, resets
-    )
-    S = write_at.shape[1]
-    reads = content.new_empty(*read_at.shape[:3], content.shape[-1])
+    hidden, cell, S = request.hidden, request.cell, request.write_at.shape[1]
+    reads = request.empty_reads()
     last_hidden, last_cell = hidden.new_empty(hidden.shape), cell.new_empty(cell.shape)
     kept = empty_kept(hidden, S, products) if keep else []
     for rows, pieces in _blocks(hidden, kept):
@@ -65,30 +49,17 @@ def backward(
     grad_reads: Tensor,
     grad_hidden: Tensor,
     grad_cell: Tensor,
-    read_at: Tensor,
-    write_at: Tensor,
-    spread: Tensor | None,
-    content: Tensor,
-    taps: Tensor | None,
-    mix: Tensor,
-    bias: Tensor,
-    hidden: Tensor,
-    cell: Tensor,
-    writes: Tensor | None,
-    resets: Tensor | None,
+    request: Request,
     kept: list[Tensor],
     *,
     products: torch.dtype,
 ) -> Floats:
     """Gradients of read_at, write_at, spread, content, taps, mix, bias, hidden and cell."""
-    request = Request(
-        read_at, write_at, spread, content, taps, mix, bias, hidden, cell, writes, resets
-    )
     zeros = [None if value is None else torch.zeros_like(value) for value in request.floats]
     total = Request._make([*zeros, None, None])
-    for rows, pieces in _blocks(hidden, kept):
+    for rows, pieces in _blocks(request.hidden, kept):
         block = Block(request.rows(rows))
-        block.steer(0, write_at.shape[1])
+        block.steer(0, request.write_at.shape[1])
         back = BlockGradients(block, grad_reads[rows], grad_hidden[rows], grad_cell[rows])
         states = [state for piece in pieces for state in piece]
         for s in reversed(range(len(states))):

@@ -30,33 +30,18 @@ SEGMENT = 64  # steps per launch where nothing is kept
 
 
 def forward(
-    read_at: Tensor,
-    write_at: Tensor,
-    spread: Tensor | None,
-    content: Tensor,
-    taps: Tensor | None,
-    mix: Tensor,
-    bias: Tensor,
-    hidden: Tensor,
-    cell: Tensor,
-    writes: Tensor | None,
-    resets: Tensor | None,
-    *,
-    keep: bool,
-    products: torch.dtype,
+    request: Request, *, keep: bool, products: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Run the scan; with `keep` also return what `backward` needs, as `empty_kept` lays it out.
 
     Without it nothing is kept per step: long inputs go through in segments of SEGMENT steps.
     """
-    request = Request(
-        read_at, write_at, spread, content, taps, mix, bias, hidden, cell, writes, resets
-    )
-    C, S = hidden.shape[1], write_at.shape[1]
-    request = widened(request, padded_channels(C))
+    hidden, cell = request.hidden, request.cell
+    C, S = hidden.shape[1], request.write_at.shape[1]
     if S == 0:
         kept = empty_kept(hidden, S, products) if keep else []
-        return content.new_empty(*read_at.shape[:3], C), hidden.clone(), cell.clone(), kept
+        return request.empty_reads(), hidden.clone(), cell.clone(), kept
+    request = widened(request, padded_channels(C))
     if keep:
         kept = empty_kept(hidden, S, products)
         reads, hidden, cell = _segment(request, products, kept)
@@ -104,7 +89,7 @@ def _segment(
         kept_hidden = hidden.new_empty(2, B, V, C, dtype=p.kept)
         kept_cell = kept_filtered = nothing
     cells = hidden.new_empty(2, B, V, C) if p.tiles > 1 else nothing
-    reads = hidden.new_empty(B, S, Q, C)
+    reads = request.empty_reads()
     last_hidden, last_cell = torch.empty_like(hidden), torch.empty_like(cell)
     launch(
         triton_forward.forward_kernel, (B * p.parts,),
@@ -144,32 +129,19 @@ def backward(
     grad_reads: Tensor,
     grad_hidden: Tensor,
     grad_cell: Tensor,
-    read_at: Tensor,
-    write_at: Tensor,
-    spread: Tensor | None,
-    content: Tensor,
-    taps: Tensor | None,
-    mix: Tensor,
-    bias: Tensor,
-    hidden: Tensor,
-    cell: Tensor,
-    writes: Tensor | None,
-    resets: Tensor | None,
+    request: Request,
     kept: list[Tensor],
     *,
     products: torch.dtype,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of read_at, write_at, spread, content, taps, mix, bias, hidden and cell."""
-    request = Request(
-        read_at, write_at, spread, content, taps, mix, bias, hidden, cell, writes, resets
-    )
-    C, wide = hidden.shape[1], padded_channels(hidden.shape[1])
-    if write_at.shape[1] == 0:
+    C, wide = request.hidden.shape[1], padded_channels(request.hidden.shape[1])
+    if request.write_at.shape[1] == 0:
         nothing_came = (None if t is None else torch.zeros_like(t) for t in request.floats[:7])
         return *nothing_came, grad_hidden.clone(), grad_cell.clone()
     if wide == C:
         return _backward(grad_reads, grad_hidden, grad_cell, request, kept, products)
-    volume = (0, 0) * (hidden.ndim - 2)
+    volume = (0, 0) * (request.hidden.ndim - 2)
     grads = _backward(
         F.pad(grad_reads, (0, wide - C)),
         F.pad(grad_hidden, (*volume, 0, wide - C)),
