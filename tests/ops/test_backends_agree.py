@@ -21,7 +21,9 @@ from tensor_memory.ops import torch_scan
 
 CASES = awkward_cases()
 FUSED_CASES = [  # interpreted on a CPU, so every program counts
-    replace(case, B=min(case.B, 2), S=min(case.S, 3)) for case in CASES if fits_fused(case)
+    *(replace(case, B=min(case.B, 2), S=min(case.S, 3)) for case in CASES if fits_fused(case)),
+    Case(B=3, S=4, Q=1, M=1, C=16, grid=(3, 2)),
+    Case(B=3, S=4, Q=1, M=1, C=16, grid=(3, 2), writes=False),
 ]
 
 
@@ -81,6 +83,12 @@ def test_what_fades_ends_at_zero_before_it_becomes_denormal():
     assert grads[7].count_nonzero() == grads[8].count_nonzero() == 0
     reference = run(as_double(request), "reference")
     assert 0 < reference["cell"].abs().max() < 1e-12
+
+
+def test_the_fused_cases_mark_rows_inside_the_scan():
+    marked = [case.make() for case in FUSED_CASES if case.resets]
+    assert any(request.resets[:, 1:].any() and request.writes is None for request in marked)
+    assert any(request.resets[:, 1:].any() and request.writes is not None for request in marked)
 
 
 @pytest.mark.parametrize("backend", [FUSED])
