@@ -11,7 +11,6 @@ no speed is given and the status is 1.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from dataclasses import replace
 from itertools import cycle
@@ -300,17 +299,9 @@ def main(argv: list[str]) -> int:
             parser.error(f"--batches: expected at least 1 row, got {batch}")
     result = run(options, device)
     config = {
-        "device": options.device,
-        "device_name": report.device_name(device),
-        "backend": options.backend,
-        "quick": options.quick,
         "dtype": str(_dtype(device)).removeprefix("torch."),
         "window": WINDOW,
     }
-    path = report.write(options, "decode", device, config, result)
-    for table in rows(result):
-        print(report.aligned(table), end="\n\n" if table else "")
-    print(f"written to {path}")
-    for complaint in complaints(result):
-        print(f"decode: {complaint}", file=sys.stderr)
-    return 1 if complaints(result) else 0
+    return report.finish(
+        "decode", options, device, config, result, rows(result), complaints(result)
+    )

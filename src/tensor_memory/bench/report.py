@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -194,3 +195,28 @@ def main(argv: list[str]) -> int:
         )
         print("\n\n".join(parts), end="\n\n")
     return 0
+
+
+def finish(
+    name: str,
+    options: argparse.Namespace,
+    device: torch.device,
+    config: dict[str, Any],
+    result: dict[str, Any],
+    tables: list[Rows],
+    complaints: list[str],
+) -> int:
+    """Write the record, print its tables and what went wrong; 1 where anything did."""
+    common = {
+        "device": options.device,
+        "device_name": device_name(device),
+        "backend": options.backend,
+        "quick": options.quick,
+    }
+    path = write(options, name, device, common | config, result)
+    for table in tables:
+        print(aligned(table), end="\n\n" if table else "")
+    print(f"written to {path}")
+    for complaint in complaints:
+        print(f"{name}: {complaint}", file=sys.stderr)
+    return 1 if complaints else 0

@@ -10,7 +10,6 @@ A scan that disagrees gets no speed, and the status is 1. Three things are timed
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -347,16 +346,14 @@ def main(argv: list[str]) -> int:
     device = report.check_common_options(parser, options)
     result = run(options, device)
     config = {
-        "device": options.device,
-        "device_name": report.device_name(device),
-        "backend": options.backend,
-        "quick": options.quick,
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
     }
-    path = report.write(options, "scan", device, config, result)
-    for table in (*rows(result), report.aim_rows(result["aims"])):
-        print(report.aligned(table), end="\n\n" if table else "")
-    print(f"written to {path}")
-    for complaint in complaints(result):
-        print(f"scan: {complaint}", file=sys.stderr)
-    return 1 if complaints(result) else 0
+    return report.finish(
+        "scan",
+        options,
+        device,
+        config,
+        result,
+        [*rows(result), report.aim_rows(result["aims"])],
+        complaints(result),
+    )

@@ -11,7 +11,6 @@ where that fails no speed is given and the status is 1.
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -270,17 +269,15 @@ def main(argv: list[str]) -> int:
                 )
     result = run(options, device)
     config = {
-        "device": options.device,
-        "device_name": report.device_name(device),
-        "backend": options.backend,
-        "quick": options.quick,
         "optimizer": "AdamW, fused" if device.type == "cuda" else "AdamW",
         "autocast": "bfloat16" if device.type == "cuda" else None,
     }
-    path = report.write(options, "train-step", device, config, result)
-    for table in (*rows(result), report.aim_rows(result["aims"])):
-        print(report.aligned(table), end="\n\n" if table else "")
-    print(f"written to {path}")
-    for complaint in complaints(result):
-        print(f"train-step: {complaint}", file=sys.stderr)
-    return 1 if complaints(result) else 0
+    return report.finish(
+        "train-step",
+        options,
+        device,
+        config,
+        result,
+        [*rows(result), report.aim_rows(result["aims"])],
+        complaints(result),
+    )
