@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tensor_memory import MemoryConfig, MemoryResidual, MemoryState, TensorMemory
-from tensor_memory.bench.provenance import write_record
 from tensor_memory.progress import progress
+from tensor_memory.provenance import write_record
 
 VALUES, WRITES, QUERIES = 8, 8, 4
 EPISODE = WRITES + QUERIES

@@ -22,6 +22,7 @@ LAYERS = (  # from the ground up; a module may import from its own line and from
     ("attach", "checkpoint", "causality", "leaks"),
     ("inspect",),
     ("",),  # the package itself, which exports the public names of all above
+    ("provenance",),
     ("experiments.tasks",),
     ("experiments.models",),
     ("experiments.results",),

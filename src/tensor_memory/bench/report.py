@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tensor_memory.bench.provenance import cpu_model, write_record
+from tensor_memory.provenance import cpu_model, write_record
 
 Rows = list[dict[str, str]]
 

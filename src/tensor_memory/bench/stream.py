@@ -18,11 +18,11 @@ from pathlib import Path
 
 import torch
 
-from tensor_memory.bench.provenance import write_record
 from tensor_memory.bench.report import check_common_options
 from tensor_memory.config import MemoryConfig
 from tensor_memory.module import TensorMemory
 from tensor_memory.progress import progress
+from tensor_memory.provenance import write_record
 from tensor_memory.state import MemoryState
 
 MIB = 2**20

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tensor_memory
-from tensor_memory.bench.provenance import provenance, write_record
+from tensor_memory.provenance import provenance, write_record
 
 IDENTITY = ["-c", "user.name=test", "-c", "user.email=test@example.org"]
 
