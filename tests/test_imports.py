@@ -25,6 +25,7 @@ LAYERS = (  # from the ground up; a module may import from its own line and from
     ("provenance",),
     ("experiments.tasks",),
     ("experiments.models",),
+    ("experiments.run_config",),
     ("experiments.results",),
     ("experiments.train",),
     ("experiments.recipes",),

@@ -1,0 +1,1 @@
+"""Experiments: tasks, models, one training loop, results. The core never imports from here."""

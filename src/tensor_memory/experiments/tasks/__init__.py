@@ -1,0 +1,84 @@
+"""What is asked of a model: one file per task, each with its data, loss, metric and ceiling.
+
+A task is a pure function of its config, a seed and an index: batch number 7 of "train" is the same
+batch whoever asks, whichever method is trained and however often the run was interrupted. So the
+data position of a run is its step number, and every compared method sees the same data in the same
+order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+Batch = dict[str, Tensor]
+"""Named tensors whose first dimension is the row; what a model takes and a task scores."""
+
+Outputs = Mapping[str, Tensor]
+"""What a model makes of a batch, first dimension the row: logits, losses per token, pixels."""
+
+Sums = dict[str, tuple[Tensor, Tensor]]
+"""Per measure its sum and the number of things summed, so that parts of a split add up exactly."""
+
+
+@runtime_checkable
+class Task(Protocol):
+    """A task that has been built: it draws batches and scores what a model makes of them."""
+
+    name: str
+    """Shown in results, with what tells it from its variants: `binding`, `cub200@120px`."""
+    metric: str
+    """The measure by which the best checkpoint is chosen, on "valid" and never on a test split."""
+    higher_is_better: bool
+    test_splits: tuple[str, ...]
+    """What is measured once at the end: "test", or several such as "test@25%", "test@50%"."""
+    carries: bool
+    """Whether row i of a batch continues row i of the batch before it (streams of text). A model
+    then gets what it returned last; rows where `batch["fresh"]` is true start empty."""
+
+    def to(self, device: torch.device) -> Task:
+        """The same task with what it keeps resident on `device`; batches come from there."""
+        ...
+
+    def batch(self, split: str, index: int, size: int) -> Batch:
+        """Batch number `index` of `size` rows of a split: a function of nothing else.
+
+        "train" has no end (it goes through its epochs); the last batch of another split may have
+        fewer rows. Evaluation splits do not depend on the run's seed.
+        """
+        ...
+
+    def batches(self, split: str, size: int) -> int:
+        """How many batches of `size` rows one pass over an evaluation split takes."""
+        ...
+
+    def loss(self, outputs: Outputs, batch: Batch) -> Tensor:
+        """What is minimised: a mean over the batch, so that equal parts of it average exactly."""
+        ...
+
+    def measure(self, outputs: Outputs, batch: Batch) -> Sums:
+        """Sums and counts of every measure, "loss" and `metric` among them."""
+        ...
+
+    def finish(self, means: dict[str, float]) -> dict[str, float]:
+        """Measures made of means over a whole split: perplexity = exp(loss). May add, not drop."""
+        ...
+
+    def ceiling(self, split: str) -> float | None:
+        """The best `metric` anything could reach here, or None where nobody knows."""
+        ...
+
+    def facts(self) -> dict[str, Any]:
+        """What a reader of the result must know: sizes, protocol, chance level. Plain values."""
+        ...
+
+
+class TaskConfig(Protocol):
+    """A frozen dataclass of plain values that says which task it is."""
+
+    def build(self, seed: int) -> Task:
+        """The task; `seed` orders and draws the training data."""
+        ...
