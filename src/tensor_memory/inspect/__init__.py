@@ -1,0 +1,5 @@
+"""See inside a memory: record what it does, draw it, open it in a browser."""
+
+from tensor_memory.inspect.recording import Chunk, LayerRecording, Recording
+
+__all__ = ["Chunk", "LayerRecording", "Recording"]
