@@ -111,14 +111,24 @@ class Call:
     x: Tensor
     mask: Tensor | None = None
     reset: Tensor | None = None
-    flush: Tensor | bool = False
+    flush: Tensor | bool | int = False
 
     @property
     def marks(self) -> dict[str, Any]:
         return {"mask": self.mask, "reset": self.reset, "flush": self.flush}
 
+    @property
+    def ends(self) -> Tensor | bool:
+        """The same flush, said place by place where it comes every so many."""
+        if isinstance(self.flush, Tensor | bool):
+            return self.flush
+        rows, length = self.x.shape[:2]
+        return ((torch.arange(length) + 1) % self.flush == 0).expand(rows, length)
+
     def part(self, start: int, stop: int) -> Call:
         """These positions alone; a flush at the end stays at the end."""
+        if isinstance(self.flush, int) and not isinstance(self.flush, bool):
+            return replace(self, flush=self.ends).part(start, stop)
 
         def cut(marks: Any) -> Any:
             return marks[:, start:stop] if isinstance(marks, Tensor) else marks
@@ -143,8 +153,10 @@ def calls(draw: st.DrawFn, rows: int, lengths: st.SearchStrategy[int]) -> Call:
         call = replace(call, mask=make_marks(rows, length, 0.7, seed + 1))
     if draw(st.booleans()):
         call = replace(call, reset=make_marks(rows, length, 0.2, seed + 2))
-    flush = draw(st.sampled_from(["no", "end", "marked"]))
-    if flush != "no":
+    flush = draw(st.sampled_from(["no", "end", "marked", "frames"]))
+    if flush == "frames":
+        call = replace(call, flush=draw(st.integers(1, 10)))
+    elif flush != "no":
         marked = make_marks(rows, length, 0.2, seed + 3)
         call = replace(call, flush=True if flush == "end" else marked)
     return call

@@ -45,7 +45,7 @@ def assert_follows_the_oracle(memory: TensorMemory, pieces: list[Call], state: M
                 before,
                 mask=row(call.mask, b),
                 reset=row(call.reset, b),
-                flush=row(call.flush, b),
+                flush=row(call.ends, b),
             )
             assert_same(m[b], torch.from_numpy(expected_m))
         for b, (got, after) in enumerate(zip(oracle_states(state), expected, strict=True)):

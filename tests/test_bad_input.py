@@ -236,6 +236,12 @@ def test_a_flush_of_none_is_refused(memory, x):
         memory(x, flush=None)
 
 
+@pytest.mark.parametrize("frame", [0, -3])
+def test_frames_of_no_tokens_are_refused(memory, x, frame):
+    with pytest.raises(ValueError, match=rf"^flush: expected at least 1 token .*, got {frame}; "):
+        memory(x, flush=frame)
+
+
 @pytest.mark.parametrize("gate", [float("nan"), float("inf")])
 def test_a_gate_that_is_not_finite_is_refused(memory, gate):
     with pytest.raises(ValueError, match=r"^gate_init: expected a finite number, got .*; 0 opens"):

@@ -51,6 +51,8 @@ def assert_as_walked(fill, mask, reset, flush, chunk_size) -> None:
     ends = flush if isinstance(flush, torch.Tensor) else no.clone()
     if flush is True:
         ends[:, -1] = True
+    elif isinstance(flush, int):
+        ends |= (torch.arange(N) + 1) % (flush or N + 1) == 0
     for b in range(B):
         row = walk(int(fill[b]), mask[b], no[b] if reset is None else reset[b], ends[b], chunk_size)
         assert got.steps >= len(row.chunks)
@@ -76,7 +78,7 @@ def assert_as_walked(fill, mask, reset, flush, chunk_size) -> None:
     chunk_size=st.integers(1, 5),
     masked=st.sampled_from([0.0, 0.4, 0.9, 1.0]),
     resetting=st.sampled_from([None, 0.1, 0.5]),
-    flushing=st.sampled_from([False, True, 0.1, 0.5]),
+    flushing=st.sampled_from([False, True, 0.1, 0.5, 1, 3, 4, 20]),
     seed=SEEDS,
 )
 def test_tokens_are_placed_as_by_hand(rows, length, chunk_size, masked, resetting, flushing, seed):

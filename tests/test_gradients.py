@@ -59,7 +59,7 @@ def test_gradients_are_right_through_a_cut(option, cut):
 
 
 @pytest.mark.parametrize("reads", ["chunk", "token"])
-@pytest.mark.parametrize("flush", ["no", "end", "marked"])
+@pytest.mark.parametrize("flush", ["no", "end", "marked", "frames"])
 def test_gradients_are_right_with_masks_documents_and_flushes(reads, flush):
     config = MemoryConfig(channels=1, grid=(2,), chunk_size=2, reads=reads)
     marked = make_marks(2, LENGTH, 0.3, seed=6)
@@ -67,7 +67,7 @@ def test_gradients_are_right_with_masks_documents_and_flushes(reads, flush):
         make_tokens(2, LENGTH, DIM),
         mask=make_marks(2, LENGTH, 0.7, seed=4),
         reset=make_marks(2, LENGTH, 0.3, seed=5),
-        flush={"no": False, "end": True, "marked": marked}[flush],
+        flush={"no": False, "end": True, "marked": marked, "frames": 3}[flush],
     )
     assert_gradients(config, call)
     assert_gradients(config, replace(call, reset=None), cut=2)

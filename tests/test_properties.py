@@ -224,6 +224,30 @@ def test_a_marked_flush_is_a_flush_at_the_end_of_a_call(option, call, seed, at):
     assert_same_state(joined_end, end)
 
 
+@settings(max_examples=100)
+@given(
+    option=OPTION,
+    length=st.integers(1, 14),
+    frame=st.integers(1, 8),
+    seed=SEEDS,
+    started=STARTS,
+)
+def test_a_flush_every_so_many_tokens_is_one_marked_at_each(option, length, frame, seed, started):
+    memory, state = build(option, 2, seed, started)
+    call = Call(make_tokens(2, length, DIM, seed=seed).requires_grad_(), flush=frame)
+    results = [run(memory, [c], state) for c in (call, replace(call, flush=call.ends))]
+    (m, end), (marked, marked_end) = results
+    assert_same(m, marked)
+    assert_same_state(end, marked_end)
+    weight = make_tokens(2, length, DIM, seed=seed + 1)
+    got, expected = (
+        torch.autograd.grad((m * weight).sum() + end.cell.square().sum(), leaves)
+        for (m, end), leaves in zip(results, [[call.x, memory.output.weight]] * 2, strict=True)
+    )
+    for one, other in zip(got, expected, strict=True):
+        assert_same(one, other)
+
+
 @settings(max_examples=50)
 @given(option=OPTION, length=st.integers(0, 7), seed=SEEDS)
 def test_a_flush_writes_the_unfinished_chunk_padded_with_zeros(option, length, seed):

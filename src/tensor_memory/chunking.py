@@ -48,15 +48,22 @@ def assign(
     fill: Tensor,
     mask: Tensor,
     reset: Tensor | None,
-    flush: Tensor | bool,
+    flush: Tensor | bool | int,
     chunk_size: int,
 ) -> Assignment:
-    """Place N > 0 tokens per row into chunks: fill (B,), mask (B, N), reset and flush (B, N)."""
+    """Place N > 0 tokens per row into chunks: fill (B,), mask (B, N), reset and flush (B, N).
+
+    flush may also be True, after the last position, or a number of positions, after every so many.
+    """
     B, N = mask.shape
     K = chunk_size
-    ends = flush if isinstance(flush, Tensor) else torch.zeros_like(mask)
-    if flush is True:
-        ends[:, -1].fill_(True)  # an index tensor would have to travel to the device
+    if isinstance(flush, Tensor):
+        frame, ends = N, flush
+    else:
+        every, ends = N if flush is True else int(flush), torch.zeros_like(mask)
+        frame = min(every or N, N)
+        if 0 < every <= N:
+            ends[:, every - 1 :: every].fill_(True)  # an index tensor would travel to the device
     begins = torch.zeros_like(mask) if reset is None else reset
 
     real = mask.long()
@@ -71,7 +78,8 @@ def assign(
     completed = (mask & (place == K - 1)) | (ends & (count % K > 0))
 
     if reset is None and not isinstance(flush, Tensor):
-        S = -(-(K - 1 + N) // K)  # a bound the host knows: at most K − 1 tokens were waiting
+        # A bound the host knows: at most K − 1 tokens were waiting, and each frame has its chunks.
+        S = -(-(K - 1 + frame) // K) + (N - frame) // frame * -(-frame // K) + -(-(N % frame) // K)
     else:
         S = max(int(chunk[:, -1].amax()) + 1, 1) if B else 1
 

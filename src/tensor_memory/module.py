@@ -10,6 +10,8 @@ M writes per chunk.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -108,7 +110,7 @@ class TensorMemory(nn.Module):
         *,
         mask: Tensor | None = None,
         reset: Tensor | None = None,
-        flush: Tensor | bool = False,
+        flush: Tensor | bool | int = False,
     ) -> tuple[Tensor, MemoryState]:
         """Read and write N tokens.
 
@@ -119,8 +121,10 @@ class TensorMemory(nn.Module):
                 advance a chunk, and their readout is exactly zero.
             reset: (B, N) bool, true where a new document starts: the state is emptied before that
                 position and an unfinished chunk is dropped. Counts on masked positions too.
-            flush: write the unfinished chunk zero-padded, after the last token (True) or after
-                each position marked in a (B, N) bool tensor: the end of a frame or a layer.
+            flush: write the unfinished chunk zero-padded: after the last token (True), after every
+                so many positions of this call (an integer: frames of equal length), or after each
+                position marked in a (B, N) bool tensor. An integer needs no answer from a device,
+                so a CUDA graph can capture the call; a tensor needs one.
 
         Returns:
             m (B, N, d) in x's type, and the state to continue from, differentiable until
@@ -144,7 +148,10 @@ class TensorMemory(nn.Module):
             mask = reset = None
         marked = mask is not None or reset is not None or isinstance(flush, Tensor)
         if state.aligned is not None and not marked:
-            m, state = self._forward_aligned(x, state, state.aligned, flush is True)
+            if isinstance(flush, bool):
+                m, state = self._forward_aligned(x, state, state.aligned, flush)
+            else:
+                m, state = self._forward_frames(x, state, state.aligned, flush)
         else:
             m, state = self._forward_rows(x, state, mask, reset, flush)
         return m.to(x.dtype), state
@@ -182,6 +189,8 @@ class TensorMemory(nn.Module):
             reads = torch.cat([state.readout[:, None], reads[:, 1:]], dim=1)
 
         m = self._readout(reads)[:, waiting : waiting + N]
+        if not (waiting or left):  # nothing was kept of an unfinished chunk, and nothing is
+            return m, replace(state, hidden=hidden, cell=cell)
         kept = state.readout.shape[1]
         return m, MemoryState(
             hidden=hidden,
@@ -192,13 +201,45 @@ class TensorMemory(nn.Module):
             aligned=left,
         )
 
+    def _forward_frames(
+        self, x: Tensor, state: MemoryState, waiting: int, frame: int
+    ) -> tuple[Tensor, MemoryState]:
+        """Every `frame` tokens a flush, all rows together; a last, shorter frame stays open."""
+        whole = x.shape[1] // frame * frame
+        begun = frame if waiting and whole else 0  # what waits joins the first frame alone
+        parts = []
+        if begun:
+            m, state = self._forward_aligned(x[:, :begun], state, waiting, flush=True)
+            parts.append(m)
+        if begun < whole:
+            m, state = self._forward_whole_frames(x[:, begun:whole], state, frame)
+            parts.append(m)
+        if whole < x.shape[1]:
+            waiting = 0 if whole else waiting
+            m, state = self._forward_aligned(x[:, whole:], state, waiting, flush=False)
+            parts.append(m)
+        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0], state
+
+    def _forward_whole_frames(
+        self, x: Tensor, state: MemoryState, frame: int
+    ) -> tuple[Tensor, MemoryState]:
+        """Frames that nothing waits before, one scan for all: each is padded to whole chunks."""
+        B, _, d = x.shape
+        K = self.config.chunk_size
+        x = x.reshape(B, -1, frame, d)
+        if frame % K:
+            x = F.pad(x, (0, 0, 0, -frame % K))
+        reads, hidden, cell = self._scan(x.reshape(B, -1, K, d), state.hidden, state.cell)
+        m = self._readout(reads).reshape(x.shape)[:, :, :frame].flatten(1, 2)
+        return m, replace(state, hidden=hidden, cell=cell)
+
     def _forward_rows(
         self,
         x: Tensor,
         state: MemoryState,
         mask: Tensor | None,
         reset: Tensor | None,
-        flush: Tensor | bool,
+        flush: Tensor | bool | int,
     ) -> tuple[Tensor, MemoryState]:
         """Rows differ in what is masked, reset, flushed or waiting."""
         B, N, d = x.shape
@@ -298,7 +339,7 @@ class TensorMemory(nn.Module):
         return self.output(reads)[:, :, None].expand(-1, -1, K, -1).flatten(1, 2)
 
     def _check(
-        self, x: Tensor, mask: Tensor | None, reset: Tensor | None, flush: Tensor | bool
+        self, x: Tensor, mask: Tensor | None, reset: Tensor | None, flush: Tensor | bool | int
     ) -> None:
         if not isinstance(x, Tensor):
             raise TypeError(
@@ -324,7 +365,12 @@ class TensorMemory(nn.Module):
                 "convert one of them with .to(), or run under torch.autocast"
             )
         for name, marks in (("mask", mask), ("reset", reset), ("flush", flush)):
-            if isinstance(marks, bool) if name == "flush" else marks is None:
+            if isinstance(marks, int) if name == "flush" else marks is None:
+                if marks is not None and not isinstance(marks, bool) and marks < 1:
+                    raise ValueError(
+                        f"flush: expected at least 1 token per frame, got {marks}; "
+                        "False writes no unfinished chunk"
+                    )
                 continue
             if not isinstance(marks, Tensor) or marks.dtype != torch.bool:
                 got = marks.dtype if isinstance(marks, Tensor) else type(marks).__name__

@@ -75,7 +75,7 @@ class MemoryResidual(nn.Module):
         *,
         mask: Tensor | None = None,
         reset: Tensor | None = None,
-        flush: Tensor | bool = False,
+        flush: Tensor | bool | int = False,
     ) -> tuple[Tensor, MemoryState]:
         """x (B, N, d) -> x̂ (B, N, d), state; the options are `TensorMemory.forward`'s."""
         if mask is None:

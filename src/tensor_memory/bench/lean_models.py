@@ -155,13 +155,11 @@ class VideoModel(nn.Module):
         summary = self.summary.to(x.dtype).expand(B, T, 1, -1)
         x = torch.cat([summary, x], dim=2).flatten(0, 1)  # (B·T, 1 + patches, d)
         N = x.shape[1]
-        ends = torch.zeros(B, T, N, dtype=torch.bool, device=x.device)
-        ends[:, :, -1].fill_(True)
         for index, block in enumerate(self.blocks):
             assert isinstance(block, Block)
             x = block.attend(x)
             if str(index) in self.residuals:
-                clip, _ = self.residuals[str(index)](x.reshape(B, T * N, -1), flush=ends.flatten(1))
+                clip, _ = self.residuals[str(index)](x.reshape(B, T * N, -1), flush=N)
                 x = clip.reshape(B * T, N, -1)
             x = block.transform(x)
         last = self.norm(x.unflatten(0, (B, T))[:, -1, 0])
