@@ -76,6 +76,15 @@ class Task(Protocol):
         ...
 
 
+@runtime_checkable
+class KeepsAssets(Protocol):
+    """A task whose runs are of no use without something of its own, such as a vocabulary."""
+
+    def assets(self) -> dict[str, str]:
+        """Text files by name, written into the run's folder."""
+        ...
+
+
 class TaskConfig(Protocol):
     """A frozen dataclass of plain values that says which task it is."""
 

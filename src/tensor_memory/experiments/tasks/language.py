@@ -1,0 +1,202 @@
+"""Next-token prediction: windows that start empty, or streams whose state is carried.
+
+Every token of a split is scored exactly once, the first from the start token alone. A window is N
+tokens long; what a model may know of the text before it is what it carries. Letters: B rows, N
+tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tensor_memory.experiments.tasks import Batch, Outputs, Sums
+from tensor_memory.experiments.tasks.text import Corpus, Level, Protocol, read_corpus
+
+
+@dataclass(frozen=True)
+class LanguageTaskConfig:
+    """Text to predict, cut into windows."""
+
+    data_dir: str | None = None
+    """Folder with train.txt, valid.txt, test.txt; None: WikiText-2 by the `datasets` library."""
+    corpus: Literal["wikitext-2", "any"] = "wikitext-2"
+    """wikitext-2: token counts must be those of the whole corpus. any: whatever is there."""
+    protocol: Protocol = "standard"
+    """standard: `<eos>` per line, every training word. paper: no `<eos>`, 30,000 words."""
+    level: Level = "word"
+    length: int = 512
+    """Tokens per window."""
+    carried: bool = False
+    """Whether windows of a row follow each other and the state is carried between them."""
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise ValueError(f"task.length: expected 1 or more tokens, got {self.length}")
+
+    def build(self, seed: int) -> LanguageTask:
+        """Read the text and count it."""
+        corpus = read_corpus(
+            self.data_dir,
+            protocol=self.protocol,
+            level=self.level,
+            wikitext=self.corpus == "wikitext-2",
+        )
+        return LanguageTask(self, corpus, seed)
+
+
+class LanguageTask:
+    """A corpus, its windows and their perplexity."""
+
+    metric = "perplexity"
+    higher_is_better = False
+
+    def __init__(self, config: LanguageTaskConfig, corpus: Corpus, seed: int) -> None:
+        self.config, self.seed = config, seed
+        self.vocabulary = corpus.vocabulary
+        self.splits = corpus.splits
+        self.carries = config.carried
+        # A carried run is also measured without what it carries, in the same windows.
+        self.test_splits = ("test", "test@fresh") if config.carried else ("test",)
+        unit = "bytes" if config.level == "byte" else config.protocol
+        self.name = f"{config.corpus if config.corpus != 'any' else 'text'}/{unit}"
+        shortest = min(len(part) for part in self.splits.values())
+        if shortest < 2:
+            raise ValueError(f"expected at least 2 tokens in every split, got {shortest}")
+
+    def to(self, device: torch.device) -> LanguageTask:
+        """The same task with its tokens on `device`: 8 MB for WikiText-2."""
+        moved = {split: part.to(device) for split, part in self.splits.items()}
+        return LanguageTask(self.config, Corpus(self.vocabulary, moved), self.seed)
+
+    def batch(self, split: str, index: int, size: int) -> Batch:
+        """Rows of `ids`, the tokens before, and `targets`, both (B, N); `scored` where real."""
+        tokens = self._tokens(split)
+        if split == "train":
+            starts, fresh = self._training_starts(len(tokens), index, size)
+            end = len(tokens)
+        elif self._is_carried(split):
+            starts, fresh, end = self._stream_starts(len(tokens), index, size)
+        else:
+            N, windows = self.config.length, self._windows(len(tokens))
+            starts = torch.arange(index * size, min((index + 1) * size, windows)) * N
+            fresh, end = torch.ones(len(starts), dtype=torch.bool), len(tokens)
+        return self._cut(tokens, starts, fresh, end)
+
+    def batches(self, split: str, size: int) -> int:
+        """Batches of one pass; carried ones are `size` streams side by side."""
+        count = len(self._tokens(split))
+        if self._is_carried(split):
+            return self._windows(-(-count // size))
+        return -(-self._windows(count) // size)
+
+    def loss(self, outputs: Outputs, batch: Batch) -> Tensor:
+        """Mean negative log-likelihood in nats per token."""
+        scored = batch["scored"]
+        return (outputs["nll"] * scored).sum() / scored.sum()
+
+    def measure(self, outputs: Outputs, batch: Batch) -> Sums:
+        """The loss, summed in float64: 245,569 terms."""
+        scored = batch["scored"]
+        return {"loss": ((outputs["nll"].double() * scored).sum(), scored.sum())}
+
+    def finish(self, means: dict[str, float]) -> dict[str, float]:
+        """Perplexity, or bits per byte as well where bytes are predicted."""
+        extra = {"perplexity": math.exp(min(means["loss"], 50.0))}
+        if self.config.level == "byte":
+            extra["bits_per_byte"] = means["loss"] / math.log(2)
+        return means | extra
+
+    def ceiling(self, split: str) -> float | None:
+        """Nobody knows the entropy of English."""
+        return None
+
+    def facts(self) -> dict[str, Any]:
+        """The protocol that a perplexity cannot be read without."""
+        N = self.config.length
+        context = (
+            f"windows of {N} in order, state carried between them"
+            if self.carries
+            else f"windows of {N}, each from an empty state"
+        )
+        return {
+            "protocol": self.config.protocol if self.config.level == "word" else "bytes",
+            "vocabulary": len(self.vocabulary),
+            "tokens": {split: len(part) for split, part in self.splits.items()},
+            "window": N,
+            "carried": self.carries,
+            "evaluation": f"{context}; every token scored once",
+            "chance": float(len(self.vocabulary)),
+        }
+
+    def assets(self) -> dict[str, str]:
+        """Text files that a run keeps beside its weights: the words by id, one per line."""
+        return {"vocabulary.txt": "\n".join(self.vocabulary.words)}
+
+    def fresh(self) -> LanguageTask:
+        """The same text in windows that start empty."""
+        config = replace(self.config, carried=False)
+        return LanguageTask(config, Corpus(self.vocabulary, self.splits), self.seed)
+
+    def _tokens(self, split: str) -> Tensor:
+        name = split.partition("@")[0]
+        if name not in self.splits or split not in (name, "test@fresh"):
+            raise ValueError(f"split: expected train, valid, test or test@fresh, got {split!r}")
+        return self.splits[name]
+
+    def _is_carried(self, split: str) -> bool:
+        return self.carries and not split.endswith("@fresh")
+
+    def _windows(self, count: int) -> int:
+        return -(-count // self.config.length)
+
+    def _training_starts(self, count: int, index: int, size: int) -> tuple[Tensor, Tensor]:
+        """Where the rows of a training batch start; each epoch cuts at another offset.
+
+        Without carrying: the windows of an epoch in random order. With it: the text cut into
+        `size` streams that are read in order, side by side.
+        """
+        N = self.config.length
+        stream = count // size if self.carries else count
+        windows = (stream - N + 1) // N  # that fit wherever the first one starts
+        if windows < 1 or (not self.carries and windows < size):
+            raise ValueError(
+                f"expected a training text with at least {size} windows of {N} tokens, got "
+                f"{count:,} tokens; lower --budget.batch-size or --task.length"
+            )
+        per_epoch = windows if self.carries else windows // size
+        epoch, place = divmod(index, per_epoch)
+        draw = torch.Generator().manual_seed(self.seed * 100_003 + epoch)
+        offset = int(torch.randint(N, (), generator=draw))
+        if self.carries:
+            starts = torch.arange(size) * stream + offset + place * N
+            return starts, torch.full((size,), place == 0)
+        order = torch.randperm(windows, generator=draw)
+        return order[place * size : (place + 1) * size] * N + offset, torch.ones(
+            size, dtype=torch.bool
+        )
+
+    def _stream_starts(self, count: int, index: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The same place in each of `size` streams, and where each stream ends."""
+        stream = -(-count // size)
+        first = torch.arange(size) * stream
+        starts = first + index * self.config.length
+        return starts, torch.full((size,), index == 0), (first + stream).clamp(max=count)
+
+    def _cut(self, tokens: Tensor, starts: Tensor, fresh: Tensor, end: int | Tensor) -> Batch:
+        N, device = self.config.length, tokens.device
+        end = end.to(device)[:, None] if isinstance(end, Tensor) else end
+        at = starts.to(device)[:, None] + torch.arange(N, device=device)  # (B, N)
+        scored = at < end
+        at = at.clamp(max=len(tokens) - 1)
+        before = tokens[(at - 1).clamp(min=0)].long()
+        return {
+            "ids": torch.where(at == 0, self.vocabulary.start, before),
+            "targets": tokens[at].long(),
+            "scored": scored,
+            "fresh": fresh.to(device),
+        }

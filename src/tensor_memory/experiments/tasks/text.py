@@ -1,0 +1,178 @@
+"""Text as ids: files found, words or bytes counted, nothing dropped.
+
+Two protocols for WikiText-2. `standard`: one `<eos>` per line and every word of the training part,
+33,278 in all. `paper`: no `<eos>` and the 30,000 most frequent words, the others `<unk>`, as the
+paper has it, without its two slips (`<unk>` shared an id with "and"; the tail of each split was
+never scored).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+SPLITS = ("train", "valid", "test")
+END, UNKNOWN = "<eos>", "<unk>"
+PAPER_WORDS = 30_000
+WIKITEXT_2 = {
+    "standard": {"train": 2_088_628, "valid": 217_646, "test": 245_569, "words": 33_278},
+    "paper": {"train": 2_051_910, "valid": 213_886, "test": 241_211, "words": PAPER_WORDS},
+}
+"""Tokens per split and words: what a whole copy of WikiText-2 gives under each protocol."""
+
+Protocol = Literal["standard", "paper"]
+Level = Literal["word", "byte"]
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Words by id, or the 256 bytes (`words` empty).
+
+    >>> v = Vocabulary.of_words("a b a <eos>".split())
+    >>> v.encode(["a", "b", "zebra"]), v.decode([0, 1])
+    ([0, 1, 3], 'a b')
+    """
+
+    words: tuple[str, ...] = ()
+
+    @classmethod
+    def of_words(cls, tokens: Sequence[str], most: int | None = None) -> Vocabulary:
+        """By falling frequency, first seen first; `<unk>` is always among the `most` words."""
+        words = [word for word, _ in Counter(tokens).most_common()]
+        if UNKNOWN not in words[:most]:
+            words = [*words[: None if most is None else most - 1], UNKNOWN]
+        return cls(tuple(words[:most]))
+
+    def __len__(self) -> int:
+        return len(self.words) or 256
+
+    @property
+    def start(self) -> int:
+        """What stands before the first token of a text: the end of a line, else `<unk>` or 10."""
+        if not self.words:
+            return 10  # a new line
+        return self._ids()[END if END in self._ids() else UNKNOWN]
+
+    def encode(self, tokens: Sequence[str] | bytes) -> list[int]:
+        """Ids of words, unknown ones as `<unk>`; of bytes, themselves."""
+        if isinstance(tokens, bytes):
+            return list(tokens)
+        ids = self._ids()
+        unknown = ids[UNKNOWN]
+        return [ids.get(token, unknown) for token in tokens]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text again: words with blanks between and a new line for `<eos>`, or bytes as UTF-8."""
+        if not self.words:
+            return bytes(ids).decode("utf-8", errors="replace")
+        text = " ".join(self.words[i] for i in ids)
+        return text.replace(f" {END} ", "\n").replace(f" {END}", "\n").replace(f"{END} ", "\n")
+
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of a text, with `<eos>` at line ends where the vocabulary has it."""
+        if not self.words:
+            return self.encode(text.encode("utf-8"))
+        return self.encode(_split(text, end=END in self._ids()))
+
+    def _ids(self) -> dict[str, int]:
+        cached = self.__dict__.get("_by_word")
+        if cached is None:
+            cached = {word: i for i, word in enumerate(self.words)}
+            object.__setattr__(self, "_by_word", cached)
+        return cached
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Three splits as ids, int32, and the vocabulary of the training part."""
+
+    vocabulary: Vocabulary
+    splits: dict[str, Tensor]
+
+
+def read_corpus(
+    folder: str | None,
+    *,
+    protocol: Protocol = "standard",
+    level: Level = "word",
+    wikitext: bool = True,
+) -> Corpus:
+    """Read train, valid and test text from a folder, or WikiText-2 through `datasets`.
+
+    Args:
+        folder: holds `train.txt`, `valid.txt`, `test.txt` or `wiki.train.tokens` and so on; None
+            asks the `datasets` library, which needs a network once.
+        protocol: see the top of this file.
+        level: words split at blanks, or bytes.
+        wikitext: the text must be WikiText-2, whole: its counts are compared.
+    """
+    texts = _from_datasets() if folder is None else _from_folder(Path(folder))
+    if level == "byte":
+        vocabulary = Vocabulary()
+        ids = {split: vocabulary.tokenize(text) for split, text in texts.items()}
+    else:
+        tokens = {split: _split(text, end=protocol == "standard") for split, text in texts.items()}
+        most = PAPER_WORDS if protocol == "paper" else None
+        vocabulary = Vocabulary.of_words(tokens["train"], most)
+        ids = {split: vocabulary.encode(part) for split, part in tokens.items()}
+    if wikitext and level == "word":
+        _require_wikitext(ids, len(vocabulary), protocol, folder)
+    for split, part in ids.items():
+        if not part:
+            raise ValueError(f"{folder}: expected text in the {split} part, got an empty file")
+    return Corpus(vocabulary, {s: torch.tensor(part, dtype=torch.int32) for s, part in ids.items()})
+
+
+def _split(text: str, *, end: bool) -> list[str]:
+    if not end:
+        return text.split()
+    return [token for line in text.splitlines() for token in (*line.split(), END)]
+
+
+def _from_folder(folder: Path) -> dict[str, str]:
+    layout = "train.txt, valid.txt and test.txt (or wiki.train.tokens, wiki.valid.tokens and so on)"
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: no such folder; expected one with {layout}")
+    texts = {}
+    for split in SPLITS:
+        names = (f"{split}.txt", f"wiki.{split}.tokens", f"wiki.{split}.raw")
+        found = [folder / name for name in names if (folder / name).is_file()]
+        if not found:
+            present = ", ".join(sorted(p.name for p in folder.iterdir())) or "nothing"
+            raise FileNotFoundError(
+                f"{folder}: the {split} part is missing; expected {layout}, found {present}"
+            )
+        texts[split] = found[0].read_text(encoding="utf-8")
+    return texts
+
+
+def _from_datasets() -> dict[str, str]:
+    try:
+        from datasets import load_dataset  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise ImportError(
+            "no data folder was given and the `datasets` library is not installed; name a folder "
+            "with --task.data-dir (train.txt, valid.txt, test.txt), or pip install datasets"
+        ) from error
+    parts = load_dataset("Salesforce/wikitext", "wikitext-2-v1")
+    names = {"train": "train", "valid": "validation", "test": "test"}
+    return {split: "".join(parts[name]["text"]) for split, name in names.items()}
+
+
+def _require_wikitext(
+    ids: dict[str, list[int]], words: int, protocol: Protocol, folder: str | None
+) -> None:
+    expected = WIKITEXT_2[protocol]
+    found = {split: len(part) for split, part in ids.items()} | {"words": words}
+    wrong = [f"{n} {expected[n]:,}, got {found[n]:,}" for n in expected if found[n] != expected[n]]
+    if wrong:
+        raise ValueError(
+            f"{folder}: not the whole of WikiText-2 under the {protocol} protocol: expected "
+            f"{'; '.join(wrong)}. Fetch the files again, or say --task.corpus any for other text"
+        )
