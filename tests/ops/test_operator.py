@@ -1,15 +1,18 @@
 """The scan as PyTorch's compilers see it: registration, compile, export, second derivatives."""
 
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from scans import FUSED, Case
+from scans import FUSED, Case, run
+from torch.utils.flop_counter import FlopCounterMode
 
 from memories import assert_identical_state, assert_same_state
-from tensor_memory import MemoryConfig, MemoryState, TensorMemory
-from tensor_memory.ops import operator
+from tensor_memory import MemoryConfig, MemoryState, TensorMemory, memory_scan
+from tensor_memory.ops import direct, operator
 from tolerances import assert_same
 
 CASES = [
@@ -125,3 +128,44 @@ def test_an_exported_memory_takes_batches_and_lengths_it_has_not_seen():
     program = torch.export.export(memory, (torch.randn(2, 6, 6),), dynamic_shapes=shapes)
     x = torch.randn(3, 14, 6)
     assert torch.equal(program.module()(x)[0], memory(x)[0])
+
+
+@pytest.mark.parametrize("backend", ["torch", FUSED])
+@pytest.mark.parametrize("checkpoint_every", [None, 2])
+def test_eager_code_gets_what_the_operator_gives(backend, checkpoint_every, monkeypatch):
+    case = Case(B=2, S=3, C=16, grid=(3, 2), Q=1, M=1)
+    request = case.make(torch.float32)
+    direct_results = run(request, backend, checkpoint_every)
+    monkeypatch.setattr(direct, "serves", lambda request: False)
+    for name, value in run(request, backend, checkpoint_every).items():
+        assert torch.equal(direct_results[name], value), name
+
+
+def test_eager_code_refuses_a_second_derivative_with_the_remedy():
+    inputs = arguments(CASES[0], "torch", 0, grad=True)
+    reads, *_ = memory_scan(*inputs[:9], backend="torch")
+    (grad,) = torch.autograd.grad(reads.sum(), inputs[3], create_graph=True)
+    with pytest.raises(NotImplementedError, match=r'second derivative; use backend="reference"'):
+        grad.sum().backward()
+
+
+def test_compilers_tracers_and_transforms_get_the_operator():
+    request = Case(B=1, S=2).make()
+    assert direct.serves(request)
+    seen = []
+    with FlopCounterMode(display=False):
+        seen.append(direct.serves(request))
+    torch.func.grad(lambda x: (seen.append(direct.serves(request)), x.sum())[1])(torch.ones(2))
+    assert seen == [False, False]
+
+
+def test_a_first_step_of_training_does_not_wait_for_the_compiler_to_load():
+    code = """
+import sys, torch
+from tensor_memory import MemoryConfig, TensorMemory
+memory = TensorMemory(8, MemoryConfig(channels=4, grid=(3, 3), chunk_size=2))
+memory(torch.randn(2, 4, 8))[0].sum().backward()
+print("torch._dynamo" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -12,7 +12,7 @@ import os
 import torch
 from torch import Tensor
 
-from tensor_memory.ops import operator, reference, sampling
+from tensor_memory.ops import direct, operator, reference, sampling
 from tensor_memory.ops.request import Request
 
 _log = logging.getLogger("tensor_memory")
@@ -101,9 +101,11 @@ def memory_scan(
         keep = torch.is_grad_enabled() and any(
             value is not None and value.requires_grad for value in request.floats
         )
-        reads, hidden, cell, _ = operator.scan(
-            *ready, keep, checkpoint_every or 0, _products_dtype(request), chosen
-        )
+        options = (keep, checkpoint_every or 0, _products_dtype(request), chosen)
+        if direct.serves(ready):
+            reads, hidden, cell = direct.scan(ready, *options)
+        else:
+            reads, hidden, cell, _ = operator.scan(*ready, *options)
     return None if read_at is None else reads, hidden, cell
 
 

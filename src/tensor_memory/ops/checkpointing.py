@@ -40,8 +40,8 @@ def forward(
 def backward(
     implementation: Any,
     grad_reads: Tensor,
-    grad_hidden: Tensor,
-    grad_cell: Tensor,
+    grad_hidden: Tensor | None,
+    grad_cell: Tensor | None,
     request: Request,
     kept: list[Tensor],
     every: int,
@@ -49,6 +49,8 @@ def backward(
 ) -> Floats:
     """Gradients of everything in the request but the masks."""
     S = request.write_at.shape[1]
+    if grad_hidden is None or grad_cell is None:  # nobody made use of the last state
+        grad_hidden = grad_cell = torch.zeros_like(request.hidden)
     zeros = [None if value is None else torch.zeros_like(value) for value in request.floats]
     total = Request._make([*zeros, None, None])
     for segment, start in reversed(list(enumerate(range(0, S, every)))):

@@ -8,6 +8,7 @@ None comes back empty, since an operator's results have fixed types.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from typing import Any, cast
 
@@ -15,14 +16,59 @@ import torch
 from torch import Tensor
 
 from tensor_memory.ops import checkpointing
-from tensor_memory.ops.request import Request
+from tensor_memory.ops.request import Floats, Request
 
+Wanted = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""What arrives for reads, hidden and cell; None where nobody made use of them."""
 NineTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def implementation(name: str) -> Any:
     """The module that serves; the fused one brings triton with it, so it is loaded when asked."""
     return importlib.import_module(f"tensor_memory.ops.{name}_scan")
+
+
+def run_forward(
+    request: Request, keep: bool, checkpoint_every: int, products: torch.dtype, name: str
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """What `scan` does: reads, hidden, cell and what is kept."""
+    serving = implementation(name)
+    with _no_autocast(request.hidden.device.type):
+        if keep and checkpoint_every:
+            return checkpointing.forward(serving, request, checkpoint_every, products)
+        return serving.forward(request, keep=keep, products=products)
+
+
+def run_backward(
+    wanted: Wanted,
+    request: Request,
+    kept: list[Tensor],
+    checkpoint_every: int,
+    products: torch.dtype,
+    name: str,
+) -> Floats:
+    """What `scan_backward` does; a gradient that never came is zero, of the state also None."""
+    assert request.read_at is not None, "a request at rest"
+    grad_reads, grad_hidden, grad_cell = (g if g is None else g.contiguous() for g in wanted)
+    if grad_reads is None:
+        grad_reads = torch.zeros_like(request.empty_reads())
+    if (grad_hidden is None) != (grad_cell is None):
+        grad_hidden = torch.zeros_like(request.hidden) if grad_hidden is None else grad_hidden
+        grad_cell = torch.zeros_like(request.hidden) if grad_cell is None else grad_cell
+    wanted = (grad_reads, grad_hidden, grad_cell)
+    serving = implementation(name)
+    with _no_autocast(request.hidden.device.type):
+        if checkpoint_every:
+            return checkpointing.backward(
+                serving, *wanted, request, kept, checkpoint_every, products
+            )
+        return serving.backward(*wanted, request, kept, products=products)
+
+
+def _no_autocast(device: str) -> Any:
+    """Autocast would reach inside; entering the context costs more than asking."""
+    enabled = torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if enabled else contextlib.nullcontext()
 
 
 @torch.library.custom_op("tensor_memory::scan", mutates_args=())
@@ -47,17 +93,14 @@ def scan(
     request = Request(
         read_at, write_at, spread, content, taps, mix, bias, hidden, cell, writes, resets
     )
-    with torch.autocast(hidden.device.type, enabled=False):  # it would reach inside
-        if keep and checkpoint_every:
-            return checkpointing.forward(implementation(name), request, checkpoint_every, products)
-        return implementation(name).forward(request, keep=keep, products=products)
+    return run_forward(request, keep, checkpoint_every, products, name)
 
 
 @torch.library.custom_op("tensor_memory::scan_backward", mutates_args=())
 def scan_backward(
-    grad_reads: Tensor,
-    grad_hidden: Tensor,
-    grad_cell: Tensor,
+    grad_reads: Tensor | None,
+    grad_hidden: Tensor | None,
+    grad_cell: Tensor | None,
     read_at: Tensor,
     write_at: Tensor,
     spread: Tensor | None,
@@ -79,13 +122,7 @@ def scan_backward(
         read_at, write_at, spread, content, taps, mix, bias, hidden, cell, writes, resets
     )
     wanted = (grad_reads, grad_hidden, grad_cell)
-    with torch.autocast(hidden.device.type, enabled=False):
-        if checkpoint_every:
-            grads = checkpointing.backward(
-                implementation(name), *wanted, request, kept, checkpoint_every, products
-            )
-        else:
-            grads = implementation(name).backward(*wanted, request, kept, products=products)
+    grads = run_backward(wanted, request, kept, checkpoint_every, products, name)
     filled = tuple(content.new_empty(0) if g is None else g.contiguous() for g in grads)
     return cast(NineTensors, filled)
 
@@ -140,18 +177,18 @@ def _backward(ctx: Any, grad_reads: Any, grad_hidden: Any, grad_cell: Any, _: An
             "tensor_memory::scan: a backward needs what a forward with keep=True has kept"
         )
     saved = ctx.saved_tensors  # asked for once: gradient checkpointing unpacks only once
-    tensors, kept = saved[:11], list(saved[11:])
-    read_at, content, hidden = tensors[0], tensors[3], tensors[7]
-    if grad_reads is None:
-        grad_reads = content.new_zeros(*read_at.shape[:3], content.shape[-1])
-    if grad_hidden is None:
-        grad_hidden = hidden.new_zeros(hidden.shape)
-    if grad_cell is None:
-        grad_cell = hidden.new_zeros(hidden.shape)
-    wanted = (grad.contiguous() for grad in (grad_reads, grad_hidden, grad_cell))
-    grads = scan_backward(*wanted, *tensors, kept, *ctx.options)
-    present = [None if t is None else g for t, g in zip(tensors, grads, strict=False)]
-    return *present, *[None] * 6
+    wanted = (grad_reads, grad_hidden, grad_cell)
+    grads = wanted_backward(wanted, saved[:11], list(saved[11:]), *ctx.options)
+    return *grads, *[None] * 6
+
+
+def wanted_backward(
+    wanted: Wanted, tensors: Any, kept: list[Tensor], *options: Any
+) -> list[Tensor | None]:
+    """`scan_backward`, whose gradients of inputs that are None are None again."""
+    contiguous = (grad if grad is None else grad.contiguous() for grad in wanted)
+    grads = scan_backward(*contiguous, *tensors, kept, *options)
+    return [None if t is None else g for t, g in zip(tensors, grads, strict=False)]
 
 
 def _no_double_backward(ctx: Any, *grads: Any) -> Any:

@@ -47,14 +47,16 @@ def forward(
 
 def backward(
     grad_reads: Tensor,
-    grad_hidden: Tensor,
-    grad_cell: Tensor,
+    grad_hidden: Tensor | None,
+    grad_cell: Tensor | None,
     request: Request,
     kept: list[Tensor],
     *,
     products: torch.dtype,
 ) -> Floats:
     """Gradients of read_at, write_at, spread, content, taps, mix, bias, hidden and cell."""
+    if grad_hidden is None or grad_cell is None:  # nobody made use of the last state
+        grad_hidden = grad_cell = torch.zeros_like(request.hidden)
     zeros = [None if value is None else torch.zeros_like(value) for value in request.floats]
     total = Request._make([*zeros, None, None])
     for rows, pieces in _blocks(request.hidden, kept):

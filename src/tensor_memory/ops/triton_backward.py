@@ -156,11 +156,14 @@ def backward_kernel(
     FILTERED: tl.constexpr,
     WRITES: tl.constexpr,
     RESETS: tl.constexpr,
+    LAST: tl.constexpr,
     RESIDENT: tl.constexpr,
     PRODUCTS: tl.constexpr,
     PIN: tl.constexpr,
 ):
     """All steps of a row, last to first. Leaves the gates' gradients in slopes[..., :4, :].
+
+    LAST: something arrives for the state after the last step.
 
     grad_filtered (S, B, V, C) is what reaches the filtered hidden half of each step; its transpose
     filter is the only thing neighbours exchange.
@@ -188,8 +191,9 @@ def backward_kernel(
         own = (v < V)[:, None]
         given = offset + c[None, :] * V + v[:, None]
         here = v[:, None] * C + c[None, :]
-        rest = tl.load(grad_last_hidden + given, mask=own, other=0.0)
-        dc = tl.load(grad_last_cell + given, mask=own, other=0.0)
+        if LAST:
+            rest = tl.load(grad_last_hidden + given, mask=own, other=0.0)
+            dc = tl.load(grad_last_cell + given, mask=own, other=0.0)
         if TILES > 1:
             tl.store(pass_ring + here, rest, mask=own)
             tl.store(cell_ring + here, dc, mask=own)

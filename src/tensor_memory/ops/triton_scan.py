@@ -127,8 +127,8 @@ def read(read_at: Tensor, hidden: Tensor) -> Tensor:
 
 def backward(
     grad_reads: Tensor,
-    grad_hidden: Tensor,
-    grad_cell: Tensor,
+    grad_hidden: Tensor | None,
+    grad_cell: Tensor | None,
     request: Request,
     kept: list[Tensor],
     *,
@@ -137,15 +137,18 @@ def backward(
     """Gradients of read_at, write_at, spread, content, taps, mix, bias, hidden and cell."""
     C, wide = request.hidden.shape[1], padded_channels(request.hidden.shape[1])
     if request.write_at.shape[1] == 0:
-        nothing_came = (None if t is None else torch.zeros_like(t) for t in request.floats[:7])
-        return *nothing_came, grad_hidden.clone(), grad_cell.clone()
+        passed_on = zip(request.floats[7:], (grad_hidden, grad_cell), strict=True)
+        return (
+            *(None if t is None else torch.zeros_like(t) for t in request.floats[:7]),
+            *(torch.zeros_like(t) if g is None else g.clone() for t, g in passed_on),
+        )
     if wide == C:
         return _backward(grad_reads, grad_hidden, grad_cell, request, kept, products)
-    volume = (0, 0) * (request.hidden.ndim - 2)
+    volume = (*(0, 0) * (request.hidden.ndim - 2), 0, wide - C)
     grads = _backward(
         F.pad(grad_reads, (0, wide - C)),
-        F.pad(grad_hidden, (*volume, 0, wide - C)),
-        F.pad(grad_cell, (*volume, 0, wide - C)),
+        grad_hidden if grad_hidden is None else F.pad(grad_hidden, volume),
+        grad_cell if grad_cell is None else F.pad(grad_cell, volume),
         widened(request, wide),
         kept,
         products,
@@ -169,8 +172,8 @@ def backward(
 
 def _backward(
     grad_reads: Tensor,
-    grad_hidden: Tensor,
-    grad_cell: Tensor,
+    grad_hidden: Tensor | None,
+    grad_cell: Tensor | None,
     request: Request,
     kept: list[Tensor],
     products: torch.dtype,
@@ -200,10 +203,12 @@ def _backward(
     launch(
         triton_backward.backward_kernel, (B * p.parts,),
         read_at, columns, mix, some_writes, nothing if resets is None else resets,
-        grad_reads, grad_hidden, grad_cell, slopes, grad_filtered, rings[0], rings[1],
+        grad_reads, nothing if grad_hidden is None else grad_hidden,
+        nothing if grad_cell is None else grad_cell, slopes, grad_filtered, rings[0], rings[1],
         first_hidden, first_cell, counters, S, Q, B,
         **p.shape, BLOCK_V=p.tile, TILES=p.tiles, PARTS=p.parts,
         FILTERED=taps is not None, WRITES=writes is not None, RESETS=resets is not None,
+        LAST=grad_hidden is not None,
         RESIDENT=p.resident, PRODUCTS=p.products, PIN=not INTERPRETED, **p.together,
     )  # fmt: skip
 
