@@ -1,0 +1,6 @@
+"""One training loop: processes, precision, checkpoints that survive a kill, speed, the record."""
+
+from tensor_memory.experiments.train.loop import train
+from tensor_memory.experiments.train.options import RunOptions
+
+__all__ = ["RunOptions", "train"]
