@@ -29,6 +29,7 @@ LAYERS = (  # from the ground up; a module may import from its own line and from
     ("experiments.results",),
     ("experiments.train",),
     ("experiments.recipes",),
+    ("experiments.commands",),
     ("bench",),
     ("cli", "__main__", "doctor", "leak_check"),
 )

@@ -3,11 +3,13 @@
 tensor-memory doctor
 tensor-memory leak-check package.module:factory
 tensor-memory bench ...
+tensor-memory list | run RECIPE ... | sweep RECIPE ... | report PATH ...
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 
@@ -15,15 +17,24 @@ import tensor_memory
 from tensor_memory.doctor import run_doctor
 from tensor_memory.leak_check import run_leak_check
 
-MISTAKES = (ValueError, TypeError, FileNotFoundError, ImportError)
+MISTAKES = (ValueError, TypeError, OSError, ImportError)
 """What a user can cause and repair: told without a traceback, exit status 2."""
+
+OWN_OPTIONS = {
+    "bench": "timings behind a correctness check",
+    "list": "the recipes there are",
+    "run": "train one model by a recipe",
+    "sweep": "train a grid of models, several at once",
+    "report": "tables and plots of what runs have left",
+}
+"""Commands that read their arguments themselves, --help among them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; its exit status. What the user got wrong is told on stderr, status 2."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["bench"]:  # it has options of its own, --help among them
-        return _guarded(lambda: _bench(arguments[1:]))
+    if arguments[:1] and arguments[0] in OWN_OPTIONS:
+        return _guarded(lambda: _command(arguments[0])(arguments[1:]))
     options = _parser().parse_args(arguments)
     return _guarded(lambda: options.run(options))
 
@@ -62,14 +73,30 @@ def _parser() -> argparse.ArgumentParser:
     leak.add_argument("--seed", type=int, default=0, help="of the example and of the changes")
     leak.set_defaults(run=run_leak_check)
 
-    commands.add_parser("bench", help="timings behind a correctness check", add_help=False)
+    for name, purpose in OWN_OPTIONS.items():
+        commands.add_parser(name, help=purpose, add_help=False)
     return parser
 
 
-def _bench(arguments: list[str]) -> int:
-    from tensor_memory.bench import main as run_bench
+def _command(name: str) -> Callable[[list[str]], int]:
+    """What runs one of OWN_OPTIONS; imported only when it is asked for."""
+    if name == "bench":
+        from tensor_memory.bench import main as run_bench
 
-    return run_bench(arguments)
+        return run_bench
+    if importlib.util.find_spec("tyro") is None:
+        raise ModuleNotFoundError(
+            f"tensor-memory {name} needs what experiments need; install it with: "
+            "pip install tensor-memory[experiments]"
+        )
+    module, function = {
+        "list": ("listing", "list_command"),
+        "run": ("run", "run_command"),
+        "sweep": ("sweep", "sweep_command"),
+        "report": ("report", "report_command"),
+    }[name]
+    commands = importlib.import_module(f"tensor_memory.experiments.commands.{module}")
+    return getattr(commands, function)
 
 
 def _guarded(run: Callable[[], int]) -> int:
@@ -78,6 +105,9 @@ def _guarded(run: Callable[[], int]) -> int:
     except MISTAKES as error:
         print(f"tensor-memory: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("tensor-memory: interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""`tensor-memory run | sweep | report | list`: one file per command, and what they share."""

@@ -1,0 +1,171 @@
+"""Grids of runs: the product of `--over` values, or the stages of a plan file.
+
+A plan is TOML or JSON, its stages done in the order of the file:
+
+    timeout = 600                        # seconds a run may take; a stage may say otherwise
+    [[stage]]
+    recipes = ["binding-windowed", "map-windowed"]
+    set = { "budget.steps" = 4000 }
+    over = { "model.method" = ["base", "tensor"], "seed" = [0, 1, 2] }
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import json
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tensor_memory.experiments.commands.arguments import apply_flags
+from tensor_memory.experiments.recipes import find_recipe
+from tensor_memory.experiments.results import run_name
+from tensor_memory.experiments.run_config import RunConfig
+
+Over = Mapping[str, Sequence[Any]]
+"""Values per field, the field as in its flag: `model.method`, `seed`."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Some recipes, the product of some values, and flags that all of its runs get."""
+
+    recipes: Sequence[str]
+    over: Over = field(default_factory=dict)
+    flags: Sequence[str] = ()
+    timeout: float | None = None
+    """Seconds after which a run is ended and counts as failed."""
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of a grid."""
+
+    config: RunConfig[Any, Any]
+    changes: tuple[str, ...]
+    """What tells it from the others, as `field=value`."""
+    timeout: float | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of its folder and of its result."""
+        return run_name(self.config)
+
+    @property
+    def work(self) -> int:
+        """Rows seen in training: what its time is guessed from."""
+        return self.config.budget.steps * self.config.budget.batch_size
+
+
+def parse_over(texts: Iterable[str]) -> dict[str, list[str]]:
+    """The values of `--over field=a,b` arguments.
+
+    >>> parse_over(["model.method=base,tensor", "model.memory.grid=4 4 4,6 6 6"])
+    {'model.method': ['base', 'tensor'], 'model.memory.grid': ['4 4 4', '6 6 6']}
+    """
+    over: dict[str, list[str]] = {}
+    for text in texts:
+        name, equals, values = text.partition("=")
+        found = [value.strip() for value in values.split(",")]
+        if not equals or not name or not all(found):
+            raise ValueError(
+                f"--over: expected field=value,value such as seed=0,1,2, got {text!r}; "
+                "quote values that hold spaces"
+            )
+        if name in over:
+            raise ValueError(f"--over {name}: expected each field once, got it twice")
+        over[name.lstrip("-")] = found
+    return over
+
+
+def expand(stages: Sequence[Stage]) -> list[PlannedRun]:
+    """The runs of all stages in their order, the longest first within one, each once.
+
+    A run that an earlier stage has already is left out (the baseline of several ablations).
+    """
+    runs: dict[str, PlannedRun] = {}
+    for stage in stages:
+        planned = [run for name in stage.recipes for run in _runs(name, stage)]
+        for run in sorted(
+            planned, key=lambda run: -run.work
+        ):  # stable: equal ones keep their order
+            first = runs.setdefault(run.name, run)
+            if first.config != run.config:
+                raise ValueError(
+                    f"{run.name}: expected runs that differ in more than where their data lies, "
+                    f"got {first.config.task} and {run.config.task}; use two output folders"
+                )
+    return list(runs.values())
+
+
+def _runs(name: str, stage: Stage) -> Iterable[PlannedRun]:
+    config = find_recipe(name)()
+    for values in itertools.product(*stage.over.values()):
+        chosen = list(zip(stage.over, values, strict=True))
+        flags = [flag for field, value in chosen for flag in _flag(field, value)]
+        filled, _ = apply_flags(config, [*stage.flags, *flags], prog=f"tensor-memory sweep {name}")
+        changes = tuple(f"{field}={_text(value)}" for field, value in chosen)
+        yield PlannedRun(filled, changes, stage.timeout)
+
+
+def _flag(field: str, value: Any) -> list[str]:
+    """A field and its value as on the command line of `run`."""
+    if _text(value).lower() in ("true", "false"):
+        group, dot, name = field.rpartition(".")
+        return [f"--{group}{dot}{'' if _text(value).lower() == 'true' else 'no-'}{name}"]
+    return [f"--{field}", *_text(value).split()]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return " ".join(str(item) for item in value)
+    return str(value)
+
+
+def read_plan(path: str | Path, flags: Sequence[str] = ()) -> list[Stage]:
+    """The stages of a TOML or JSON plan; `flags` are added to every run."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file; expected a plan in TOML or JSON")
+    text = path.read_text(encoding="utf-8")
+    try:
+        plan = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except ValueError as error:  # what both parsers raise
+        raise ValueError(f"{path}: expected TOML, or JSON in a .json file ({error})") from error
+    _check_keys(plan, ("stage", "timeout"), str(path))
+    stages = plan.get("stage")
+    if not isinstance(stages, list) or not stages:
+        raise ValueError(f"{path}: expected at least one [[stage]], got {stages!r}")
+    return [
+        _stage(values, f"{path}, stage {number}", plan.get("timeout"), flags)
+        for number, values in enumerate(stages, start=1)
+    ]
+
+
+def _stage(values: Any, where: str, timeout: float | None, flags: Sequence[str]) -> Stage:
+    if not isinstance(values, dict):
+        raise ValueError(f"{where}: expected a table, got {values!r}")
+    _check_keys(values, ("recipes", "set", "over", "timeout"), where)
+    recipes, over = values.get("recipes"), values.get("over", {})
+    if isinstance(recipes, str):
+        recipes = [recipes]
+    if not isinstance(recipes, list) or not recipes:
+        raise ValueError(f'{where}: expected recipes = ["name", ...], got {recipes!r}')
+    for name, options in over.items():
+        if not isinstance(options, list) or not options:
+            raise ValueError(f"{where}: expected a list of values for {name!r}, got {options!r}")
+    fixed = [flag for name, value in values.get("set", {}).items() for flag in _flag(name, value)]
+    return Stage(recipes, over, [*fixed, *flags], values.get("timeout", timeout))
+
+
+def _check_keys(values: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+            raise ValueError(
+                f"{where}: unknown key {name!r}; did you mean {near[0]!r}? "
+                f"known are {', '.join(known)}"
+            )

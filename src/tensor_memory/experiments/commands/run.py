@@ -1,0 +1,80 @@
+"""`tensor-memory run RECIPE [--field value …]`: train one model and say what came out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tensor_memory.experiments.commands.arguments import is_main_process, parse_run
+from tensor_memory.experiments.results import run_name, write_result
+from tensor_memory.experiments.results.wording import bytes_text, measure_text
+
+USAGE = """usage: tensor-memory run RECIPE [--field value ...]
+
+Train one model. `tensor-memory list` shows the recipes, `tensor-memory run RECIPE --help` every
+field of one and its value, such as
+
+  tensor-memory run binding --model.method tensor --task.writes 20 --budget.steps 100 --seed 1
+"""
+
+RUNS = Path("runs")
+"""Where run folders go unless told otherwise."""
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Run a recipe; 0 when it has finished, 130 when it was interrupted and can be resumed."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0 if arguments else 2
+    if arguments[0].startswith("-"):
+        raise ValueError(f"run: expected the name of a recipe first, got {arguments[0]!r}\n{USAGE}")
+    config, settings = parse_run(arguments[0], arguments[1:])
+    from tensor_memory.experiments.train import RunOptions, train  # not for --help
+
+    folder = settings.output or RUNS / run_name(config)
+    record = train(
+        config,
+        RunOptions(
+            output=folder,
+            resume=settings.resume,
+            from_previous=settings.from_previous,
+            trackers=settings.tracker,
+            device=settings.device,
+            quiet=settings.quiet,
+        ),
+    )
+    if is_main_process():
+        if settings.results is not None:
+            write_result(settings.results, record)
+        print(summary(record))
+        print(f"{folder / 'result.json'}")
+    return 0 if record["finished"] else 130
+
+
+def summary(record: Mapping[str, Any]) -> str:
+    """A run's outcome in a few lines.
+
+    >>> print(summary({
+    ...     "recipe": "binding", "task": "binding", "method": "tensor", "seed": 0,
+    ...     "parameters": 113910, "state_bytes": 27648, "best_step": 1800,
+    ...     "test": {"test": {"accuracy": 0.948, "loss": 0.2}}, "ceiling": {"test": 0.96},
+    ...     "steps_per_second": 210.0}))
+    binding, tensor, seed 0: 113,910 parameters, 27.0 KiB of state, 210 steps/s, best at step 1,800
+      test: accuracy 0.9480, loss 0.2000 (ceiling 0.9600)
+    """
+    parts = [
+        f"{record['parameters']:,} parameters",
+        f"{bytes_text(record['state_bytes'])} of state",
+    ]
+    if record.get("steps_per_second"):
+        parts.append(f"{record['steps_per_second']:,.3g} steps/s")
+    if record.get("best_step") is not None:
+        parts.append(f"best at step {record['best_step']:,}")
+    lines = [f"{record['task']}, {record['method']}, seed {record['seed']}: {', '.join(parts)}"]
+    for split, measures in record["test"].items():
+        shown = ", ".join(f"{name} {measure_text(value)}" for name, value in measures.items())
+        ceiling = record["ceiling"].get(split)
+        end = "" if ceiling is None else f" (ceiling {measure_text(ceiling)})"
+        lines.append(f"  {split}: {shown}{end}")
+    return "\n".join(lines)

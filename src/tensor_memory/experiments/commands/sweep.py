@@ -1,0 +1,211 @@
+"""`tensor-memory sweep`: a grid of runs, several at once, finished ones skipped."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tensor_memory.experiments.commands.grid import (
+    PlannedRun,
+    Stage,
+    expand,
+    parse_over,
+    read_plan,
+)
+from tensor_memory.experiments.commands.run import RUNS
+from tensor_memory.experiments.commands.workers import Job, Outcome, run_jobs
+from tensor_memory.experiments.results import write_result
+from tensor_memory.experiments.results.wording import measure_text
+from tensor_memory.experiments.run_config import RunConfig
+from tensor_memory.experiments.train import RunOptions, train
+from tensor_memory.progress import progress
+
+Train = Callable[[RunConfig[Any, Any], RunOptions], dict[str, Any]]
+
+
+def sweep_command(arguments: Sequence[str], *, trainer: Train = train) -> int:
+    """Run a grid; 0 when all of it is done, 1 when a run failed, 130 when interrupted."""
+    split = next((i for i, word in enumerate(arguments) if word.startswith("-")), len(arguments))
+    recipes = list(arguments[:split])
+    options, flags = _parser().parse_known_args(arguments[split:])
+    stages = _stages(recipes, options, flags)
+    runs = expand(stages)
+    states = {run.name: _state(run, options.output, options.results) for run in runs}
+    if options.dry_run:
+        for run in runs:
+            print(f"{states[run.name]:<10} {run.name}  {' '.join(run.changes)}".rstrip())
+        print(f"{len(runs)} runs, {sum(s == 'finished' for s in states.values())} of them finished")
+        return 0
+    todo = [run for run in runs if states[run.name] != "finished"]
+    skipped = len(runs) - len(todo)
+    print(f"{len(runs)} runs, {skipped} of them finished already", flush=True)
+    for run in runs:
+        if states[run.name] == "finished" and options.results is not None:
+            _copy_result(options.output / run.name, options.results)
+    failures = _run_all(todo, states, options, trainer)
+    print(f"{len(todo) - len(failures)} runs done, {skipped} skipped, {len(failures)} failed")
+    for failed in failures:
+        print(f"failed: {failed.job.name}: {failed.error}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def _stages(recipes: list[str], options: argparse.Namespace, flags: list[str]) -> list[Stage]:
+    if options.plan is not None:
+        if recipes or options.over:
+            raise ValueError(
+                "sweep: expected recipes and --over, or --plan, got both; put them into the plan"
+            )
+        stages = read_plan(options.plan, flags)
+    elif recipes:
+        stages = [Stage(recipes, parse_over(options.over), flags)]
+    else:
+        raise ValueError(
+            "sweep: expected the names of recipes first, or --plan; "
+            "`tensor-memory sweep --help` shows examples"
+        )
+    if options.timeout is not None:
+        stages = [replace(stage, timeout=options.timeout) for stage in stages]
+    return stages
+
+
+def _run_all(
+    runs: Sequence[PlannedRun],
+    states: dict[str, str],
+    options: argparse.Namespace,
+    trainer: Train,
+) -> list[Outcome]:
+    """Do the runs; those that failed."""
+    if not runs:
+        return []
+    devices = options.device.split(",")
+    workers = min(options.jobs, len(runs))
+    settings = RunOptions(
+        output=options.output,
+        trackers=tuple(options.tracker),
+        shared_device=workers > len(devices),
+        keep_checkpoints=options.keep_checkpoints,
+        quiet=True,
+    )
+    jobs = [
+        Job(
+            run.name,
+            functools.partial(
+                _train_on,
+                trainer=trainer,
+                config=run.config,
+                options=replace(
+                    settings,
+                    output=options.output / run.name,
+                    resume=states[run.name] == "unfinished",
+                ),
+            ),
+            log=options.output / f"{run.name}.log",
+            timeout=run.timeout,
+        )
+        for run in runs
+    ]
+    failures = []
+    with progress("sweep", len(jobs), unit="runs") as advance:
+        for outcome in run_jobs(jobs, workers=workers, devices=devices):
+            if outcome.record is None:
+                failures.append(outcome)
+            elif options.results is not None:
+                write_result(options.results, outcome.record)
+            print(_line(outcome), flush=True)
+            advance(note=f"{len(failures)} failed" if failures else "")
+    return failures
+
+
+def _train_on(
+    device: str, *, trainer: Train, config: RunConfig[Any, Any], options: RunOptions
+) -> dict[str, Any]:
+    return trainer(config, replace(options, device=device))
+
+
+def _line(outcome: Outcome) -> str:
+    name, seconds = outcome.job.name, f"{outcome.seconds:.0f} s"
+    if outcome.record is None:
+        return f"{name}: failed after {seconds}: {outcome.error}"
+    tests = "; ".join(
+        f"{split} " + ", ".join(f"{key} {measure_text(value)}" for key, value in measures.items())
+        for split, measures in outcome.record["test"].items()
+    )
+    return f"{name}: {seconds}, {tests}"
+
+
+def _state(run: PlannedRun, output: Path, results: Path | None) -> str:
+    """Whether a run is "finished", "unfinished" (a checkpoint to go on from) or "new"."""
+    places = [output / run.name / "result.json"]
+    if results is not None:
+        places.append(results / f"{run.name}.json")
+    if any(_is_finished(place) for place in places):
+        return "finished"
+    return "unfinished" if (output / run.name / "last").exists() else "new"
+
+
+def _is_finished(path: Path) -> bool:
+    return path.is_file() and bool(json.loads(path.read_text(encoding="utf-8")).get("finished"))
+
+
+def _copy_result(folder: Path, results: Path) -> None:
+    """Bring a result that an earlier sweep left in its run folder into the results folder."""
+    path = folder / "result.json"
+    if path.is_file():
+        write_result(results, json.loads(path.read_text(encoding="utf-8")))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tensor-memory sweep",
+        usage="tensor-memory sweep RECIPE [RECIPE ...] [--over field=a,b ...] [--field value ...]\n"
+        "       tensor-memory sweep --plan FILE [--field value ...]",
+        description="Run a grid. Finished runs are skipped and unfinished ones resumed, so the "
+        "same command continues after a crash. Fields are those of `tensor-memory run RECIPE "
+        "--help`; given plainly they apply to every run.",
+        epilog="example: tensor-memory sweep binding --over model.method=base,tensor "
+        "--over seed=0,1,2 --budget.steps 500 --jobs 2 --results results/binding",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--over",
+        action="append",
+        default=[],
+        metavar="FIELD=A,B",
+        help="values of one field; several make a grid. A value of several numbers is written "
+        "with spaces: 'model.memory.grid=4 4 4,6 6 6'",
+    )
+    parser.add_argument("--plan", type=Path, help="a TOML or JSON file with stages of grids")
+    parser.add_argument(
+        "--jobs",
+        type=_count,
+        default=1,
+        help="runs at once (default 1); on a shared device their timings are marked as such",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="list the runs and stop")
+    parser.add_argument("--timeout", type=float, help="seconds that one run may take")
+    parser.add_argument(
+        "--output", type=Path, default=RUNS, help="parent of the run folders (default runs)"
+    )
+    parser.add_argument("--results", type=Path, help="folder that gets one JSON per finished run")
+    parser.add_argument(
+        "--device", default="auto", help="where to run; cuda:0,cuda:1 spreads the jobs over two"
+    )
+    parser.add_argument(
+        "--tracker", action="append", default=[], help="log to this tracker; may be repeated"
+    )
+    parser.add_argument(
+        "--keep-checkpoints", action="store_true", help="do not drop those of finished runs"
+    )
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
+    return int(text)

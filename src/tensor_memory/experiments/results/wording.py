@@ -1,0 +1,45 @@
+"""How numbers are written: measures, bytes, counts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def measure_text(value: float | None) -> str:
+    """A measure with as many digits as it can bear; "diverged" where it is not a number.
+
+    >>> measure_text(0.94812), measure_text(100.071), measure_text(None)
+    ('0.9481', '100.07', 'diverged')
+    """
+    if value is None or not math.isfinite(value):
+        return "diverged"
+    digits = 4 if abs(value) < 2 else 3 if abs(value) < 10 else 2
+    return f"{value:.{digits}f}"
+
+
+def bytes_text(count: int) -> str:
+    """Bytes in the largest unit that leaves at least one of it.
+
+    >>> bytes_text(0), bytes_text(768), bytes_text(27648), bytes_text(3 * 2**20)
+    ('0 B', '768 B', '27.0 KiB', '3.0 MiB')
+    """
+    if count < 1024:
+        return f"{count} B"
+    if count < 1024**2:
+        return f"{count / 1024:.1f} KiB"
+    if count < 1024**3:
+        return f"{count / 1024**2:.1f} MiB"
+    return f"{count / 1024**3:.1f} GiB"
+
+
+def listing(items: Sequence[object]) -> str:
+    """Items as words: "a", "a and b", "a, b and c".
+
+    >>> listing([0, 1, 2])
+    '0, 1 and 2'
+    """
+    words = [str(item) for item in items]
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} and {words[-1]}"
