@@ -4,6 +4,7 @@ from tensor_memory.attach import Attachment, attach, detach, memory_disabled
 from tensor_memory.causality import LeakReport, find_leak
 from tensor_memory.checkpoint import load_memory, save_memory
 from tensor_memory.config import MemoryConfig
+from tensor_memory.inspect import Recording, record
 from tensor_memory.module import TensorMemory
 from tensor_memory.ops import memory_scan
 from tensor_memory.residual import MemoryResidual
@@ -16,6 +17,7 @@ __all__ = [
     "MemoryConfig",
     "MemoryResidual",
     "MemoryState",
+    "Recording",
     "TensorMemory",
     "attach",
     "detach",
@@ -23,5 +25,6 @@ __all__ = [
     "load_memory",
     "memory_disabled",
     "memory_scan",
+    "record",
     "save_memory",
 ]

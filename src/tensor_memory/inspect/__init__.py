@@ -1,5 +1,6 @@
 """See inside a memory: record what it does, draw it, open it in a browser."""
 
+from tensor_memory.inspect.recorder import record
 from tensor_memory.inspect.recording import Chunk, LayerRecording, Recording
 
-__all__ = ["Chunk", "LayerRecording", "Recording"]
+__all__ = ["Chunk", "LayerRecording", "Recording", "record"]

@@ -11,18 +11,14 @@ from dataclasses import dataclass, field, replace
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tensor_memory.config import MemoryConfig
+from tensor_memory.inspect.annotations import checked_texts, thumbnails
 from tensor_memory.ops.reference import gaussian_mask, nearest_mask
 
 if TYPE_CHECKING:
     import numpy
-
-THUMBNAIL = 96
-"""The longest side, in pixels, that a frame keeps."""
 
 FLOATS = (
     "read_at",
@@ -272,9 +268,9 @@ class Recording:
             tokens_per_frame: positions one frame stands for.
         """
         if texts is not None:
-            self.texts = _checked_texts(texts, self.rows)
+            self.texts = checked_texts(texts, self.rows)
         if frames is not None:
-            self.frames = _thumbnails(frames, self.rows)
+            self.frames = thumbnails(frames, self.rows)
             if tokens_per_frame < 1:
                 raise ValueError(f"tokens_per_frame: expected at least 1, got {tokens_per_frame}")
             self.tokens_per_frame = tokens_per_frame
@@ -355,33 +351,3 @@ def _require_index(at: Any, size: int, what: str) -> None:
         raise TypeError(f"{what}: expected an integer or a slice, got {at!r}")
     if not -size <= at < size:
         raise IndexError(f"{what} {at}: this recording has {size} {what}s")
-
-
-def _checked_texts(texts: Sequence[Sequence[str]], rows: int) -> list[list[str]]:
-    kept = [[*row] for row in texts]
-    if isinstance(texts, str) or any(isinstance(row, str) for row in texts):
-        raise TypeError("texts: expected a list of token texts per row, got one string")
-    if any(not isinstance(text, str) for row in kept for text in row):
-        raise TypeError("texts: expected every token's text as a string; decode the ids first")
-    if len(kept) < rows:
-        raise ValueError(f"texts: expected one list per row, {rows} of them, got {len(kept)}")
-    return kept[:rows]
-
-
-def _thumbnails(frames: Tensor, rows: int) -> Tensor:
-    if not isinstance(frames, Tensor) or frames.dtype != torch.uint8:
-        got = frames.dtype if isinstance(frames, Tensor) else type(frames).__name__
-        raise TypeError(f"frames: expected a uint8 tensor of shape (B, F, h, w, 3), got {got}")
-    if frames.ndim != 5 or frames.shape[-1] != 3 or frames.shape[0] < rows:
-        raise ValueError(
-            f"frames: expected shape (B, F, h, w, 3) with B = {rows} rows, got "
-            f"{tuple(frames.shape)}; colours come last"
-        )
-    frames = frames[:rows].cpu()
-    longest = max(frames.shape[2:4])
-    if longest <= THUMBNAIL:
-        return frames.contiguous()
-    size = [max(1, round(side * THUMBNAIL / longest)) for side in frames.shape[2:4]]
-    flat = frames.flatten(0, 1).permute(0, 3, 1, 2).float()  # (B·F, 3, h, w)
-    small = F.interpolate(flat, size, mode="area").round().to(torch.uint8)
-    return small.permute(0, 2, 3, 1).unflatten(0, frames.shape[:2]).contiguous()

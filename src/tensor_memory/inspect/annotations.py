@@ -1,0 +1,44 @@
+"""What the tokens of a recording were: their texts, or the frames they were cut from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+THUMBNAIL = 96
+"""The longest side, in pixels, that a frame keeps."""
+
+
+def checked_texts(texts: Sequence[Sequence[str]], rows: int) -> list[list[str]]:
+    """A list of strings for each of `rows` rows."""
+    kept = [[*row] for row in texts]
+    if isinstance(texts, str) or any(isinstance(row, str) for row in texts):
+        raise TypeError("texts: expected a list of token texts per row, got one string")
+    if any(not isinstance(text, str) for row in kept for text in row):
+        raise TypeError("texts: expected every token's text as a string; decode the ids first")
+    if len(kept) < rows:
+        raise ValueError(f"texts: expected one list per row, {rows} of them, got {len(kept)}")
+    return kept[:rows]
+
+
+def thumbnails(frames: Tensor, rows: int) -> Tensor:
+    """(B, F, h, w, 3) uint8 of `rows` rows, made as small as `THUMBNAIL`."""
+    if not isinstance(frames, Tensor) or frames.dtype != torch.uint8:
+        got = frames.dtype if isinstance(frames, Tensor) else type(frames).__name__
+        raise TypeError(f"frames: expected a uint8 tensor of shape (B, F, h, w, 3), got {got}")
+    if frames.ndim != 5 or frames.shape[-1] != 3 or frames.shape[0] < rows:
+        raise ValueError(
+            f"frames: expected shape (B, F, h, w, 3) with B = {rows} rows, got "
+            f"{tuple(frames.shape)}; colours come last"
+        )
+    frames = frames[:rows].cpu()
+    longest = max(frames.shape[2:4])
+    if longest <= THUMBNAIL:
+        return frames.contiguous()
+    size = [max(1, round(side * THUMBNAIL / longest)) for side in frames.shape[2:4]]
+    flat = frames.flatten(0, 1).permute(0, 3, 1, 2).float()  # (B·F, 3, h, w)
+    small = F.interpolate(flat, size, mode="area").round().to(torch.uint8)
+    return small.permute(0, 2, 3, 1).unflatten(0, frames.shape[:2]).contiguous()

@@ -1,0 +1,339 @@
+"""Watch every memory of a model at work, through hooks that are there only while recording.
+
+Letters: B batch, N tokens, K tokens per chunk, S chunks of a call, P chunks kept of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from tensor_memory.attach import Attachment
+from tensor_memory.attach.recompute import in_backward
+from tensor_memory.inspect.recording import Recording
+from tensor_memory.inspect.replay import Given, steps, waiting
+from tensor_memory.inspect.store import LayerStore
+from tensor_memory.inspect.streams import Stream, Streams
+from tensor_memory.module import TensorMemory
+from tensor_memory.residual import MemoryResidual
+from tensor_memory.state import MemoryState
+
+DTYPES = (torch.float16, torch.float32, torch.float64)
+
+
+@contextmanager
+def record(
+    model: nn.Module,
+    *,
+    every: int = 1,
+    max_chunks: int = 512,
+    max_rows: int = 16,
+    dtype: torch.dtype = torch.float16,
+    texts: Sequence[Sequence[str]] | None = None,
+    frames: Tensor | None = None,
+    tokens_per_frame: int = 1,
+) -> Iterator[Recording]:
+    """Record what every memory in `model` does inside the `with` block.
+
+    The recording is filled when the block is left, also by an error. No output changes by a bit.
+    What a fast scan never exposes is recomputed by the readable reference, chunk by chunk, so
+    calls are slower while recording; outside the block nothing is left behind.
+
+    Args:
+        model: a `TensorMemory`, a `MemoryResidual`, a host that `attach` was called on, or any
+            module that holds one of them.
+        every: keep one chunk in so many.
+        max_chunks: chunks kept per row and layer. One more, and every second is forgotten and
+            `every` doubled, as `Recording.every` then says.
+        max_rows: rows kept; `Recording.rows_left_out` counts the others. A call that starts from
+            an empty memory starts new rows, one that continues a state goes on in its rows.
+        dtype: float type the values are kept in, on the CPU.
+        texts: the text of every token, see `Recording.annotate`.
+        frames: the frames the tokens were cut from, see there.
+        tokens_per_frame: tokens of one frame.
+
+    >>> from tensor_memory import MemoryConfig
+    >>> memory = TensorMemory(8, MemoryConfig(channels=4, grid=(3, 3, 3), chunk_size=2))
+    >>> with record(memory) as recording:
+    ...     m, state = memory(torch.randn(1, 5, 8))
+    >>> layer = recording[0]
+    >>> layer.write_at.shape, layer.hidden_norm.shape
+    (torch.Size([3, 1, 1, 3]), torch.Size([3, 1, 3, 3, 3]))
+    >>> layer.written[:, 0].tolist()  # the fifth token has read and waits for a sixth
+    [True, True, False]
+    """
+    for name, value in (("every", every), ("max_chunks", max_chunks), ("max_rows", max_rows)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name}: expected an integer of at least 1, got {value!r}")
+    if dtype not in DTYPES:
+        raise ValueError(
+            f"dtype: expected one of {', '.join(map(str, DTYPES))}, got {dtype}; "
+            "float16 keeps three digits"
+        )
+    recorder = _Recorder(_layers_of(model), every, max_chunks, max_rows, dtype)
+    recording = Recording(every=every, asked_every=every)
+    recorder.install()
+    try:
+        yield recording
+    finally:
+        recorder.remove()
+        recorder.finish(recording)
+    recording.annotate(texts=texts, frames=frames, tokens_per_frame=tokens_per_frame)
+
+
+def _layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Every residual and every memory in `model`, and the name it is recorded under."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"record: expected a model (torch.nn.Module), got {type(model).__name__}")
+    blocks = {}
+    for path, part in model.named_modules():
+        if isinstance(part, Attachment):
+            host = path.rpartition(".")[0]
+            for block, layer in zip(part.paths, part.layers, strict=True):
+                blocks[layer] = f"{host}.{block}" if host else block
+        if _is_compiled(part):
+            raise ValueError(
+                f"record: {type(model).__name__} is compiled, and compiled calls run past the "
+                "hooks that watch; record the model it was compiled from (model._orig_mod)"
+            )
+    found: list[tuple[str, nn.Module]] = [
+        (blocks.get(part, path or "memory"), part)
+        for path, part in model.named_modules()
+        if isinstance(part, MemoryResidual | TensorMemory)
+    ]
+    if not found:
+        raise ValueError(
+            f"record: {type(model).__name__} holds no memory; attach(model, ...) one first"
+        )
+    return found
+
+
+class _Recorder:
+    """The hooks, and what they have gathered."""
+
+    def __init__(
+        self,
+        layers: list[tuple[str, nn.Module]],
+        every: int,
+        max_chunks: int,
+        max_rows: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self.every, self.max_chunks = every, max_chunks
+        self.streams = Streams(max_rows)
+        self.modules = [module for _, module in layers]
+        self.memories = [_memory_of(module) for module in self.modules]
+        self.stores = [LayerStore(name, _memory_of(m).config, dtype) for name, m in layers]
+        self._inside: tuple[int, Tensor] | None = None
+        self._handles: list[RemovableHandle] = []
+
+    def install(self) -> None:
+        for number, module in enumerate(self.modules):
+            if isinstance(module, MemoryResidual):
+                self._handles += [
+                    module.register_forward_pre_hook(self._entering(number), with_kwargs=True),
+                    module.register_forward_hook(self._left, always_call=True),
+                ]
+        for memory in dict.fromkeys(self.memories):
+            self._handles.append(memory.register_forward_hook(self._called, with_kwargs=True))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _entering(self, number: int) -> Any:
+        def entering(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._inside = number, (args[0] if args else kwargs["x"])
+
+        return entering
+
+    def _left(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._inside = None
+
+    def _called(
+        self, memory: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        assert isinstance(memory, TensorMemory)
+        x = args[0] if args else kwargs["x"]
+        if in_backward() or not x.shape[0]:  # checkpointing runs a block again: nothing new
+            return
+        if self._inside is not None and self.memories[self._inside[0]] is memory:
+            layer, source = self._inside
+        elif memory in self.modules:
+            layer, source = self.modules.index(memory), x
+        else:  # a plain reference of a residual, called past it: no part of the model
+            return
+        cuda = [x.device] if x.is_cuda else []
+        with torch.no_grad(), torch.random.fork_rng(cuda):  # dropout inside an adapted head
+            self._take(layer, memory, source, output, *args, **kwargs)
+
+    def _take(
+        self,
+        layer: int,
+        memory: TensorMemory,
+        source: Tensor,
+        output: tuple[Tensor, MemoryState],
+        x: Tensor,
+        state: MemoryState | None = None,
+        **marks: Any,
+    ) -> None:
+        """One call of `memory` as `layer`, whose residual was given `source` (B, N, d)."""
+        m, after = output
+        given = Given.of(memory, x, state, **marks)
+        stream = self.streams.find(layer, state, given.state)
+        progress = stream.layers[layer]
+        self._settle(layer, stream, (progress.fill > 0) & (given.state.fill.cpu() == 0))
+        gate = self._gate(layer)
+        use = gate * _norm(m) / _norm(source).clamp(min=torch.finfo(torch.float32).tiny)
+        self._advance(layer, memory, stream, given, use.double().cpu())
+        progress.last = after.detach()
+        kind = x.device.type
+        on = torch.is_autocast_enabled(kind)
+        progress.autocast = torch.get_autocast_dtype(kind) if on else None
+
+    def _gate(self, layer: int) -> float:
+        """σ(γ) of a residual, noted in its store; 1 without one."""
+        module = self.modules[layer]
+        if not isinstance(module, MemoryResidual):
+            return 1.0
+        gate = float(module.gate.sigmoid())
+        self.stores[layer].gate = gate
+        return gate
+
+    def _advance(
+        self, layer: int, memory: TensorMemory, stream: Stream, given: Given, use: Tensor
+    ) -> None:
+        """Count the call's chunks, and keep those that it finished: use (B, N)."""
+        progress = stream.layers[layer]
+        B, N = given.mask.shape
+        place = given.place(memory.config.chunk_size)
+        S, mask = place.steps, given.mask.cpu()
+        chunk = place.slot.cpu() // memory.config.chunk_size  # (B, N), S where masked
+        before = progress.fill > 0
+        positions = (progress.position + torch.arange(N)).expand(B, N)
+
+        begun = torch.where(mask, chunk + 1, 0).amax(1).maximum(before.long())
+        fill = place.fill.cpu()
+        finished = begun - (fill > 0).long()  # (B,) chunks that this call ended
+        start = torch.full((B, S + 1), torch.iinfo(torch.long).max)
+        start = start.scatter_reduce(1, chunk, positions, "amin")
+        stop = torch.zeros(B, S + 1, dtype=torch.long)
+        stop = stop.scatter_reduce(1, chunk, positions + 1, "amax")
+        total = torch.zeros(B, S + 1, dtype=torch.double)
+        counted = total.scatter_add(1, chunk, mask.double())
+        if given.tokens:
+            total = total.scatter_add(1, chunk, use)
+        start[:, 0] = torch.where(before, progress.start, start[:, 0])
+        stop[:, 0] = torch.where(before, stop[:, 0].maximum(progress.stop), stop[:, 0])
+        total[:, 0] += torch.where(before, progress.use_sum, 0)
+        counted[:, 0] += torch.where(before, progress.measured, 0)
+
+        number = progress.done[:, None] + torch.arange(S)  # (B, S)
+        ended = torch.arange(S) < finished[:, None]
+        ended[stream.kept :] = False
+        if ended.any():
+            self._make_room(int(number[ended].max()))
+        kept = ended & (number % self.every == 0)
+        self._keep(layer, memory, stream, given, kept, number, start, stop, total / counted)
+
+        row = torch.arange(B)
+        last = (begun - 1).clamp(min=0)
+        progress.position += given.tokens
+        progress.done = progress.done + finished
+        progress.fill, progress.start = fill, start[row, last]
+        progress.stop, progress.use_sum = stop[row, last], total[row, last]
+        progress.measured = counted[row, last]
+
+    def _keep(
+        self,
+        layer: int,
+        memory: TensorMemory,
+        stream: Stream,
+        given: Given,
+        kept: Tensor,
+        number: Tensor,
+        start: Tensor,
+        stop: Tensor,
+        use: Tensor,
+    ) -> None:
+        """Replay the call as far as a chunk of it is `kept` (B, S)."""
+        wanted = kept.any(0).nonzero().flatten().tolist()
+        if not wanted:
+            return
+        given = given.rows(stream.kept)
+        replayed = steps(memory, given, given.place(memory.config.chunk_size))
+        for s, values in zip(range(wanted[-1] + 1), replayed, strict=False):
+            rows = kept[:, s].nonzero().flatten()
+            values = {name: value.cpu()[rows] for name, value in values.items()}
+            values["span"] = torch.stack([start[rows, s], stop[rows, s]], dim=1)
+            values["use"] = use[rows, s]
+            at = number[rows, s] // self.every
+            self.stores[layer].put(at, stream.first_row + rows, values)
+
+    def _settle(self, layer: int, stream: Stream, dropped: Tensor) -> None:
+        """Keep the unfinished chunks of these rows, (B,) bool, as read and never written."""
+        progress = stream.layers[layer]
+        if not dropped.any():
+            return
+        recorded = dropped.clone()
+        recorded[stream.kept :] = False
+        rows = recorded.nonzero().flatten()
+        if len(rows):
+            self._make_room(int(progress.done[rows].max()))
+            rows = rows[progress.done[rows] % self.every == 0]
+        if len(rows) and progress.last is not None:
+            kind, low = progress.last.cell.device.type, progress.autocast
+            with torch.no_grad(), torch.autocast(kind, low, enabled=low is not None):
+                values = waiting(self.memories[layer], progress.last)
+            values = {name: value.cpu()[rows] for name, value in values.items()}
+            values["span"] = torch.stack([progress.start[rows], progress.stop[rows]], dim=1)
+            values["use"] = progress.use_sum[rows] / progress.measured[rows]
+            at = progress.done[rows] // self.every
+            self.stores[layer].put(at, stream.first_row + rows, values)
+        progress.done = progress.done + dropped.long()
+        progress.fill = progress.fill.where(~dropped, 0)
+
+    def _make_room(self, number: int) -> None:
+        """Thin out until chunk `number` has a place."""
+        while number // self.every >= self.max_chunks:
+            self.every *= 2
+            for store in self.stores:
+                store.thin()
+
+    def finish(self, recording: Recording) -> None:
+        """Fill the recording; a memory that residuals own is a layer only if called past them."""
+        seen = torch.zeros(len(self.stores), self.streams.rows, dtype=torch.long)
+        for stream in self.streams:
+            for layer, progress in stream.layers.items():
+                self._settle(layer, stream, progress.fill > 0)
+                rows = slice(stream.first_row, stream.first_row + stream.kept)
+                seen[layer, rows] = progress.done[: stream.kept]
+        owned = {m.memory for m in self.modules if isinstance(m, MemoryResidual)}
+        for number, (module, store) in enumerate(zip(self.modules, self.stores, strict=True)):
+            if module not in owned or seen[number].any():
+                recording.layers.append(store.finish(self.every, seen[number]))
+        recording.every, recording.rows_left_out = self.every, self.streams.left_out
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    dynamo = sys.modules.get("torch._dynamo")  # importing it takes seconds
+    wrapped = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+    return wrapped or module._compiled_call_impl is not None
+
+
+def _memory_of(layer: nn.Module) -> TensorMemory:
+    memory = layer.memory if isinstance(layer, MemoryResidual) else layer
+    assert isinstance(memory, TensorMemory)
+    return memory
+
+
+def _norm(x: Tensor) -> Tensor:
+    """(B, N, d) -> (B, N), in float32 or better."""
+    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))

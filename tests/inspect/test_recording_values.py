@@ -1,0 +1,213 @@
+"""What is recorded is what the equations say, however the tokens came."""
+
+import itertools
+
+import chunk_oracle
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+
+from memories import DIM, OPTIONS, Call, calls, configs, make_marks, make_memory, make_tokens, run
+from tensor_memory import MemoryConfig, MemoryResidual, MemoryState
+from tensor_memory.inspect import LayerRecording, record
+from tolerances import assert_same
+
+FLOATS = ("read_at", "readout", "hidden_norm", "use")
+OF_A_WRITE = ("write_at", "content_norm", "gates", "spread", "mask")
+
+
+def watch(memory, pieces, **options):
+    with record(memory, dtype=torch.float64, max_chunks=10_000, **options) as recording:
+        run(memory, pieces)
+    (layer,) = recording.layers
+    return layer
+
+
+def pieces_of(call, cuts):
+    edges = [0, *sorted(cuts), call.x.shape[1]]
+    return [call.part(a, b) for a, b in itertools.pairwise(edges) if b > a or b == 0]
+
+
+def assert_as_expected(layer, memory, call, gate=1.0):
+    for row in range(call.x.shape[0]):
+        expected = chunk_oracle.expected_chunks(memory, call, row, gate)
+        assert layer.present[:, row].sum() == len(expected) == layer.seen[row]
+        for number, chunk in enumerate(expected):
+            got = layer[number, row]
+            assert got.present
+            assert (got.chunk, [got.start, got.stop]) == (number, chunk["span"])
+            assert got.written == chunk["written"]
+            for name in FLOATS:
+                value, wanted = np.asarray(getattr(got, name)), np.asarray(chunk[name])
+                if name in ("read_at", "readout"):  # slots without a token read nothing
+                    assert np.isnan(value[len(wanted) :]).all()
+                    value = value[: len(wanted)]
+                np.testing.assert_allclose(value, wanted, atol=1e-10, rtol=1e-10, err_msg=name)
+            for name in OF_A_WRITE:
+                value = getattr(got, name)
+                if value is None:
+                    assert memory.config.write == "nearest"
+                elif chunk["written"]:
+                    close = 1e-5 if name == "mask" else 1e-10  # a mask is computed in float32
+                    np.testing.assert_allclose(value, chunk[name], atol=close, err_msg=name)
+                else:
+                    assert value.isnan().all()
+
+
+@pytest.mark.parametrize("config", OPTIONS.values(), ids=OPTIONS)
+def test_every_option_is_recorded_as_the_oracle_computes_it(config):
+    memory = make_memory(config)
+    call = Call(
+        make_tokens(2, 11, DIM, seed=1),
+        mask=make_marks(2, 11, 0.8, seed=2),
+        reset=make_marks(2, 11, 0.15, seed=3),
+        flush=make_marks(2, 11, 0.15, seed=4),
+    )
+    assert_as_expected(watch(memory, [call]), memory, call)
+
+
+@hypothesis.given(data=st.data())
+def test_any_memory_and_any_call_is_recorded_as_the_oracle_computes_it(data):
+    memory = make_memory(data.draw(configs()), seed=data.draw(st.integers(0, 99)))
+    call = data.draw(calls(2, st.integers(1, 12)))
+    cuts = data.draw(st.lists(st.integers(1, call.x.shape[1]), max_size=4))
+    assert_as_expected(watch(memory, pieces_of(call, cuts)), memory, call)
+
+
+@pytest.mark.parametrize("name", ["paper", "token reads", "heads"])
+def test_streaming_token_by_token_records_what_one_call_records(name):
+    memory = make_memory(OPTIONS[name])
+    call = Call(make_tokens(2, 11, DIM))
+    whole = watch(memory, [call])
+    streamed = watch(memory, pieces_of(call, range(1, 11)))
+    for key, array in whole.arrays().items():
+        torch.testing.assert_close(
+            streamed.arrays()[key], array, rtol=0, atol=1e-10, equal_nan=True
+        )
+    assert_as_expected(streamed, memory, call)
+
+
+def test_a_residual_records_its_gate_and_what_it_adds():
+    memory = make_memory(OPTIONS["paper"])
+    layer = MemoryResidual(memory, gate_init=-1.0, norm=False).double()
+    call = Call(make_tokens(1, 7, DIM), flush=True)
+    with record(layer, dtype=torch.float64) as recording:
+        layer(call.x, flush=True)
+    gate = 1 / (1 + np.exp(1.0))
+    assert recording.layers[0].gate == pytest.approx(gate)
+    assert_as_expected(recording[0], memory, call, gate)
+
+
+def test_use_is_measured_against_what_the_norm_has_not_touched():
+    layer = MemoryResidual(make_memory(OPTIONS["paper"])).double()
+    x = 7 * make_tokens(1, 6, DIM)
+    with record(layer, dtype=torch.float64) as recording:
+        y, _ = layer(x)
+    ratio = (y - x).norm(dim=-1) / x.norm(dim=-1)  # (1, 6)
+    assert_same(recording[0].use[:, 0], ratio[0].reshape(2, 3).mean(1))
+
+
+def test_a_half_precision_memory_is_recorded_in_the_precision_of_its_state():
+    memory = make_memory(OPTIONS["paper"], dtype=torch.bfloat16)
+    call = Call(make_tokens(1, 9, DIM, dtype=torch.bfloat16))
+    layer = watch(memory, [call])
+    exact = watch(memory.double(), [Call(call.x.double())])
+    assert layer.present.all()
+    assert_same(layer.hidden_norm, exact.hidden_norm, torch.bfloat16)
+    assert_same(layer.write_at, exact.write_at, torch.bfloat16)
+
+
+def test_under_autocast_the_heads_are_recorded_as_the_model_ran_them():
+    memory = make_memory(OPTIONS["paper"], dtype=torch.float32)
+    x = make_tokens(1, 7, DIM, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        with record(memory, dtype=torch.float64) as recording:
+            _, state = memory(x)
+        at = memory.coordinate(x[:, ::3]).float().tanh()
+    assert torch.equal(recording[0].read_at[:, 0, 0], at[0].double())
+    assert_same(recording[0].hidden_norm[-1, 0], state.hidden.norm(dim=1)[0], torch.float32)
+
+
+def test_the_last_recorded_state_is_the_state_the_module_returned():
+    for name, config in OPTIONS.items():
+        memory = make_memory(config)
+        with record(memory, dtype=torch.float64) as recording:
+            _, state = memory(make_tokens(2, 12, DIM), flush=True)
+        assert_same(recording[0].hidden_norm[-1], state.hidden.norm(dim=1)), name
+
+
+def test_readouts_are_those_the_outputs_were_made_of():
+    memory = make_memory(OPTIONS["heads"])
+    with record(memory, dtype=torch.float64) as recording:
+        m, _ = memory(make_tokens(1, 9, DIM))
+    again = memory.output(recording[0].readout[:, 0].flatten(1))  # (3, d)
+    assert_same(m[0, ::3], again)
+
+
+def test_a_flush_without_tokens_writes_what_was_waiting():
+    memory = make_memory(OPTIONS["paper"])
+    x = make_tokens(2, 4, DIM)
+    with record(memory, dtype=torch.float64) as recording:
+        _, state = memory(x)
+        memory(x[:, :0], state, flush=True)
+    assert_as_expected(recording[0], memory, Call(x, flush=True))
+
+
+def test_a_state_reset_between_calls_drops_the_unfinished_chunk():
+    memory = make_memory(OPTIONS["paper"])
+    x = make_tokens(2, 8, DIM)
+    with record(memory, dtype=torch.float64) as recording:
+        _, state = memory(x[:, :4])
+        memory(x[:, 4:], state.reset([0]))
+    reset = torch.zeros(2, 8, dtype=torch.bool)
+    reset[0, 4] = True
+    assert_as_expected(recording[0], memory, Call(x, reset=reset))
+
+
+def test_recording_that_starts_in_the_middle_counts_from_the_waiting_tokens():
+    memory = make_memory(OPTIONS["paper"])
+    x = make_tokens(1, 9, DIM)
+    _, state = memory(x[:, :4])
+    with record(memory, dtype=torch.float64) as recording:
+        memory(x[:, 4:], state)
+    layer = recording[0]
+    assert layer.span[:, 0].tolist() == [[0, 3], [3, 6]]
+    whole = watch(memory, [Call(x)])
+    for name in ("write_at", "readout", "hidden_norm", "gates"):
+        assert_same(getattr(layer, name), getattr(whole, name)[1:])
+
+
+def test_float16_keeps_three_digits():
+    memory = make_memory(OPTIONS["paper"])
+    call = Call(make_tokens(2, 9, DIM))
+    exact = watch(memory, [call])
+    with record(memory) as recording:
+        run(memory, [call])
+    for name in ("read_at", "write_at", "spread", "gates", "hidden_norm", "readout", "use"):
+        kept = getattr(recording[0], name)
+        assert kept.dtype == torch.float16
+        assert_same(kept, getattr(exact, name))
+
+
+def test_a_value_too_large_for_the_kept_type_stays_finite():
+    memory = make_memory(OPTIONS["paper"])
+    with torch.no_grad():
+        memory.content.weight.mul_(1e9)
+    with record(memory) as recording:
+        memory(make_tokens(1, 3, DIM))
+    assert recording[0].content_norm.item() == torch.finfo(torch.float16).max
+
+
+def test_an_empty_state_given_by_hand_starts_new_rows():
+    config = MemoryConfig(channels=2, grid=(3, 2), chunk_size=3)
+    memory = make_memory(config)
+    x = make_tokens(2, 6, DIM)
+    with record(memory) as recording:
+        for _ in range(2):
+            memory(x, MemoryState.zeros(config, DIM, 2, dtype=torch.float64))
+    assert recording.rows == 4
+    layer: LayerRecording = recording[0]
+    assert torch.equal(layer.write_at[:, :2], layer.write_at[:, 2:])
+    assert layer.present.all()
