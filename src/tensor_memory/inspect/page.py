@@ -1,0 +1,274 @@
+"""A recording as one HTML page that opens from disk, with everything it needs inside.
+
+Measured values travel as base64 of little-endian arrays, ‖h‖ as one byte per voxel with one scale
+per layer; `viewer/` holds the page that draws them. All text is put in a JSON element in which no
+`<` stands unescaped, so no token can end it, and the page shows it as text only.
+
+Letters: T chunks on the page, B rows, n axes, V voxels, Q reads and M writes per chunk.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import struct
+import zlib
+from base64 import b64encode
+from html import escape
+from importlib.resources import files
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensor_memory.files import write_whole
+from tensor_memory.inspect.recording import LayerRecording, Recording
+
+LIMIT_MB = 32.0
+"""Size above which `page` refuses: browsers still open such a page within seconds."""
+
+MAX_VOXELS = 4096
+"""Voxels drawn at once: 16³, what a plain canvas still turns smoothly."""
+
+CONTEXT = 24
+"""Tokens of text kept on both sides of a chunk that is shown."""
+
+_SCRIPTS = ("data.js", "scene.js", "charts.js", "panel.js", "app.js")
+
+
+def write_page(
+    recording: Recording,
+    path: str | os.PathLike[str],
+    *,
+    title: str | None = None,
+    every: int = 1,
+    rows: int | None = None,
+    limit_mb: float = LIMIT_MB,
+) -> None:
+    """Write `page` to `path`, whole or not at all; the arguments are those of `page`."""
+    text = page(recording, title=title, every=every, rows=rows, limit_mb=limit_mb)
+    write_whole(path, lambda at: at.write_text(text, "utf-8") and None)
+
+
+def page(
+    recording: Recording,
+    *,
+    title: str | None = None,
+    every: int = 1,
+    rows: int | None = None,
+    limit_mb: float = LIMIT_MB,
+) -> str:
+    """The interactive viewer of a recording: one HTML document, no network needed.
+
+    Args:
+        recording: what `tensor_memory.record` gave; an empty one makes a page that says so.
+        title: heading of the page.
+        every: put one recorded chunk in so many on the page, which then says so.
+        rows: put only the first so many rows on the page, which then says so.
+        limit_mb: refuse a page larger than this.
+
+    >>> "Nothing was recorded" in page(Recording())
+    True
+    """
+    if not isinstance(recording, Recording):
+        raise TypeError(
+            f"recording: expected a Recording, got {type(recording).__name__}; "
+            "make one with tensor_memory.record, or read one with Recording.load"
+        )
+    for name, value in (("every", every), ("rows", rows)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name}: expected an integer of at least 1, got {value!r}")
+    title = "Tensor Memory recording" if title is None else title
+    layers = [layer[::every, :rows] for layer in recording.layers]
+    encoded = [_encoded_layer(layer) for layer in layers]
+    shown_rows = layers[0].rows if layers else 0
+    values = {
+        "layers": encoded,
+        "rows": shown_rows,
+        "every": recording.every * every,
+        "notices": _notices(recording, layers, encoded, every),
+        "texts": _texts(recording, layers),
+        "frames": _frames(recording, layers),
+        "tokensPerFrame": recording.tokens_per_frame,
+    }
+    text = _filled(title, json.dumps(values, allow_nan=False, separators=(",", ":")))
+    size = len(text.encode()) / 1e6
+    if size > limit_mb:
+        chunks = max(map(len, layers), default=0)
+        raise ValueError(
+            f"page: expected at most {limit_mb:g} MB, got {size:.1f} MB for {len(layers)} layers, "
+            f"{shown_rows} rows and {chunks} chunks; put fewer chunks on it with "
+            f"every={every * math.ceil(size / limit_mb)}, fewer rows with rows=1, "
+            "or raise limit_mb"
+        )
+    return text
+
+
+def _filled(title: str, recording: str) -> str:
+    viewer = files("tensor_memory.inspect") / "viewer"
+    parts = {
+        "title": escape(title),
+        "style": (viewer / "viewer.css").read_text("utf-8"),
+        "recording": recording.replace("<", "\\u003c"),
+        "script": "\n".join((viewer / name).read_text("utf-8") for name in _SCRIPTS),
+    }
+    # Cut at the slots once, so that nothing put in is searched for slots again.
+    text = (viewer / "viewer.html").read_text("utf-8")
+    cut = text.replace("{{", "\0{{").replace("}}", "}}\0").split("\0")
+    return "".join(parts[part[2:-2]] if part.startswith("{{") else part for part in cut)
+
+
+def _encoded_layer(layer: LayerRecording) -> dict[str, Any]:
+    norms, points, blocks = _pooled(layer.hidden_norm.float())  # (T, B, *shown grid)
+    finite = norms.isfinite()
+    top = float(norms[finite].max()) if finite.any() else 0.0
+    levels = (norms.nan_to_num(0, 0, 0) / (top or 1.0) * 255).round().to(torch.uint8)
+    present = layer.present.reshape(*layer.present.shape, *[1] * layer.config.axes)
+    readout = layer.readout.float().norm(dim=-1)  # (T, B, Q)
+    return {
+        "name": layer.name,
+        "grid": list(layer.config.grid),
+        "shown": list(norms.shape[2:]),
+        "points": points,
+        "blocks": blocks,
+        "channels": layer.config.channels,
+        "gate": layer.gate,
+        "tokenReads": layer.config.reads == "token",
+        "heads": layer.config.read_heads,
+        "chunks": len(layer),
+        "reads": layer.read_at.shape[2],
+        "writes": layer.write_at.shape[2],
+        "top": top,
+        "notFinite": int((present & ~finite).sum()),
+        "levels": _base64(levels),
+        "readAt": _base64(layer.read_at.float()),
+        "writeAt": _base64(layer.write_at.float()),
+        "spread": None if layer.spread is None else _base64(layer.spread.float()),
+        "content": _base64(layer.content_norm.float()),
+        "gates": _base64(layer.gates.float()),
+        "use": _base64(layer.use.float()),
+        "readout": _base64(readout.nanmean(dim=-1)),
+        "span": _base64(layer.span.to(torch.int32)),
+        "flags": _base64(layer.present.to(torch.uint8) + 2 * layer.written.to(torch.uint8)),
+        "chunk": _base64(layer.chunk.to(torch.int32)),
+    }
+
+
+def _pooled(norms: Tensor) -> tuple[Tensor, list[list[float]], list[int]]:
+    """The largest ‖h‖ of each block of voxels, blocks just large enough for `MAX_VOXELS`.
+
+    The first of four axes is never pooled: the page shows one slice of it, or its maximum.
+    Returns the norms (T, B, *shown grid), where each shown voxel lies per axis, the blocks' sides.
+    """
+    grid = norms.shape[2:]
+    blocks = [1] * len(grid)
+    first = 1 if len(grid) == 4 else 0
+    shown = list(grid)
+    while math.prod(shown[first:]) > MAX_VOXELS:
+        longest = max(shown[first:])
+        for axis in range(first, len(grid)):
+            if shown[axis] == longest:
+                blocks[axis] += 1
+                shown[axis] = math.ceil(grid[axis] / blocks[axis])
+    points = []
+    for axis, (size, block) in enumerate(zip(grid, blocks, strict=True)):
+        place = torch.linspace(-1, 1, size).split(block)
+        points.append([round(float(part.mean()), 5) for part in place])
+        if block > 1:
+            parts = [part.amax(axis + 2) for part in norms.split(block, dim=axis + 2)]
+            norms = torch.stack(parts, dim=axis + 2)
+    return norms, points, blocks
+
+
+def _notices(
+    recording: Recording, layers: list[LayerRecording], encoded: list[dict[str, Any]], every: int
+) -> list[str]:
+    """What this page does not show, in words: nothing is left out silently."""
+    found = []
+    if recording.every > 1:
+        found.append(
+            f"One chunk in {recording.every} was recorded; "
+            f"{recording.dropped} chunks, over all layers and rows, were seen and not kept."
+        )
+    if every > 1:
+        before, after = (max(map(len, some), default=0) for some in (recording.layers, layers))
+        found.append(f"One recorded chunk in {every} is on this page: {after} of {before}.")
+    if layers and layers[0].rows < recording.rows:
+        found.append(f"The first {layers[0].rows} of {recording.rows} recorded rows are shown.")
+    if recording.rows_left_out:
+        found.append(f"{recording.rows_left_out} more rows were not recorded.")
+    for layer in encoded:
+        if max(layer["blocks"]) > 1:
+            full, shown, block = (
+                " × ".join(map(str, layer[name])) for name in ("grid", "shown", "blocks")
+            )
+            found.append(
+                f"{layer['name']}: its {full} voxels are drawn as {shown}, each the largest of "
+                f"a block of {block}."
+            )
+        if layer["notFinite"]:
+            found.append(
+                f"{layer['name']}: {layer['notFinite']} values of ‖h‖ are not finite and are "
+                "drawn as 0."
+            )
+    return found
+
+
+def _texts(recording: Recording, layers: list[LayerRecording]) -> list[list[Any]] | None:
+    """Per row, [start, [texts...]] for each stretch of tokens at or near a chunk shown."""
+    if recording.texts is None or not layers:
+        return None
+    rows = []
+    for row in range(layers[0].rows):
+        texts = recording.texts[row]
+        wanted = bytearray(len(texts) + 1)  # one more, always 0, ends the last stretch
+        for layer in layers:
+            for start, stop in layer.span[layer.present[:, row], row].tolist():
+                for at in range(max(0, start - CONTEXT), min(len(texts), stop + CONTEXT)):
+                    wanted[at] = 1
+        edges = [at for at, (a, b) in enumerate(pairwise(b"\0" + bytes(wanted))) if a != b]
+        stretches = zip(edges[::2], edges[1::2], strict=True)
+        rows.append([[start, texts[start:stop]] for start, stop in stretches])
+    return rows
+
+
+def _frames(recording: Recording, layers: list[LayerRecording]) -> list[dict[int, str]] | None:
+    """Per row, the PNG of every frame in which a chunk shown begins."""
+    if recording.frames is None or not layers:
+        return None
+    rows = []
+    for row in range(layers[0].rows):
+        frames = recording.frames[row]
+        starts = [layer.span[layer.present[:, row], row, 0] for layer in layers]
+        wanted = (torch.cat(starts) // recording.tokens_per_frame).unique().tolist()
+        kept = (at for at in wanted if 0 <= at < len(frames))
+        rows.append({at: b64encode(_png(frames[at])).decode() for at in kept})
+    return rows
+
+
+def _png(image: Tensor) -> bytes:
+    """A PNG of (h, w, 3) uint8, without an imaging library."""
+    height, width, _ = image.shape
+    lines = torch.cat([image.new_zeros(height, 1), image.flatten(1)], dim=1)  # filter 0 per line
+    parts = (
+        (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)),
+        (b"IDAT", zlib.compress(_bytes(lines), 9)),
+        (b"IEND", b""),
+    )
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in parts
+    )
+
+
+def _base64(array: Tensor) -> str:
+    return b64encode(_bytes(array)).decode()
+
+
+def _bytes(array: Tensor) -> bytes:
+    """The tensor's memory, without asking for NumPy, which the core does not depend on."""
+    array = array.detach().cpu().contiguous()
+    return ctypes.string_at(array.data_ptr(), array.nbytes) if array.nbytes else b""

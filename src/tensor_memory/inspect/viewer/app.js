@@ -1,0 +1,272 @@
+// Controls: what is chosen, what it changes, and when to draw.
+
+const state = { layer: 0, row: 0, slice: -1, t: 0, threshold: 0, trail: 16, writes: true, reads: true };
+let thresholdChosen = false;
+let trailChosen = false;
+let playing = null;
+let scheduled = false;
+
+function start() {
+  document.documentElement.dataset.ready = "true";
+  const longest = Math.max(0, ...recording.layers.map((layer) => layer.chunks));
+  if (longest === 0 || recording.rows === 0) return showEmpty();
+
+  const scene = new Scene(find("volume"));
+  const seek = (t) => go(t);
+  const gates = new Chart(find("gate-chart"), [
+    { name: "input", short: "i", colour: "--input", dash: "none" },
+    { name: "forget", short: "f", colour: "--forget", dash: "6 4" },
+    { name: "output", short: "o", colour: "--output", dash: "1.5 4" },
+  ], number2, seek);
+  const use = new Chart(find("use-chart"), [{ name: "use", short: "use", colour: "--use", dash: "none" }], percent, seek);
+
+  const layer = () => layerAt(state.layer);
+  const narrow = () => matchMedia("(max-width: 760px)").matches;
+
+  function fillChoices() {
+    find("layer").replaceChildren(...recording.layers.map((each, index) => new Option(each.name || `layer ${index}`, index)));
+    find("row").replaceChildren(...Array.from({ length: recording.rows }, (_, row) => new Option(row, row)));
+    find("layer").disabled = recording.layers.length < 2;
+    find("row").disabled = recording.rows < 2;
+    find("notice").hidden = recording.notices.length === 0;
+    find("notice").textContent = recording.notices.join(" ");
+  }
+
+  function chooseLayer() {
+    const chosen = layer();
+    find("slice-choice").hidden = chosen.axes < 4;
+    find("slice").replaceChildren(new Option("largest", -1), ...chosen.slices.map((at, index) => new Option(`w = ${number(at)}`, index)));
+    state.slice = -1;
+    find("write-caption").textContent = chosen.spread === null ? "Write, nearest voxel" : "Write, radius σ";
+    find("time").max = Math.max(0, chosen.chunks - 1);
+    find("time").disabled = find("play").disabled = chosen.chunks < 2;
+    find("trail").max = Math.max(0, chosen.chunks - 1);
+    find("trail").disabled = chosen.chunks < 2;
+    if (!trailChosen) state.trail = chosen.tokenReads ? 2 : 16;
+    find("trail").value = state.trail;
+    find("scale-top").textContent = number(chosen.top);
+    find("scale-middle").textContent = number(chosen.top / 2);
+    // In a volume the weaker voxels hide the stronger ones; on a plane nothing is hidden.
+    if (!thresholdChosen) state.threshold = chosen.axes > 2 ? quantile(chosen.levels, 0.7) : 0;
+    if (scene.axes !== chosen.axes) scene.resetView(chosen.axes);
+    find("threshold").value = state.threshold;
+    state.t = Math.min(state.t, Math.max(0, chosen.chunks - 1));
+  }
+
+  function summarise() {
+    const { chunks, grid, channels, slices } = layer();
+    const slice = state.slice < 0 ? "its largest value" : `its slice at ${number(slices[state.slice])}`;
+    find("summary").textContent = [
+      count(recording.layers.length, "layer"), count(recording.rows, "row"), count(chunks, "chunk"),
+      `grid ${grid.join(" × ")}`, count(channels, "channel"),
+      ...(grid.length === 4 ? [`the first axis, w, is drawn as ${slice}`] : []),
+    ].join(" · ");
+  }
+
+  function drawCharts() {
+    const chosen = layer();
+    const over = (read) => Array.from({ length: chosen.chunks }, (_, t) => read(t * recording.rows + state.row));
+    gates.show([0, 1, 2].map((gate) => over((at) => chosen.gates[at * 3 + gate])), chosen.chunks, 1);
+    use.show([over((at) => chosen.use[at])], chosen.chunks, null);
+  }
+
+  function drawColours() {
+    const canvas = find("colours");
+    const pen = canvas.getContext("2d");
+    for (let level = 0; level < 256; level++) {
+      pen.globalAlpha = level < state.threshold ? 0.25 : 1;
+      pen.clearRect(level, 0, 1, 1);
+      pen.fillStyle = scene.table[level][2];
+      pen.fillRect(level, 0, 1, 1);
+    }
+  }
+
+  function draw() {
+    scheduled = false;
+    const chosen = layer();
+    if (chosen.chunks === 0) return;
+    summarise();
+    const shown = scene.draw({ ...state, layer: chosen });
+    find("shown").textContent = `${shown} of ${chosen.voxels} shown`;
+    find("threshold-value").textContent = number((state.threshold / 255) * chosen.top);
+    find("threshold").setAttribute("aria-valuetext", find("threshold-value").textContent);
+    find("trail-value").textContent = count(Math.min(state.trail, Number(find("trail").max)), "chunk");
+    find("time").value = state.t;
+    find("time").setAttribute("aria-valuetext", `chunk ${chosen.chunk[state.t]}`);
+    find("position").textContent = `${state.t + 1} / ${chosen.chunks}`;
+    find("volume").setAttribute("aria-label", `The memory after chunk ${chosen.chunk[state.t]}: ${shown} of ${chosen.voxels} voxels above the threshold`);
+    drawColours();
+    showPanel(chosen, state.layer, state.t, state.row);
+    gates.point(state.t, narrow());
+    use.point(state.t, narrow());
+  }
+
+  function redraw() {
+    if (scheduled) return;
+    scheduled = true;
+    requestAnimationFrame(draw);
+  }
+
+  function go(t) {
+    state.t = Math.max(0, Math.min(layer().chunks - 1, t));
+    redraw();
+  }
+
+  function play(on) {
+    if (on === (playing !== null) || (on && layer().chunks < 2)) return;
+    if (!on) {
+      cancelAnimationFrame(playing);
+      playing = null;
+    } else {
+      if (state.t === layer().chunks - 1) go(0);
+      let last = performance.now();
+      const tick = (now) => {
+        const steps = Math.floor(((now - last) / 1000) * Number(find("speed").value));
+        if (steps > 0) {
+          last = now;
+          go(state.t + steps);
+          if (state.t === layer().chunks - 1) return play(false);
+        }
+        playing = requestAnimationFrame(tick);
+      };
+      playing = requestAnimationFrame(tick);
+    }
+    const name = playing === null ? "Play" : "Pause";
+    find("play").setAttribute("aria-label", name);
+    find("play").setAttribute("aria-pressed", String(playing !== null));
+    find("play").title = `${name} (space)`;
+    find("play-shape").setAttribute("d", playing === null ? "M4 2.5v11l9.5-5.5z" : "M3.5 2.5h3v11h-3zM9.5 2.5h3v11h-3z");
+  }
+
+  function restart() {
+    chooseLayer();
+    drawCharts();
+    redraw();
+  }
+
+  fillChoices();
+  restart();
+  listenToControls({ scene, layer, play, go, redraw, restart, drawCharts });
+  listenToVolume(find("volume"), scene, layer, redraw);
+  new ResizeObserver(() => (drawCharts(), redraw())).observe(find("stage"));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => (scene.restyle(), redraw()));
+}
+
+function listenToControls({ scene, layer, play, go, redraw, restart, drawCharts }) {
+  const on = (id, event, act) => find(id).addEventListener(event, act);
+  on("layer", "change", () => (play(false), (state.layer = Number(find("layer").value)), restart()));
+  on("row", "change", () => ((state.row = Number(find("row").value)), drawCharts(), redraw()));
+  on("slice", "change", () => ((state.slice = Number(find("slice").value)), redraw()));
+  on("time", "input", () => go(Number(find("time").value)));
+  on("threshold", "input", () => ((thresholdChosen = true), (state.threshold = Number(find("threshold").value)), redraw()));
+  on("trail", "input", () => ((trailChosen = true), (state.trail = Number(find("trail").value)), redraw()));
+  on("show-writes", "change", () => ((state.writes = find("show-writes").checked), redraw()));
+  on("show-reads", "change", () => ((state.reads = find("show-reads").checked), redraw()));
+  on("play", "click", () => play(playing === null));
+  on("zoom-in", "click", () => (scene.magnify(1.25), redraw()));
+  on("zoom-out", "click", () => (scene.magnify(0.8), redraw()));
+  on("view-reset", "click", () => (scene.resetView(layer().axes), redraw()));
+
+  document.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const owner = event.target.closest?.("select, input, button");
+    // A control keeps its own keys; the time slider's are the page's.
+    const own = owner && owner.id !== "time";
+    const arrow = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
+    if (event.key === " ") {
+      if (owner && (owner.tagName === "BUTTON" || owner.tagName === "SELECT" || owner.type === "checkbox")) return;
+      play(playing === null);
+    } else if (own && (owner.tagName === "SELECT" || owner.type === "range")) {
+      return;
+    } else if (arrow && event.shiftKey) {
+      scene.turn(arrow[0] * 0.12, arrow[1] * 0.12);
+      redraw();
+    } else if (arrow) {
+      go(state.t + (arrow[0] || -arrow[1]));
+    } else if (event.key === "Home" || event.key === "End") {
+      go(event.key === "Home" ? 0 : Infinity);
+    } else if (event.key === "+" || event.key === "=" || event.key === "-") {
+      scene.magnify(event.key === "-" ? 0.8 : 1.25);
+      redraw();
+    } else if (event.key === "0") {
+      scene.resetView(layer().axes);
+      redraw();
+    } else {
+      return;
+    }
+    event.preventDefault();
+  });
+}
+
+// Drag or one finger turns, wheel or two fingers zoom, resting on a voxel tells its value.
+function listenToVolume(canvas, scene, layer, redraw) {
+  const held = new Map();
+  const apart = () => {
+    const [a, b] = [...held.values()];
+    return Math.hypot(a.x - b.x, a.y - b.y);
+  };
+  canvas.addEventListener("pointerdown", (event) => {
+    canvas.setPointerCapture(event.pointerId);
+    held.set(event.pointerId, { x: event.clientX, y: event.clientY });
+    canvas.classList.add("turning");
+    find("hover").hidden = true;
+  });
+  canvas.addEventListener("pointermove", (event) => {
+    const before = held.get(event.pointerId);
+    if (!before) return tellVoxel(event, scene, layer());
+    const [dx, dy] = [event.clientX - before.x, event.clientY - before.y];
+    const gap = held.size === 2 ? apart() : 0;
+    Object.assign(before, { x: event.clientX, y: event.clientY });
+    if (gap > 0) scene.magnify(apart() / gap);
+    else scene.turn(-dx * 0.008, dy * 0.008);
+    redraw();
+  });
+  for (const end of ["pointerup", "pointercancel"]) {
+    canvas.addEventListener(end, (event) => {
+      held.delete(event.pointerId);
+      if (held.size === 0) canvas.classList.remove("turning");
+    });
+  }
+  canvas.addEventListener("pointerleave", () => (find("hover").hidden = true));
+  canvas.addEventListener("dblclick", () => (scene.resetView(layer().axes), redraw()));
+  canvas.addEventListener("wheel", (event) => {
+    event.preventDefault();
+    scene.magnify(Math.exp(-event.deltaY * 0.0015));
+    redraw();
+  }, { passive: false });
+}
+
+function tellVoxel(event, scene, layer) {
+  const hit = scene.voxelAt(event.offsetX, event.offsetY);
+  find("hover").hidden = hit === null;
+  if (hit === null) return;
+  const index = hit.index.slice(3 - Math.min(layer.axes, 3)).join(", ");
+  find("hover").textContent = `voxel [${index}]  ‖h‖ ${number((hit.level / 255) * layer.top)}`;
+}
+
+function showEmpty() {
+  find("instrument").hidden = true;
+  document.querySelector(".choices").hidden = true;
+  find("empty").hidden = false;
+  const layers = recording.layers.length;
+  find("summary").textContent = `${count(layers, "layer")} · no chunk`;
+  find("empty-reason").textContent = layers === 0
+    ? "The recording holds no memory layer. Record a model that has one, and run it inside the block:"
+    : "The recording's layers never saw a token. Run the model inside the block:";
+}
+
+const count = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
+const number2 = (value) => (Number.isFinite(value) ? (value === 0 || value === 1 ? String(value) : value.toFixed(2)) : "–");
+
+function quantile(levels, share) {
+  const counts = new Uint32Array(256);
+  for (const level of levels) counts[level]++;
+  let below = 0;
+  for (let level = 0; level < 256; level++) {
+    below += counts[level];
+    if (below >= share * levels.length) return level;
+  }
+  return 0;
+}
+
+start();

@@ -1,0 +1,95 @@
+// What the page carries, decoded: base64 to typed arrays, text and frames by position.
+
+const recording = JSON.parse(document.getElementById("recording").textContent);
+
+function bytes(text) {
+  const raw = atob(text);
+  const out = new Uint8Array(raw.length);
+  for (let i = 0; i < raw.length; i++) out[i] = raw.charCodeAt(i);
+  return out;
+}
+
+const floats = (text) => new Float32Array(bytes(text).buffer);
+const integers = (text) => new Int32Array(bytes(text).buffer);
+
+// One layer with its arrays decoded, and its grid as three axes (z, y, x) whatever it was: missing
+// axes have one point at 0, and the first of four is kept apart, to be sliced.
+function decodeLayer(packed) {
+  const fourth = packed.shown.length === 4;
+  const inner = fourth ? packed.points.slice(1) : packed.points;
+  const points = [...Array(3 - inner.length).fill([0]), ...inner];
+  return {
+    ...packed,
+    axes: packed.grid.length,
+    points,
+    sizes: points.map((axis) => axis.length),
+    voxels: points.reduce((product, axis) => product * axis.length, 1),
+    slices: fourth ? packed.points[0] : [0],
+    levels: bytes(packed.levels),
+    readAt: floats(packed.readAt),
+    writeAt: floats(packed.writeAt),
+    spread: packed.spread === null ? null : floats(packed.spread),
+    content: floats(packed.content),
+    gates: floats(packed.gates),
+    use: floats(packed.use),
+    readout: floats(packed.readout),
+    span: integers(packed.span),
+    flags: bytes(packed.flags),
+    chunk: integers(packed.chunk),
+  };
+}
+
+const decoded = new Map();
+function layerAt(index) {
+  if (!decoded.has(index)) decoded.set(index, decodeLayer(recording.layers[index]));
+  return decoded.get(index);
+}
+
+// ‖h‖ of the voxels drawn, one byte each: of one slice of a first axis of four, or, with a slice
+// of -1, the largest over it.
+function levelsAt(layer, t, row, slice) {
+  const { voxels, slices } = layer;
+  const start = (t * recording.rows + row) * voxels * slices.length;
+  if (slices.length === 1 || slice >= 0) {
+    const from = start + Math.max(slice, 0) * voxels;
+    return layer.levels.subarray(from, from + voxels);
+  }
+  const out = new Uint8Array(voxels);
+  for (let s = 0; s < slices.length; s++) {
+    for (let v = 0; v < voxels; v++) {
+      const level = layer.levels[start + s * voxels + v];
+      if (level > out[v]) out[v] = level;
+    }
+  }
+  return out;
+}
+
+// Point number `index` of a chunk in an array of (T, B, count, axes); null where none was recorded.
+function pointAt(layer, array, count, t, row, index) {
+  const at = ((t * recording.rows + row) * count + index) * layer.axes;
+  const point = array.subarray(at, at + layer.axes);
+  return point.every(Number.isFinite) ? point : null;
+}
+
+const isPresent = (layer, t, row) => (layer.flags[t * recording.rows + row] & 1) !== 0;
+const isWritten = (layer, t, row) => (layer.flags[t * recording.rows + row] & 2) !== 0;
+
+function tokenTexts(row, start, stop) {
+  const found = [];
+  for (const [from, texts] of recording.texts?.[row] ?? []) {
+    for (let at = Math.max(from, start); at < Math.min(from + texts.length, stop); at++) {
+      found.push([at, texts[at - from]]);
+    }
+  }
+  return found;
+}
+
+// Three significant digits, without an exponent where it can be read without.
+function number(value) {
+  if (value === null || !Number.isFinite(value)) return "–";
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (size < 0.001 || size >= 100000) return value.toExponential(1).replace("-", "−");
+  const digits = size >= 100 ? 0 : size >= 10 ? 1 : size >= 1 ? 2 : 3;
+  return value.toFixed(digits).replace("-", "−");
+}

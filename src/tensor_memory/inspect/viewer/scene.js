@@ -1,0 +1,330 @@
+// The volume: voxels as cubes, writes as spheres, reads as a path, in perspective on a plain canvas.
+//
+// World axes are the memory's coordinates: x is coordinate 0 and the last grid axis, y is up, z
+// comes towards the viewer. Boxes of a lattice overlap correctly when each axis is walked from far
+// to near, so nothing is sorted.
+
+const VIRIDIS = ["440154", "482475", "414487", "355f8d", "2a788e", "21918c", "22a884", "44bf70", "7ad151", "bddf26", "fde725"]
+  .map((hex) => [0, 2, 4].map((at) => parseInt(hex.slice(at, at + 2), 16)));
+const DISTANCE = 6.5; // of the eye from the centre, in coordinate units
+const FACES = [0.86, 1.08, 1.0]; // brightness of the faces across x, y and z
+
+// Strong values stand out from the ground: bright on dark, dark on light.
+function viridis(fraction, dark) {
+  const at = (dark ? fraction : 1 - fraction) * (VIRIDIS.length - 1) * (dark ? 1 : 0.95);
+  const low = Math.min(Math.floor(at), VIRIDIS.length - 2);
+  return VIRIDIS[low].map((c, i) => c + (at - low) * (VIRIDIS[low + 1][i] - c));
+}
+
+const css = (colour, gain = 1) => `rgb(${colour.map((c) => Math.min(255, Math.round(c * gain))).join(" ")})`;
+
+class Scene {
+  constructor(canvas) {
+    this.canvas = canvas;
+    this.pen = canvas.getContext("2d");
+    this.resetView(3);
+    this.restyle();
+  }
+
+  restyle() {
+    const style = getComputedStyle(document.documentElement);
+    this.colour = Object.fromEntries(["ink", "muted", "line", "frame", "write", "read", "halo"]
+      .map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
+    const dark = matchMedia("(prefers-color-scheme: dark)").matches;
+    this.table = Array.from({ length: 256 }, (_, level) => {
+      const colour = viridis(level / 255, dark);
+      return FACES.map((gain) => css(colour, gain));
+    });
+  }
+
+  resetView(axes) {
+    [this.yaw, this.pitch, this.zoom] = axes >= 3 ? [-0.62, 0.42, 1] : axes === 2 ? [0, 0, 1.35] : [0, 0.3, 1.9];
+    this.axes = axes;
+  }
+
+  turn(yaw, pitch) {
+    this.yaw += yaw;
+    this.pitch = Math.max(-1.5, Math.min(1.5, this.pitch + pitch));
+  }
+
+  magnify(factor) {
+    this.zoom = Math.max(0.4, Math.min(8, this.zoom * factor));
+  }
+
+  resize() {
+    const ratio = Math.min(window.devicePixelRatio || 1, 2);
+    const { clientWidth: width, clientHeight: height } = this.canvas;
+    if (this.width !== width || this.height !== height || this.ratio !== ratio) {
+      [this.width, this.height, this.ratio] = [width, height, ratio];
+      this.canvas.width = Math.round(width * ratio);
+      this.canvas.height = Math.round(height * ratio);
+    }
+  }
+
+  aim() {
+    const [cy, sy, cp, sp] = [Math.cos(this.yaw), Math.sin(this.yaw), Math.cos(this.pitch), Math.sin(this.pitch)];
+    this.turnBy = [[cy, 0, sy], [sp * sy, cp, -sp * cy], [-cp * sy, sp, cp * cy]];
+    this.eye = this.turnBy[2].map((c) => c * DISTANCE);
+    this.unit = Math.min(this.width, this.height) * 0.229 * this.zoom;
+  }
+
+  // World to screen: x, y, and pixels per coordinate unit there.
+  project(x, y, z) {
+    const [right, up, near] = this.turnBy.map((r) => r[0] * x + r[1] * y + r[2] * z);
+    const scale = this.unit * (DISTANCE / Math.max(DISTANCE - near, 0.5));
+    return [this.width / 2 + right * scale, this.height * 0.47 - up * scale, scale];
+  }
+
+  // A memory point of 1 to 4 coordinates; a fourth is projected away.
+  place(point) {
+    return this.project(point[0], point[1] ?? 0, point[2] ?? 0);
+  }
+
+  // Draws one moment and returns how many voxels are above the threshold.
+  draw({ layer, t, row, slice, threshold, trail, writes, reads }) {
+    this.resize();
+    const pen = this.pen;
+    pen.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
+    pen.clearRect(0, 0, this.width, this.height);
+    this.aim();
+    this.measure(layer);
+    this.drawBox(layer, "back");
+    const shown = this.drawVoxels(layer, levelsAt(layer, t, row, slice), threshold);
+    this.drawBox(layer, "front");
+    const from = Math.max(0, t - trail);
+    if (reads) this.drawReads(layer, from, t, row);
+    if (writes) this.drawWrites(layer, from, t, row);
+    this.drawLabels(layer);
+    return shown;
+  }
+
+  // Half the side of a cell along x, y, z, and half the whole box.
+  measure(layer) {
+    const cell = [2, 1, 0].map((axis) => (layer.sizes[axis] > 1 ? layer.points[axis][1] - layer.points[axis][0] : 0));
+    const thin = Math.min(...cell.filter((side) => side > 0));
+    this.cell = cell.map((side) => (side || thin) / 2);
+    this.extent = cell.map((side, axis) => (side ? 1 : 0) + this.cell[axis]);
+  }
+
+  drawVoxels(layer, levels, threshold) {
+    const [depth, height, width] = layer.sizes;
+    const [xs, ys, zs] = [2, 1, 0].map((axis, world) => {
+      const points = layer.points[axis];
+      const order = points.map((_, index) => index);
+      return order.sort((a, b) => Math.abs(points[b] - this.eye[world]) - Math.abs(points[a] - this.eye[world]));
+    });
+    this.hits = [];
+    let shown = 0;
+    for (const z of zs) for (const y of ys) for (const x of xs) {
+      const level = levels[(z * height + y) * width + x];
+      if (level === 0 || level < threshold) continue;
+      shown++;
+      const side = 0.2 + 0.58 * (level / 255);
+      this.drawCube([layer.points[2][x], layer.points[1][y], layer.points[0][z]], side, level, [z, y, x]);
+    }
+    return shown;
+  }
+
+  drawCube(centre, side, level, index) {
+    const half = this.cell.map((c) => c * side);
+    const pen = this.pen;
+    for (let axis = 0; axis < 3; axis++) {
+      const away = this.eye[axis] - centre[axis];
+      if (Math.abs(away) <= half[axis]) continue;
+      const [b, c] = [(axis + 1) % 3, (axis + 2) % 3];
+      const corner = [0, 0, 0];
+      corner[axis] = centre[axis] + Math.sign(away) * half[axis];
+      pen.beginPath();
+      for (const [p, q] of [[-1, -1], [1, -1], [1, 1], [-1, 1]]) {
+        corner[b] = centre[b] + p * half[b];
+        corner[c] = centre[c] + q * half[c];
+        const [px, py] = this.project(...corner);
+        pen.lineTo(px, py);
+      }
+      pen.fillStyle = this.table[level][axis];
+      pen.fill();
+    }
+    const [x, y, scale] = this.project(...centre);
+    this.hits.push({ x, y, reach: Math.max(...half) * scale, level, index });
+  }
+
+  // The nearest voxel drawn under a place on the canvas; null where there is none.
+  voxelAt(x, y) {
+    for (let i = (this.hits?.length ?? 0) - 1; i >= 0; i--) {
+      const hit = this.hits[i];
+      if (Math.abs(hit.x - x) <= hit.reach && Math.abs(hit.y - y) <= hit.reach) return hit;
+    }
+    return null;
+  }
+
+  // Edges of the box; an edge is behind when both faces it joins look away from the eye.
+  drawBox(layer, part) {
+    const pen = this.pen;
+    pen.lineWidth = 1;
+    pen.strokeStyle = this.colour.frame;
+    for (let axis = 0; axis < 3; axis++) {
+      const [b, c] = [(axis + 1) % 3, (axis + 2) % 3];
+      for (const [p, q] of [[-1, -1], [1, -1], [1, 1], [-1, 1]]) {
+        const behind = p * this.eye[b] < this.extent[b] && q * this.eye[c] < this.extent[c];
+        if (behind !== (part === "back")) continue;
+        const ends = [-1, 1].map((end) => {
+          const corner = [0, 0, 0];
+          corner[axis] = end * this.extent[axis];
+          corner[b] = p * this.extent[b];
+          corner[c] = q * this.extent[c];
+          return this.project(...corner);
+        });
+        pen.globalAlpha = behind ? 0.85 : 0.4;
+        pen.beginPath();
+        pen.moveTo(ends[0][0], ends[0][1]);
+        pen.lineTo(ends[1][0], ends[1][1]);
+        pen.stroke();
+      }
+    }
+    pen.globalAlpha = 1;
+  }
+
+  // Axis names with the coordinates of their ends, along edges that meet below; a label that would
+  // fall on another is left out.
+  drawLabels(layer) {
+    const pen = this.pen;
+    pen.font = "12px system-ui, sans-serif";
+    pen.textAlign = "center";
+    pen.textBaseline = "middle";
+    pen.fillStyle = this.colour.muted;
+    const taken = [];
+    const label = (text, at) => {
+      const [x, y] = this.project(...at);
+      const half = pen.measureText(text).width / 2 + 3;
+      const box = [Math.max(half, Math.min(this.width - half, x)), Math.max(9, Math.min(this.height - 9, y)), half];
+      if (taken.some((t) => Math.abs(t[0] - box[0]) < t[2] + half && Math.abs(t[1] - box[1]) < 16)) return;
+      taken.push(box);
+      pen.fillText(text, box[0], box[1]);
+    };
+    const out = this.extent.map((e) => e + 0.17);
+    const [ex, ey, ez] = this.extent;
+    const front = Math.sign(this.eye[2]) || 1;
+    const side = Math.sign(this.eye[0]) || 1;
+    const names = ["x", "y", "z"];
+    const lines = [
+      [[-1, -out[1], front * ez], [1, -out[1], front * ez], [0, -out[1], front * ez]],
+      [[-side * out[0], -1, front * ez], [-side * out[0], 1, front * ez], [-side * out[0], 0, front * ez]],
+      [[side * out[0], -ey, -1], [side * out[0], -ey, 1], [side * out[0], -ey, 0]],
+    ];
+    const axes = Math.min(layer.axes, 3);
+    for (let axis = 0; axis < axes; axis++) label(names[axis], lines[axis][2]);
+    for (let axis = 0; axis < axes; axis++) {
+      label("−1", lines[axis][0]);
+      label("1", lines[axis][1]);
+    }
+  }
+
+  stroke(path, colour, width, alpha = 1) {
+    const pen = this.pen;
+    pen.globalAlpha = alpha;
+    pen.strokeStyle = colour;
+    pen.lineWidth = width;
+    pen.lineJoin = pen.lineCap = "round";
+    pen.beginPath();
+    for (const [x, y] of path) pen.lineTo(x, y);
+    pen.stroke();
+    pen.globalAlpha = 1;
+  }
+
+  dot(x, y, radius, colour, alpha = 1) {
+    const pen = this.pen;
+    pen.globalAlpha = alpha;
+    pen.beginPath();
+    pen.arc(x, y, radius, 0, 2 * Math.PI);
+    pen.fillStyle = colour;
+    pen.fill();
+    pen.globalAlpha = 1;
+  }
+
+  // One path per read head, through all of a chunk's tokens when every token reads, older fainter.
+  drawReads(layer, from, t, row) {
+    for (let head = 0; head < layer.heads; head++) {
+      let last = null;
+      for (let at = from; at <= t; at++) {
+        const age = t === from ? 1 : 0.18 + 0.82 * ((at - from) / (t - from));
+        for (let index = head; index < layer.reads; index += layer.heads) {
+          const point = pointAt(layer, layer.readAt, layer.reads, at, row, index);
+          if (!point) continue;
+          const place = this.place(point);
+          if (last) {
+            this.stroke([last, place], this.colour.halo, 4, age * 0.7);
+            this.stroke([last, place], this.colour.read, 1.6, age);
+          }
+          if (at === t) this.diamond(...place);
+          else this.dot(place[0], place[1], 1.8, this.colour.read, age);
+          last = place;
+        }
+      }
+    }
+  }
+
+  diamond(x, y) {
+    const pen = this.pen;
+    for (const [radius, colour] of [[8, this.colour.halo], [6, this.colour.read]]) {
+      pen.beginPath();
+      pen.moveTo(x, y - radius);
+      for (const [dx, dy] of [[1, 0], [0, 1], [-1, 0]]) pen.lineTo(x + dx * radius, y + dy * radius);
+      pen.closePath();
+      pen.fillStyle = colour;
+      pen.fill();
+    }
+  }
+
+  // Earlier writes as points, the present ones as spheres of radius σ.
+  drawWrites(layer, from, t, row) {
+    for (let at = from; at <= t; at++) {
+      for (let head = 0; head < layer.writes; head++) {
+        const point = pointAt(layer, layer.writeAt, layer.writes, at, row, head);
+        if (!point) continue;
+        const [x, y, scale] = this.place(point);
+        if (at < t) {
+          this.dot(x, y, 3.4, this.colour.halo, 0.5);
+          this.dot(x, y, 2.5, this.colour.write, 0.25 + 0.65 * ((at - from) / (t - from)));
+          continue;
+        }
+        const spread = layer.spread?.[(at * recording.rows + row) * layer.writes + head];
+        if (spread) this.drawSphere(layer, point, spread, x, y, scale);
+        this.dot(x, y, 6, this.colour.halo);
+        this.dot(x, y, 4.5, this.colour.write);
+      }
+    }
+  }
+
+  drawSphere(layer, point, spread, x, y, scale) {
+    const pen = this.pen;
+    const centre = [0, 1, 2].map((axis) => point[axis] ?? 0);
+    if (layer.axes === 1) {
+      const ends = [-1, 1].map((side) => this.project(centre[0] + side * spread, 0, 0));
+      this.stroke(ends, this.colour.write, 2.5, 0.9);
+      for (const end of ends) this.stroke([[end[0], end[1] - 7], [end[0], end[1] + 7]], this.colour.write, 2.5, 0.9);
+      return;
+    }
+    const circles = layer.axes === 2 ? [[0, 1]] : [[0, 1], [1, 2], [2, 0]];
+    if (layer.axes > 2) {
+      const shade = pen.createRadialGradient(x, y, 0, x, y, spread * scale);
+      shade.addColorStop(0, `color-mix(in srgb, ${this.colour.write} 4%, transparent)`);
+      shade.addColorStop(1, `color-mix(in srgb, ${this.colour.write} 17%, transparent)`);
+      pen.fillStyle = shade;
+      pen.beginPath();
+      pen.arc(x, y, spread * scale, 0, 2 * Math.PI);
+      pen.fill();
+      pen.strokeStyle = this.colour.write;
+      pen.lineWidth = 1.6;
+      pen.stroke();
+    }
+    for (const [a, b] of circles) {
+      const around = Array.from({ length: 65 }, (_, step) => {
+        const corner = [...centre];
+        corner[a] += spread * Math.cos((step * Math.PI) / 32);
+        corner[b] += spread * Math.sin((step * Math.PI) / 32);
+        return this.project(...corner);
+      });
+      this.stroke(around, this.colour.write, layer.axes === 2 ? 1.8 : 0.9, layer.axes === 2 ? 1 : 0.45);
+    }
+  }
+}
