@@ -1,0 +1,173 @@
+"""Softmax attention: over everything, over the past, or over a window of it, with slots or not.
+
+A window that is short against the sequence runs in blocks: each block of queries sees its own and
+the previous block of keys, so its cost grows with N·w and not with N².
+
+Letters: B batch, h heads, N tokens, b tokens per block, S blocks, e width of a head.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+SMALLEST_BLOCK = 64
+"""Queries per block at least: smaller products leave a GPU idle."""
+SMALL = 256
+"""Up to so many tokens one masked product costs less than the cutting into blocks."""
+
+
+class SelfAttention(nn.Module):
+    """Queries, keys and values from the same tokens; one product makes all three.
+
+    Args:
+        dim: d.
+        heads: h.
+        causal: a token sees itself and what is before it; else everything.
+        window: a token sees itself and the window - 1 tokens before it.
+        length: tokens to prepare a mask for; other lengths make theirs on the device.
+        read_slots, write_slots: how many of the first and last positions are slots, which see and
+            are seen as `visible` says.
+    """
+
+    mask: Tensor | None
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        causal: bool = True,
+        window: int | None = None,
+        length: int | None = None,
+        read_slots: int = 0,
+        write_slots: int = 0,
+    ) -> None:
+        super().__init__()
+        check_heads(dim, heads)
+        if window is not None and (window < 1 or not causal):
+            raise ValueError(
+                f"window: expected 1 or more tokens of a causal model, got {window} and "
+                f"causal={causal}; None sees everything"
+            )
+        self.heads, self.causal, self.window, self.length = heads, causal, window, length
+        self.read_slots, self.write_slots = read_slots, write_slots
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.project = nn.Linear(dim, dim)
+        self.register_buffer("mask", None, persistent=False)
+        if length is not None and self._needs_mask(length):
+            self.mask = self._make_mask(length)
+
+    def forward(self, x: Tensor, cache: None = None) -> tuple[Tensor, None]:
+        """x (B, N, d), slots included -> the same shape; nothing is carried."""
+        q, k, v = split_heads(self.qkv(x), 3, self.heads)
+        N = x.shape[1] - self.read_slots - self.write_slots
+        if not self._needs_mask(N):
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        else:
+            mask = self.mask if self.length == N else None
+            mask = self._make_mask(N, x.device) if mask is None else mask
+            attend = self._attend_in_blocks if self._in_blocks(N) else _attend_masked
+            mixed = attend(q, k, v, mask)
+        return self.project(merge_heads(mixed)), None
+
+    def zeros(self, rows: int, like: Tensor) -> None:
+        """Nothing is carried."""
+
+    def _needs_mask(self, N: int) -> bool:
+        slots = self.read_slots + self.write_slots
+        return bool(slots) or (self.window is not None and self.window < N)
+
+    def _in_blocks(self, N: int) -> bool:
+        """Whether blocks look at less than a dense mask would, and there is something to save."""
+        if self.window is None or self.read_slots or self.write_slots:
+            return False
+        return max(2 * self._block(), SMALL) < N
+
+    def _block(self) -> int:
+        assert self.window is not None
+        return max(self.window, SMALLEST_BLOCK)
+
+    def _make_mask(self, N: int, device: torch.device | None = None) -> Tensor:
+        """(N, N) with the slots, or per head and block (h · S, b, 2b)."""
+        if not self._in_blocks(N):
+            return visible(
+                N, self.causal, self.window, self.read_slots, self.write_slots, device=device
+            )
+        assert self.window is not None
+        b = self._block()
+        S = -(-N // b)
+        query = torch.arange(b, device=device)[:, None]
+        key = torch.arange(2 * b, device=device) - b
+        near = (key <= query) & (key > query - self.window)  # (b, 2b)
+        first = torch.arange(S, device=device)[:, None, None] == 0
+        mask = near & ~(first & (key < 0))  # before the first block there is nothing
+        return mask.expand(self.heads, S, b, 2 * b).flatten(0, 1).contiguous()
+
+    def _attend_in_blocks(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        """q, k, v (B, h, N, e); mask (h · S, b, 2b)."""
+        N, b = q.shape[2], self._block()
+        q, k, v = (F.pad(t, (0, 0, 0, -N % b)).unflatten(2, (-1, b)) for t in (q, k, v))
+        k, v = (torch.cat([F.pad(t, (0, 0, 0, 0, 1, -1)), t], dim=3) for t in (k, v))
+        q, k, v = q.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2)  # (B, h · S, b or 2b, e)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return mixed.unflatten(1, (self.heads, -1)).flatten(2, 3)[:, :, :N]
+
+
+def _attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def visible(
+    length: int,
+    causal: bool = True,
+    window: int | None = None,
+    read_slots: int = 0,
+    write_slots: int = 0,
+    *,
+    device: torch.device | None = None,
+) -> Tensor:
+    """The one mask rule: (positions, positions) bool, true where the row may see the column.
+
+    Positions are read slots, tokens, write slots. Tokens see themselves, what is before them
+    within the window, and every read slot. Read slots see each other alone, so nothing later can
+    reach a token through them; write slots see everything.
+
+    >>> visible(3, window=2).int()
+    tensor([[1, 0, 0],
+            [1, 1, 0],
+            [0, 1, 1]], dtype=torch.int32)
+    >>> visible(2, read_slots=1, write_slots=1).int()
+    tensor([[1, 0, 0, 0],
+            [1, 1, 0, 0],
+            [1, 1, 1, 0],
+            [1, 1, 1, 1]], dtype=torch.int32)
+    """
+    end = read_slots + length
+    place = torch.arange(end + write_slots, device=device)
+    query, key = place[:, None], place[None]
+    seen = (key >= read_slots) & (key < end) & (query >= read_slots)
+    if causal:
+        seen = seen & (key <= query)
+    if window is not None:
+        seen = seen & (key > query - window)
+    return seen | (key < read_slots) | (query >= end)
+
+
+def split_heads(x: Tensor, parts: int, heads: int) -> tuple[Tensor, ...]:
+    """(B, N, parts · d) -> as many of (B, h, N, e)."""
+    return tuple(x.unflatten(-1, (parts, heads, -1)).permute(2, 0, 3, 1, 4))
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """(B, h, N, e) -> (B, N, d)."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def check_heads(dim: int, heads: int) -> None:
+    """Raise unless the width can be shared among the heads."""
+    if heads < 1 or dim % heads:
+        raise ValueError(
+            f"heads: expected a divisor of the width {dim}, got {heads}; change one of them"
+        )

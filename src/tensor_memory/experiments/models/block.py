@@ -1,0 +1,147 @@
+"""The one Transformer block of every compared model, and the one initialiser.
+
+A method may exchange the attention or put a side path into a layer; everything else is the same
+code. The residual stream stays in float32 under autocast.
+
+Letters: B batch, N tokens, d width.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tensor_memory.module import TensorMemory
+from tensor_memory.residual import MemoryResidual
+
+Place = Literal["after_mlp", "after_attention"]
+"""Where a side path stands in its block: the paper's language and toy models, or its ViTs."""
+
+LayerState = tuple[Any, Any]
+"""What a block carries: its attention's cache and its side path's state, each None where empty."""
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a LayerNorm and a residual, and a place for a side path.
+
+    Args:
+        dim: d.
+        attention: `(x, cache) -> (x, cache)`, x (B, N, d), with its own projections.
+        mlp_ratio: width of the MLP over d.
+        dropout: on what attention and MLP add.
+        drop_path: probability of dropping what a sublayer adds to a whole row.
+        side: `(x, state, **options) -> (x, state)` with its own norm and residual, such as a
+            `MemoryResidual`.
+        side_place: where it stands.
+        attention_out_norm: a LayerNorm on what attention adds (the paper's "SLN").
+
+    >>> from tensor_memory.experiments.models.attention import SelfAttention
+    >>> block = Block(8, attention=SelfAttention(8, heads=2))
+    >>> x, state = block(torch.randn(2, 5, 8))
+    >>> x.shape, state
+    (torch.Size([2, 5, 8]), (None, None))
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        attention: nn.Module,
+        mlp_ratio: float = 4.0,
+        dropout: float = 0.0,
+        drop_path: float = 0.0,
+        side: nn.Module | None = None,
+        side_place: Place = "after_mlp",
+        attention_out_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        if side_place not in ("after_mlp", "after_attention"):
+            raise ValueError(
+                f"side_place: expected after_mlp or after_attention, got {side_place!r}"
+            )
+        self.dropout, self.drop_path, self.side_place = dropout, drop_path, side_place
+        hidden = round(dim * mlp_ratio)
+        self.attention_norm = nn.LayerNorm(dim)
+        self.attention = attention
+        self.attention_out_norm = nn.LayerNorm(dim) if attention_out_norm else None
+        self.mlp_norm = nn.LayerNorm(dim)
+        self.widen = nn.Linear(dim, hidden)
+        self.narrow = nn.Linear(hidden, dim)
+        self.side = side
+
+    def forward(
+        self, x: Tensor, state: LayerState = (None, None), **side_options: Any
+    ) -> tuple[Tensor, LayerState]:
+        """x (B, N, d) -> x (B, N, d), state; options go to the side path."""
+        cache, remembered = state
+        x, cache = self.attend(x, cache)
+        if self.side_place == "after_attention":
+            x, remembered = self.remember(x, remembered, **side_options)
+        x = self.transform(x)
+        if self.side_place == "after_mlp":
+            x, remembered = self.remember(x, remembered, **side_options)
+        return x, (cache, remembered)
+
+    def attend(self, x: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
+        """x plus its attention."""
+        mixed, cache = self.attention(self.attention_norm(x), cache)
+        if self.attention_out_norm is not None:
+            mixed = self.attention_out_norm(mixed)
+        return x + self._drop(mixed), cache
+
+    def transform(self, x: Tensor) -> Tensor:
+        """x plus its MLP."""
+        return x + self._drop(self.narrow(F.gelu(self.widen(self.mlp_norm(x)))))
+
+    def remember(self, x: Tensor, state: Any = None, **options: Any) -> tuple[Tensor, Any]:
+        """x plus its side path, where there is one."""
+        return (x, state) if self.side is None else self.side(x, state, **options)
+
+    def _drop(self, added: Tensor) -> Tensor:
+        return drop_path(F.dropout(added, self.dropout, self.training), self.drop_path, self)
+
+
+def drop_path(added: Tensor, rate: float, module: nn.Module) -> Tensor:
+    """Zero whole rows (B, ...) with probability `rate` in training, and scale up the others."""
+    if not rate or not module.training:
+        return added
+    kept = torch.rand(added.shape[0], *[1] * (added.ndim - 1), device=added.device) >= rate
+    return added * (kept.to(added.dtype) / (1 - rate))
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, std: float = 0.02) -> None:
+    """Weights from N(0, 0.02²), biases zero; norms, gates and memories keep what they have.
+
+    A weight is drawn by its name and one number from torch's generator, so that under one seed
+    models of all methods start from the same values wherever they share a name and a shape.
+
+    >>> a, b = (nn.ModuleDict({"x": nn.Linear(2, 2), "y": nn.Linear(2, n)}) for n in (3, 4))
+    >>> for model in (a, b):
+    ...     _ = torch.manual_seed(0)
+    ...     initialise(model)
+    >>> torch.equal(a["x"].weight, b["x"].weight), bool(a["x"].bias.any())
+    (True, False)
+    """
+    seed = int(torch.randint(2**31, ()))
+    keeps = (TensorMemory, MemoryResidual, nn.LayerNorm)
+    kept = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, keeps)
+        for parameter in module.parameters()
+    }
+    for name, parameter in model.named_parameters():
+        last = name.rpartition(".")[2]
+        if id(parameter) in kept or last == "gate":
+            continue
+        if last == "bias":
+            parameter.zero_()
+        else:
+            draw = torch.Generator().manual_seed(seed ^ zlib.crc32(name.encode()))
+            drawn = torch.empty(parameter.shape).normal_(std=std, generator=draw)
+            parameter.copy_(drawn)

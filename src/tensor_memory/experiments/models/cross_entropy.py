@@ -1,0 +1,70 @@
+"""Cross-entropy of a large vocabulary that never holds the logits of the whole batch in float32.
+
+Some tokens at a time: their logits become losses and, where a gradient is wanted, softmax minus
+one-hot in the type of the product. That is kept, once; the logits themselves are not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LOSS_TOKENS = 2048
+"""Tokens whose logits exist in float32 at a time: 240 MiB for 30,000 words."""
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """−log softmax(h·Wᵀ)[target] of every token."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """h (tokens, d) in the type to multiply in, weight (words, d) -> losses (tokens,)."""
+        low = weight.to(h.dtype)
+        wide = torch.promote_types(h.dtype, torch.float32)
+        wanted = any(ctx.needs_input_grad)
+        losses = torch.empty(h.shape[0], dtype=wide, device=h.device)
+        wrong = h.new_empty(h.shape[0], weight.shape[0]) if wanted else None
+        for start in range(0, h.shape[0], LOSS_TOKENS):
+            part = slice(start, start + LOSS_TOKENS)
+            words = targets[part, None]
+            logs = F.log_softmax(h[part] @ low.t(), dim=-1, dtype=wide)
+            losses[part] = -logs.gather(1, words)[:, 0]
+            if wrong is not None:
+                minus = logs.new_full((1, 1), -1.0).expand_as(words)
+                wrong[part] = logs.exp_().scatter_add_(1, words, minus)
+        ctx.save_for_backward(h, low, wrong)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+        """Two products with what the forward kept, weighted by each token's gradient."""
+        h, low, wrong = ctx.saved_tensors
+        grad = grad[:, None]
+        wide = torch.promote_types(h.dtype, torch.float32)
+        to_h = to_weight = None
+        if ctx.needs_input_grad[0]:
+            to_h = ((wrong @ low) * grad).to(h.dtype)
+        if ctx.needs_input_grad[1]:
+            to_weight = (wrong.t() @ (h * grad).to(h.dtype)).to(wide)
+        return to_h, to_weight, None
+
+
+def linear_cross_entropy(h: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Losses (B, N) of h (B, N, d) against targets (B, N), multiplied in autocast's type.
+
+    >>> h, weight = torch.randn(2, 3, 4), torch.randn(5, 4)
+    >>> targets = torch.randint(5, (2, 3))
+    >>> plain = F.cross_entropy((h @ weight.t()).flatten(0, 1), targets.flatten(), reduction="none")
+    >>> torch.allclose(linear_cross_entropy(h, weight, targets).flatten(), plain)
+    True
+    """
+    device = h.device.type
+    if torch.is_autocast_enabled(device):
+        h = h.to(torch.get_autocast_dtype(device))
+    with torch.autocast(device, enabled=False):
+        losses = LinearCrossEntropy.apply(h.flatten(0, 1), weight, targets.flatten())
+    assert isinstance(losses, Tensor)
+    return losses.view(targets.shape)

@@ -1,0 +1,214 @@
+"""One decoder for text, the mechanism a config value.
+
+Learned positions count within a call, also where calls continue each other; xl has relative ones
+instead. The head is tied to the embedding. Letters: B batch, N tokens, d width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tensor_memory.config import MemoryConfig
+from tensor_memory.experiments.models import Carry, Model
+from tensor_memory.experiments.models.block import Place, initialise
+from tensor_memory.experiments.models.cross_entropy import linear_cross_entropy
+from tensor_memory.experiments.models.stack import (
+    FLOAT_BYTES,
+    Stack,
+    StackConfig,
+    memory_bytes,
+    side_parameters,
+    wide_ratio,
+)
+from tensor_memory.experiments.tasks import Batch, Task
+
+LanguageMethod = Literal[
+    "base",
+    "base-sln",
+    "wide",
+    "local",
+    "linear",
+    "linear-local",
+    "xl",
+    "recurrent-slots",
+    "tensor",
+    "tensor-local",
+    "tensor-depth",
+]
+
+
+@dataclass(frozen=True)
+class LanguageModelConfig:
+    """A decoder. The defaults are the paper's sizes."""
+
+    method: LanguageMethod = "base"
+    """base; base-sln: a LayerNorm on what attention adds; wide: the weights of `tensor` in the MLP;
+    local: attention within `window`; linear: ELU + 1 attention; linear-local: local and a
+    linear-attention state of the memory's bytes; xl: relative attention with a cache; recurrent-
+    slots: tokens carried from segment to segment; tensor, tensor-local: the memory beside full or
+    local attention; tensor-depth: the published form, which sees the future."""
+    dim: int = 384
+    layers: int = 8
+    heads: int = 8
+    mlp_ratio: float = 4.0
+    dropout: float = 0.2
+    window: int = 64
+    """Tokens that local attention sees, itself included."""
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    memory_layers: tuple[int, ...] | None = None
+    """Layers with a side path (tensor, linear-local); None takes all."""
+    gate_init: float = 0.0
+    """Initial γ of the side paths."""
+    placement: Place = "after_mlp"
+    share_weights: bool = True
+    """One set of side-path weights for all layers."""
+    segment: int | None = None
+    """Tokens that xl and recurrent-slots take at once; None takes a whole window of the task."""
+    cache: int | None = None
+    """Tokens in the cache of xl; None takes as many as fill the memory's bytes."""
+    slots: int | None = None
+    """Recurrent slots; None takes as many as fill the memory's bytes."""
+    non_causal: bool = False
+    """Must be true for tensor-depth, whose scores are no perplexities."""
+
+    def __post_init__(self) -> None:
+        if self.method not in get_args(LanguageMethod):
+            raise ValueError(
+                f"model.method: expected one of {', '.join(get_args(LanguageMethod))}, "
+                f"got {self.method!r}"
+            )
+        depth = self.method == "tensor-depth"
+        if depth and not self.non_causal:
+            raise ValueError(
+                "model.method: tensor-depth hands the state left at the end of the text to the "
+                "layer above, so its first token sees the last; expected non_causal=True, got "
+                "False; set it to build the model all the same, or take method tensor"
+            )
+        if self.non_causal and not depth:
+            raise ValueError(
+                f"model.non_causal: expected False for {self.method}, which is causal, got True"
+            )
+
+    def build(self, task: Task) -> LanguageModel:
+        """The model for a task of text: its vocabulary, its window, whether it carries."""
+        facts = task.facts()
+        return LanguageModel(
+            self, words=facts["vocabulary"], length=facts["window"], carried=task.carries
+        )
+
+    def stack(self, length: int, carried: bool) -> StackConfig:
+        """The choices that `method` stands for."""
+        method = self.method
+        layers = tuple(range(self.layers)) if self.memory_layers is None else self.memory_layers
+        plain = StackConfig(
+            dim=self.dim,
+            layers=self.layers,
+            heads=self.heads,
+            length=length,
+            mlp_ratio=self.mlp_ratio,
+            dropout=self.dropout,
+            window=self.window if method.endswith("local") else None,
+            attention_out_norm=method == "base-sln",
+            carried=carried and method != "tensor-depth",
+        )
+        budget = memory_bytes(self.memory, len(layers))
+        changes: dict[str, Any] = {}
+        if method == "wide":
+            extra = side_parameters(self.dim, self.memory, len(layers))
+            changes["mlp_ratio"] = wide_ratio(self.dim, self.layers, self.mlp_ratio, extra)
+        elif method == "linear":
+            changes["attention"] = "linear"
+        elif method == "xl":
+            matched = budget // (FLOAT_BYTES * self.dim * self.layers)
+            cache = matched if self.cache is None else self.cache
+            changes |= {"attention": "relative", "segment": self.segment, "cache": cache}
+        elif method == "recurrent-slots":
+            matched = budget // (FLOAT_BYTES * self.dim)
+            slots = matched if self.slots is None else self.slots
+            changes |= {"segment": self.segment, "recurrent_slots": slots}
+        elif method not in ("base", "base-sln", "local"):
+            changes |= {
+                "side": "linear" if method == "linear-local" else "tensor",
+                "memory": self.memory,
+                "side_layers": layers,
+                "side_place": self.placement,
+                "gate_init": self.gate_init,
+                "share_weights": self.share_weights,
+                "thread_depth": method == "tensor-depth",
+            }
+        return replace(plain, **changes)
+
+
+class LanguageModel(Model):
+    """Words to next words.
+
+    >>> config = LanguageModelConfig(dim=16, layers=2, heads=2, method="local", window=4)
+    >>> model = LanguageModel(config, words=50, length=12)
+    >>> ids = torch.randint(50, (3, 12))
+    >>> outputs, carry = model({"ids": ids, "targets": ids})
+    >>> outputs["nll"].shape, carry
+    (torch.Size([3, 12]), None)
+    """
+
+    def __init__(
+        self, config: LanguageModelConfig, words: int, length: int, carried: bool = False
+    ) -> None:
+        super().__init__()
+        self.config, self.length = config, length
+        self.word = nn.Embedding(words, config.dim)
+        relative = config.method == "xl"
+        self.position = None if relative else nn.Parameter(torch.empty(length, config.dim))
+        self.norm = nn.LayerNorm(config.dim)
+        self.stack = Stack(config.stack(length, carried))
+        initialise(self)
+
+    def forward(
+        self, batch: Batch, carry: Carry | None = None, *, need_logits: bool = False
+    ) -> tuple[dict[str, Tensor], Carry | None]:
+        """Losses "nll" (B, N) of batch["targets"] after batch["ids"], or "logits" (B, N, words).
+
+        Rows of batch["fresh"] (B,) forget what is carried.
+        """
+        x, carry = self.hidden(batch["ids"], carry, batch.get("fresh"))
+        if need_logits:
+            return {"logits": F.linear(x, self.word.weight)}, carry
+        return {"nll": linear_cross_entropy(x, self.word.weight, batch["targets"])}, carry
+
+    def hidden(
+        self, ids: Tensor, carry: Carry | None = None, fresh: Tensor | None = None
+    ) -> tuple[Tensor, Carry | None]:
+        """Ids (B, N) -> what the head multiplies (B, N, d), and the carry."""
+        x = self.word(ids)
+        if self.position is not None:
+            if ids.shape[1] > self.length:
+                raise ValueError(
+                    f"ids: expected at most {self.length} tokens, for which there are positions, "
+                    f"got {ids.shape[1]}; cut them into windows and carry the state"
+                )
+            x = x + self.position[: ids.shape[1]]
+        x = F.dropout(x, self.config.dropout, self.training)
+        x, carry = self.stack(x, carry, fresh)
+        return self.norm(x), carry
+
+    def empty_carry(self, rows: int) -> Carry:
+        """Zeros to start from where every row of the first batch is fresh."""
+        return self.stack.empty_carry(rows, self.word.weight)
+
+    def state_bytes(self) -> int:
+        """Bytes one row carries past what attention sees."""
+        return self.stack.state_bytes()
+
+    def labels(self) -> dict[str, Any]:
+        """What tables must say: that a model sees the future, or how far back xl looks."""
+        if self.config.non_causal:
+            return {"non_causal": True}
+        if self.config.method == "xl":
+            return {"cache_tokens": self.stack.config.cache}
+        if self.config.method == "recurrent-slots":
+            return {"slots": self.stack.config.recurrent_slots}
+        return {}
