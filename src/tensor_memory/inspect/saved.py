@@ -80,6 +80,11 @@ def _description(stored: Tensor | None, path: str | os.PathLike[str]) -> dict[st
             f"{path}: expected format {_FORMAT}, got {described['format']!r}; it was written by "
             "another version of tensor-memory"
         )
+    for layer in described["layers"]:
+        if sorted(layer) != ["config", "gate", "name"]:
+            raise ValueError(
+                f"{path}: expected layers of name, config and gate, got {layer!r}; save it again"
+            )
     return described
 
 

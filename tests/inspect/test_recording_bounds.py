@@ -1,0 +1,115 @@
+"""However long the stream, what is kept has a bound, and the recording says what is missing."""
+
+import pytest
+import torch
+
+from memories import DIM, OPTIONS, make_memory, make_tokens
+from tensor_memory import MemoryConfig, record
+
+ONE = MemoryConfig(channels=2, grid=(3, 2), chunk_size=1)
+
+
+def test_every_nth_chunk_is_kept_and_says_so():
+    memory = make_memory(OPTIONS["paper"])
+    x = make_tokens(2, 3 * 10, DIM)
+    with record(memory, dtype=torch.float64) as full:
+        memory(x)
+    with record(memory, every=4, dtype=torch.float64) as recording:
+        memory(x)
+    layer = recording[0]
+    assert layer.chunk.tolist() == [0, 4, 8]
+    assert (recording.every, recording.asked_every) == (4, 4)
+    assert layer.seen.tolist() == [10, 10]
+    assert recording.dropped == 2 * 7
+    for name in ("write_at", "hidden_norm", "gates", "use", "span"):
+        torch.testing.assert_close(getattr(layer, name), getattr(full[0], name)[::4])
+
+
+@pytest.mark.parametrize("pieces", [1, 100], ids=["one call", "chunk by chunk"])
+def test_a_stream_longer_than_the_bound_is_thinned_out(pieces):
+    memory = make_memory(ONE)
+    x, state = make_tokens(1, 100, DIM), None
+    with record(memory, max_chunks=8, dtype=torch.float64) as recording:
+        for part in x.chunk(pieces, dim=1):
+            _, state = memory(part, state)
+    layer = recording[0]
+    assert (recording.asked_every, recording.every) == (1, 16)
+    assert layer.chunk.tolist() == list(range(0, 100, 16))
+    assert layer.span[:, 0, 0].tolist() == list(range(0, 100, 16))
+    assert recording.dropped == 100 - 7
+    with record(memory, dtype=torch.float64) as full:
+        memory(x)
+    torch.testing.assert_close(layer.hidden_norm, full[0].hidden_norm[::16], rtol=0, atol=1e-10)
+
+
+def test_what_is_held_does_not_grow_with_the_stream():
+    memory = make_memory(ONE)
+    held = []
+    for length in (200, 2000):
+        with record(memory, max_chunks=64) as recording:
+            memory(make_tokens(1, length, DIM))
+        held.append(recording.nbytes)
+        assert 32 <= len(recording[0]) <= 64
+    assert held[1] <= 2 * held[0]
+
+
+def test_rows_beyond_the_bound_are_counted_not_kept():
+    memory = make_memory(OPTIONS["paper"])
+    with record(memory, max_rows=3, dtype=torch.float64) as recording:
+        for seed in range(3):
+            x = make_tokens(2, 8, DIM, seed=seed)
+            _, state = memory(x[:, :4])
+            memory(x[:, 4:], state)
+    assert recording.rows == 3
+    assert recording.rows_left_out == 3
+    x = make_tokens(2, 8, DIM, seed=1)
+    with record(memory, dtype=torch.float64) as second:
+        memory(x)
+    torch.testing.assert_close(
+        recording[0].hidden_norm[:, 2], second[0].hidden_norm[:, 0], rtol=0, atol=1e-10
+    )
+
+
+def test_masks_resets_and_flushes_of_rows_beyond_the_bound_are_left_out():
+    memory = make_memory(OPTIONS["paper"])
+    x = make_tokens(3, 8, DIM)
+    marks = [torch.zeros(3, 8, dtype=torch.bool) for _ in range(3)]
+    mask, reset, flush = marks
+    mask[:2, :7] = True
+    reset[:, 4] = flush[:, 2] = True
+    state = memory(x, flush=True)[1]
+    with record(memory, max_rows=2) as recording:
+        memory(x, state, mask=mask, reset=reset, flush=flush)
+    assert recording.rows == 2
+    assert recording[0].seen.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"every": 0}, "every: expected an integer of at least 1, got 0"),
+        ({"max_chunks": 0}, "max_chunks: expected an integer of at least 1"),
+        ({"max_rows": True}, "max_rows: expected an integer of at least 1"),
+        ({"dtype": torch.bfloat16}, "dtype: expected one of torch.float16"),
+    ],
+)
+def test_bounds_that_make_no_sense_are_refused(options, complaint):
+    memory = make_memory(ONE)
+    with pytest.raises(ValueError, match=complaint), record(memory, **options):
+        pass
+
+
+def test_nothing_called_is_an_empty_recording():
+    with record(make_memory(ONE)) as recording:
+        pass
+    assert recording.rows == recording.dropped == 0
+    assert len(recording[0]) == 0
+    assert recording[0].hidden_norm.shape == (0, 0, 3, 2)
+
+
+def test_a_call_of_no_rows_or_no_tokens_records_nothing():
+    memory = make_memory(ONE)
+    with record(memory) as recording:
+        memory(make_tokens(0, 4, DIM))
+        memory(make_tokens(2, 0, DIM))
+    assert len(recording[0]) == 0

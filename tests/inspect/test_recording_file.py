@@ -1,0 +1,230 @@
+"""A recording on disk, in a notebook, and taken apart by index."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from memories import DIM, OPTIONS, make_memory, make_tokens
+from tensor_memory import MemoryResidual, Recording, record
+from tensor_memory.files import save_tensors
+from tensor_memory.inspect.annotations import THUMBNAIL
+
+KIND = "tensor-memory recording"
+
+
+@pytest.fixture
+def recording():
+    layer = MemoryResidual(make_memory(OPTIONS["paper"])).double()
+    with record(layer, every=2) as recording:
+        layer(make_tokens(2, 13, DIM))
+    texts = [[f"<b>{t}" for t in range(13)], ["é\u2028"] * 13]
+    frames = torch.randint(0, 255, (2, 4, 5, 6, 3), dtype=torch.uint8)
+    return recording.annotate(texts=texts, frames=frames, tokens_per_frame=4)
+
+
+def assert_equal(got, expected):
+    for name in ("every", "asked_every", "rows_left_out", "texts", "tokens_per_frame", "names"):
+        assert getattr(got, name) == getattr(expected, name), name
+    assert (got.frames is None) == (expected.frames is None)
+    if expected.frames is not None:
+        assert torch.equal(got.frames, expected.frames)
+    for one, other in zip(got.layers, expected.layers, strict=True):
+        assert (one.config, one.gate) == (other.config, other.gate)
+        assert one.arrays().keys() == other.arrays().keys()
+        for name, array in other.arrays().items():
+            assert one.arrays()[name].dtype == array.dtype
+            torch.testing.assert_close(
+                one.arrays()[name], array, rtol=0, atol=0, equal_nan=True, msg=name
+            )
+
+
+def test_what_is_saved_comes_back_as_it_was(tmp_path, recording):
+    recording.save(tmp_path / "a.safetensors")
+    assert_equal(Recording.load(tmp_path / "a.safetensors"), recording)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["nearest", "token reads, heads", "four axes"])
+def test_every_kind_of_memory_comes_back(tmp_path, name):
+    with record(make_memory(OPTIONS[name])) as recording:
+        pass
+    recording.save(tmp_path / "empty")
+    assert_equal(Recording.load(tmp_path / "empty"), recording)
+    memory = make_memory(OPTIONS[name])
+    with record(memory, dtype=torch.float32) as recording:
+        memory(make_tokens(1, 7, DIM))
+    recording.save(tmp_path / "full")
+    assert_equal(Recording.load(tmp_path / "full"), recording)
+    assert (recording[0].spread is None) == (name == "nearest")
+
+
+def test_a_recording_without_layers_comes_back(tmp_path):
+    Recording().save(tmp_path / "none")
+    assert Recording.load(tmp_path / "none").layers == []
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.99])
+def test_a_truncated_file_is_refused(tmp_path, recording, share):
+    path = tmp_path / "cut.safetensors"
+    recording.save(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(len(whole) * share)])
+    with pytest.raises(ValueError, match=r"expected a tensor-memory recording .* truncated or"):
+        Recording.load(path)
+
+
+def test_a_foreign_file_is_refused(tmp_path):
+    path = tmp_path / "foreign"
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="truncated or foreign file"):
+        Recording.load(path)
+    save_file({"x": torch.zeros(2)}, path)
+    with pytest.raises(ValueError, match="expected a tensor-memory recording, got a file of kind"):
+        Recording.load(path)
+    with pytest.raises(FileNotFoundError, match="no such file; expected a tensor-memory recording"):
+        Recording.load(tmp_path / "absent")
+
+
+def damaged(path, tensors, **changes):
+    described = json.loads(bytes(tensors["description"].tolist()))
+    described |= changes
+    text = bytearray(json.dumps(described).encode())
+    tensors["description"] = torch.frombuffer(text, dtype=torch.uint8)
+    save_tensors(path, tensors, kind=KIND)
+
+
+def test_a_damaged_description_is_refused(tmp_path, recording):
+    path = tmp_path / "a"
+    recording.save(path)
+    tensors = load_file(path)
+    damaged(path, dict(tensors), format=99)
+    with pytest.raises(ValueError, match="expected format 1, got 99; it was written by another"):
+        Recording.load(path)
+    damaged(path, dict(tensors), surprise=1)
+    with pytest.raises(ValueError, match="expected a description with the keys format, layers"):
+        Recording.load(path)
+    text = torch.frombuffer(bytearray(b"{half"), dtype=torch.uint8)
+    save_tensors(path, tensors | {"description": text}, kind=KIND)
+    with pytest.raises(ValueError, match="expected a description in JSON, got a damaged one"):
+        Recording.load(path)
+    save_tensors(path, {k: v for k, v in tensors.items() if k != "description"}, kind=KIND)
+    with pytest.raises(ValueError, match="got none; save it again"):
+        Recording.load(path)
+    damaged(path, dict(tensors), layers=[{"name": "x"}])
+    with pytest.raises(ValueError, match="expected layers of name, config and gate"):
+        Recording.load(path)
+
+
+def test_arrays_that_do_not_fit_the_config_are_refused(tmp_path, recording):
+    path = tmp_path / "a"
+    recording.save(path)
+    tensors = load_file(path)
+    wrong = {
+        "layers.0.gates": (tensors["layers.0.gates"][:, :, :2], "expected gates of shape"),
+        "layers.0.use": (tensors["layers.0.use"].long(), "use came as torch.int64"),
+        "layers.0.other": (torch.zeros(1), r"unknown tensors layers\.0\.other"),
+    }
+    for name, (tensor, complaint) in wrong.items():
+        save_tensors(path, tensors | {name: tensor}, kind=KIND)
+        with pytest.raises(ValueError, match=complaint):
+            Recording.load(path)
+    save_tensors(path, {k: v for k, v in tensors.items() if "span" not in k}, kind=KIND)
+    with pytest.raises(ValueError, match="missing tensors span"):
+        Recording.load(path)
+
+
+def test_an_index_finds_a_layer_a_chunk_and_a_row(recording):
+    layer = recording[0]
+    assert recording["memory"] is layer
+    chunk = recording["memory", 1, -1]
+    assert (chunk.layer, chunk.chunk, chunk.row) == ("memory", 2, 1)
+    assert (chunk.start, chunk.stop) == (6, 9)
+    assert torch.equal(chunk.hidden_norm, layer.hidden_norm[1, 1])
+    assert torch.equal(chunk.mask, layer.mask(1, 1))
+    part = recording[0, 1:, 1:]
+    assert (len(part), part.rows) == (len(layer) - 1, 1)
+    assert torch.equal(part.readout, layer.readout[1:, 1:])
+    assert torch.equal(part.chunk, layer.chunk[1:])
+    assert layer[1].gates.shape == (1, 2, 3)
+
+
+def test_an_index_that_is_not_there_is_named(recording):
+    with pytest.raises(KeyError, match="no layer 'x'; there are memory"):
+        recording["x"]
+    with pytest.raises(IndexError, match="chunk 9: this recording has 3 chunks"):
+        recording[0, 9, 0]
+    with pytest.raises(IndexError, match="row 2: this recording has 2 rows"):
+        recording[0, 0, 2]
+    with pytest.raises(IndexError, match="layer 1: this recording has 1 layers"):
+        recording[1]
+    with pytest.raises(TypeError, match=r"chunk: expected an integer or a slice, got 1\.5"):
+        recording[0][1.5, 0]
+
+
+def test_arrays_come_out_for_a_notebook(recording):
+    arrays = recording.to_numpy()["memory"]
+    assert arrays["hidden_norm"].shape == (3, 2, 2, 3, 2)
+    assert arrays["present"].dtype == np.bool_
+    assert set(arrays) == set(recording[0].arrays())
+
+
+def test_texts_and_frames_are_found_by_the_span_of_a_chunk(recording):
+    assert recording.text(0, 1, 0) == "<b>6<b>7<b>8"
+    assert torch.equal(recording.frame(0, 1, 1), recording.frames[1, 6 // 4])
+    recording.annotate(texts=[["a"], ["b"]], frames=recording.frames[:, :1])
+    assert recording.text(0, 1, 0) == ""
+    assert recording.frame(0, 1, 0) is None
+
+
+def test_without_texts_and_frames_there_are_none():
+    with record(make_memory(OPTIONS["paper"])) as recording:
+        pass
+    assert recording.texts is recording.frames is None
+
+
+def test_large_frames_are_kept_as_thumbnails(recording):
+    frames = torch.zeros(2, 1, 400, 200, 3, dtype=torch.uint8)
+    frames[:, :, :, 100:] = 200
+    recording.annotate(frames=frames)
+    assert recording.frames.shape == (2, 1, THUMBNAIL, THUMBNAIL // 2, 3)
+    assert recording.frames[0, 0, 0, 0].tolist() == [0, 0, 0]
+    assert recording.frames[0, 0, -1, -1].tolist() == [200, 200, 200]
+
+
+@pytest.mark.parametrize(
+    ("annotation", "error", "complaint"),
+    [
+        ({"texts": ["ab", "cd"]}, TypeError, "a list of token texts per row, got one string"),
+        ({"texts": [[1], [2]]}, TypeError, "every token's text as a string; decode"),
+        ({"texts": [["a"]]}, ValueError, "one list per row, 2 of them, got 1"),
+        ({"frames": torch.zeros(2, 1, 4, 4, 3)}, TypeError, "uint8 tensor .* got torch.float32"),
+        (
+            {"frames": torch.zeros(2, 1, 3, 4, 4, dtype=torch.uint8)},
+            ValueError,
+            r"expected shape \(B, F, h, w, 3\) with B = 2 rows, got \(2, 1, 3, 4, 4\)",
+        ),
+    ],
+)
+def test_annotations_that_do_not_fit_are_refused(recording, annotation, error, complaint):
+    with pytest.raises(error, match=complaint):
+        recording.annotate(**annotation)
+
+
+def test_the_notebook_shows_a_table_with_every_name_escaped(recording):
+    object.__setattr__(recording.layers[0], "name", "<script>alert(1)</script>")
+    html = recording._repr_html_()
+    assert "<script>" not in html
+    assert "&lt;script&gt;" in html
+    assert "one chunk in 2 kept" in html
+    assert "0.500" in html  # σ(γ)
+
+
+def test_the_notebook_shows_an_empty_recording_too():
+    with record(make_memory(OPTIONS["paper"])) as recording:
+        pass
+    assert "–" in recording._repr_html_()
+    assert "nan" not in recording._repr_html_()
+    assert repr(recording) == "Recording(1 layers, 0 rows, 0 chunks kept)"

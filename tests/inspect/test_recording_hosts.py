@@ -1,0 +1,357 @@
+"""Watching a whole model: it computes what it computes alone, and nothing is left behind."""
+
+import copy
+import gc
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from memories import DIM, OPTIONS, make_memory, make_tokens
+from tensor_memory import (
+    MemoryConfig,
+    MemoryResidual,
+    TensorMemory,
+    attach,
+    detach,
+    record,
+)
+
+SMALL = MemoryConfig(channels=4, grid=(3, 3), chunk_size=3)
+NO_ENDS = dict(vocab_size=30, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+
+
+def gpt2():
+    config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=64, **NO_ENDS)
+    return transformers.GPT2LMHeadModel(config).double().eval()
+
+
+def llama():
+    config = transformers.LlamaConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, **NO_ENDS
+    )
+    return transformers.LlamaForCausalLM(config).double().eval()
+
+
+def bert():
+    config = transformers.BertConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24
+    )
+    return transformers.BertModel(config, add_pooling_layer=False).double().eval()
+
+
+HOSTS = {"gpt2": (gpt2, "transformer.h"), "llama": (llama, "model.layers")}
+
+
+def make_host(name="gpt2", **options):
+    host = HOSTS[name][0]()
+    attachment = attach(host, SMALL, **options)
+    with torch.no_grad():  # weights that make the memory count
+        for parameter in attachment.parameters():
+            parameter.normal_(std=0.4)
+    return host
+
+
+def ids(*shape, seed=0):
+    return torch.randint(1, 30, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def hooks_of(model):
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return {
+        (path, kind): list(getattr(part, kind))
+        for path, part in model.named_modules()
+        for kind in kinds
+    }
+
+
+def assert_equal_layers(got, expected, rows=slice(None)):
+    for name in got.arrays():
+        torch.testing.assert_close(
+            got.arrays()[name] if name == "chunk" else getattr(got[:, rows], name),
+            expected.arrays()[name],
+            rtol=0,
+            atol=1e-10,
+            equal_nan=True,
+            msg=lambda message, name=name: f"{name}: {message}",
+        )
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_generating_records_what_one_pass_over_the_same_tokens_records(name):
+    host = make_host(name)
+    prompt = ids(2, 5)
+    with record(host, dtype=torch.float64) as streamed:
+        out = host.generate(prompt, max_new_tokens=7, do_sample=False)
+    with record(host, dtype=torch.float64) as whole:
+        host(out[:, :-1])  # the last token was never fed back
+    path = HOSTS[name][1]
+    assert streamed.names == [f"{path}.0", f"{path}.1"]
+    for got, expected in zip(streamed.layers, whole.layers, strict=True):
+        assert got.span[:, 0].tolist() == [[0, 3], [3, 6], [6, 9], [9, 11]]
+        assert got.written[:, 0].tolist() == [True, True, True, False]
+        assert_equal_layers(got, expected)
+
+
+def test_generating_from_padded_prompts_counts_positions_of_the_padded_row():
+    host = make_host()
+    prompt, mask = ids(2, 5), torch.ones(2, 5, dtype=torch.long)
+    mask[1, :2] = 0
+    with record(host, dtype=torch.float64) as recording:
+        out = host.generate(prompt, attention_mask=mask, max_new_tokens=4, do_sample=False)
+    with record(host, dtype=torch.float64) as alone:
+        host.generate(prompt[1:, 2:], max_new_tokens=4, do_sample=False)
+    padded, single = recording[0], alone[0]
+    assert padded.span[0].tolist() == [[0, 3], [2, 5]]
+    assert out.shape == (2, 9)
+    assert torch.equal(padded.span[: len(single), 1] - 2, single.span[:, 0])
+    for name in ("write_at", "hidden_norm", "readout"):
+        torch.testing.assert_close(
+            getattr(padded, name)[: len(single), 1],
+            getattr(single, name)[:, 0],
+            rtol=0,
+            atol=1e-10,
+            equal_nan=True,
+        )
+    assert padded.seen.tolist() == [3, 2]
+
+
+def test_beam_search_is_followed_from_place_to_place():
+    host = make_host()
+    with record(host, dtype=torch.float64) as recording:
+        out = host.generate(ids(1, 4), max_new_tokens=6, num_beams=3, do_sample=False)
+    assert recording.rows == 3
+    assert out.shape == (1, 10)
+    layer = recording[0]
+    assert layer.seen.tolist() == [3, 3, 3]
+    assert layer.span[0].tolist() == [[0, 3]] * 3
+    assert layer.present.all()
+
+
+@pytest.mark.parametrize("share_weights", [True, False])
+def test_recording_changes_no_bit_of_what_a_host_computes(share_weights):
+    host = make_host(share_weights=share_weights)
+    tokens = ids(2, 11)
+    before = host(tokens).logits
+    with record(host):
+        during = host(tokens).logits
+    after = host(tokens).logits
+    assert torch.equal(before, during)
+    assert torch.equal(before, after)
+
+
+def test_recording_changes_no_bit_of_generated_scores():
+    host = make_host()
+    options = dict(max_new_tokens=5, output_logits=True, return_dict_in_generate=True)
+    torch.manual_seed(3)
+    alone = host.generate(ids(2, 4), do_sample=True, **options)
+    torch.manual_seed(3)
+    with record(host):
+        watched = host.generate(ids(2, 4), do_sample=True, **options)
+    assert torch.equal(alone.sequences, watched.sequences)
+    assert all(map(torch.equal, alone.logits, watched.logits))
+
+
+def test_recording_changes_no_bit_of_a_training_step():
+    host = make_host(dropout=0.3, drop_path=0.2).train()
+    gradients = []
+    for watched in (False, True):
+        torch.manual_seed(5)
+        model = copy.deepcopy(host)
+        tokens = ids(2, 7)
+        if watched:
+            with record(model):
+                model(tokens, labels=tokens).loss.backward()
+        else:
+            model(tokens, labels=tokens).loss.backward()
+        gradients.append([p.grad for p in model.parameters()] + [torch.rand(3)])
+    assert all(map(torch.equal, *gradients))
+
+
+def test_random_draws_go_on_as_if_nobody_had_watched():
+    memory = make_memory(OPTIONS["paper"])
+    memory.content = nn.Sequential(memory.content, nn.Dropout(0.5))  # as adapters do
+    x = make_tokens(2, 7, DIM)
+    torch.manual_seed(1)
+    alone = [memory(x)[0], torch.rand(3)]
+    torch.manual_seed(1)
+    with record(memory):
+        watched = [memory(x)[0], torch.rand(3)]
+    assert all(map(torch.equal, alone, watched))
+
+
+def test_gradient_checkpointing_records_each_chunk_once():
+    host = make_host().train()
+    host.gradient_checkpointing_enable({"use_reentrant": False})
+    tokens = ids(2, 6)
+    with record(host) as recording:
+        host(tokens, labels=tokens, use_cache=False).loss.backward()
+    assert recording.rows == 2
+    assert recording[0].seen.tolist() == [2, 2]
+
+
+def test_no_hook_stays_behind():
+    host = make_host()
+    before = hooks_of(host)
+    with record(host):
+        host(ids(1, 4))
+        assert hooks_of(host) != before
+    assert hooks_of(host) == before
+
+
+def test_an_error_inside_leaves_no_hook_and_keeps_what_was_seen():
+    host = make_host()
+    before = hooks_of(host)
+    seen = []
+
+    def fail():
+        with record(host) as recording:
+            seen.append(recording)
+            host(ids(1, 6))
+            host(torch.tensor([[99]]))  # no such word
+
+    with pytest.raises(IndexError):
+        fail()
+    (recording,) = seen
+    assert hooks_of(host) == before
+    assert recording[0].seen.tolist() == [2]
+
+
+def test_an_error_in_a_layer_is_not_taken_for_a_call_of_it():
+    memory = make_memory(OPTIONS["paper"])
+    layer = MemoryResidual(memory).double()
+    with record(layer) as recording:
+        with pytest.raises(TypeError, match="expected a MemoryState"):
+            layer(make_tokens(1, 4, DIM), "state")
+        layer(make_tokens(1, 6, DIM))
+        memory(make_tokens(1, 3, DIM))
+    assert recording.names == ["memory", "memory"]  # the residual, and its memory called past it
+    assert recording[0].gate == 0.5
+    assert [layer.seen.tolist() for layer in recording.layers] == [[2], [1]]
+    assert recording[1].gate is None
+
+
+def test_without_recording_a_memory_holds_and_allocates_nothing_more():
+    memory = make_memory(OPTIONS["paper"])
+    x = make_tokens(2, 9, DIM)
+
+    def allocated():
+        with torch.profiler.profile(profile_memory=True) as profile, torch.no_grad():
+            memory(x)
+        return [
+            (event.name, event.cpu_memory_usage) for event in profile.events() if event.name != ""
+        ]
+
+    def tensors():
+        gc.collect()
+        return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+    memory(x)
+    before, held = allocated(), tensors()
+    with record(memory):
+        memory(x)
+    assert allocated() == before
+    assert tensors() == held
+
+
+class TwoLayers(nn.Module):
+    def __init__(self, own):
+        super().__init__()
+        self.shared = TensorMemory(8, SMALL)
+        self.blocks = nn.ModuleList(
+            MemoryResidual(self.shared, own_memory=own, gate_init=g) for g in (-2.0, 1.0)
+        )
+
+    def forward(self, x, states=(None, None)):
+        after = []
+        for block, state in zip(self.blocks, states, strict=True):
+            x, state = block(x, state)
+            after.append(state)
+        return x, after
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_layers_that_share_a_memory_are_recorded_apart(own):
+    model = TwoLayers(own)
+    with record(model) as recording:
+        _, states = model(torch.randn(2, 4, 8))
+        model(torch.randn(2, 5, 8), states)
+    assert recording.names == ["blocks.0", "blocks.1"]
+    assert [round(layer.gate, 4) for layer in recording.layers] == [0.1192, 0.7311]
+    assert [layer.seen.tolist() for layer in recording.layers] == [[3, 3], [3, 3]]
+    assert not torch.equal(recording[0].read_at, recording[1].read_at)
+
+
+def test_batches_that_start_afresh_become_new_rows_of_every_layer():
+    model = TwoLayers(True)
+    with record(model) as recording:
+        model(torch.randn(2, 6, 8))
+        model(torch.randn(3, 9, 8))
+    assert recording.rows == 5
+    for layer in recording.layers:
+        assert layer.seen.tolist() == [2, 2, 3, 3, 3]
+        assert layer.present.sum(0).tolist() == [2, 2, 3, 3, 3]
+        assert layer.use[2, :2].isnan().all()
+
+
+def test_a_state_threaded_through_depth_gives_every_layer_the_same_rows():
+    host = bert()
+    attach(host, SMALL, scope="depth")
+    with record(host) as recording:
+        for _ in range(2):
+            host(ids(2, 5))
+    assert recording.rows == 4
+    assert [layer.seen.tolist() for layer in recording.layers] == [[2] * 4] * 2
+    first, second = recording.layers  # what the first left is what the second starts from
+    assert (first.readout[0] == 0).all()
+    assert (second.readout[0] != 0).any()
+
+
+def test_a_stream_of_the_host_goes_on_in_its_rows_after_a_detach():
+    host = make_host()
+    tokens = ids(2, 9)
+    with record(host, dtype=torch.float64) as streamed, host.tensor_memory.stream() as stream:
+        for start in range(0, 9, 2):
+            host(tokens[:, start : start + 2], use_cache=False)
+            stream.detach()
+    assert streamed.rows == 2
+    assert streamed[0].span[:, 0].tolist() == [[0, 3], [3, 6], [6, 9]]
+
+
+def test_a_detached_host_has_nothing_to_record():
+    host = make_host()
+    detach(host)
+    with pytest.raises(ValueError, match="GPT2LMHeadModel holds no memory; attach"), record(host):
+        pass
+
+
+def test_a_compiled_model_is_refused_because_it_would_run_past_the_hooks():
+    memory = make_memory(OPTIONS["paper"])
+    compiled = torch.compile(memory, backend="eager")
+    with pytest.raises(ValueError, match="compiled calls run past"), record(compiled):
+        pass
+    memory.compile(backend="eager")
+    with pytest.raises(ValueError, match="compiled calls run past"), record(memory):
+        pass
+
+
+def test_what_is_not_a_model_is_refused():
+    with pytest.raises(TypeError, match=r"expected a model .* got str"), record("model"):
+        pass
+
+
+@pytest.mark.gpu
+def test_a_memory_on_a_gpu_is_recorded_on_the_cpu():
+    memory = make_memory(OPTIONS["paper"], dtype=torch.float32).cuda()
+    x = make_tokens(2, 8, DIM, dtype=torch.float32)
+    with record(memory, dtype=torch.float32) as recording:
+        _, state = memory(x.cuda())
+    with record(memory.cpu(), dtype=torch.float32) as expected:
+        memory(x)
+    for name, array in recording[0].arrays().items():
+        assert array.device.type == "cpu"
+        torch.testing.assert_close(
+            array, expected[0].arrays()[name], rtol=1e-4, atol=1e-4, equal_nan=True
+        )
+    assert state.hidden.is_cuda
