@@ -117,17 +117,17 @@ def drop_path(added: Tensor, rate: float, module: nn.Module) -> Tensor:
 def initialise(model: nn.Module, std: float = 0.02) -> None:
     """Weights from N(0, 0.02²), biases zero; norms, gates and memories keep what they have.
 
-    A weight is drawn by its name and one number from torch's generator, so that under one seed
-    models of all methods start from the same values wherever they share a name and a shape.
+    A weight is drawn by its name and the seed torch was given, so that under one seed models of all
+    methods start from the same values wherever they share a name and a shape, whatever else was
+    drawn while they were built.
 
     >>> a, b = (nn.ModuleDict({"x": nn.Linear(2, 2), "y": nn.Linear(2, n)}) for n in (3, 4))
     >>> for model in (a, b):
-    ...     _ = torch.manual_seed(0)
     ...     initialise(model)
     >>> torch.equal(a["x"].weight, b["x"].weight), bool(a["x"].bias.any())
     (True, False)
     """
-    seed = int(torch.randint(2**31, ()))
+    seed = torch.initial_seed() % 2**31  # a draw would depend on what building has drawn before
     keeps = (TensorMemory, MemoryResidual, nn.LayerNorm)
     kept = {
         id(parameter)
