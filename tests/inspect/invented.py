@@ -73,7 +73,7 @@ def invented_layer(
     )
 
 
-WORDS = "the memory writes where the words point and reads it back when they return\n".split(" ")
+WORDS = ["memory", "writes", "where", "words", "point", "and", "reads", "when", "they", "return\n"]
 
 
 def invented(layers: int = 2, *, texts: bool = True, **options) -> Recording:

@@ -19,6 +19,7 @@ from base64 import b64encode
 from html import escape
 from importlib.resources import files
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,7 +51,11 @@ def write_page(
 ) -> None:
     """Write `page` to `path`, whole or not at all; the arguments are those of `page`."""
     text = page(recording, title=title, every=every, rows=rows, limit_mb=limit_mb)
-    write_whole(path, lambda at: at.write_text(text, "utf-8") and None)
+
+    def write(at: Path) -> None:
+        at.write_text(text, "utf-8")
+
+    write_whole(path, write)
 
 
 def page(
@@ -97,11 +102,13 @@ def page(
     text = _filled(title, json.dumps(values, allow_nan=False, separators=(",", ":")))
     size = len(text.encode()) / 1e6
     if size > limit_mb:
+        viewer = len(_filled(title, "").encode()) / 1e6  # there however little is recorded
         chunks = max(map(len, layers), default=0)
+        share = (size - viewer) / max(limit_mb - viewer, 1e-6)
         raise ValueError(
             f"page: expected at most {limit_mb:g} MB, got {size:.1f} MB for {len(layers)} layers, "
             f"{shown_rows} rows and {chunks} chunks; put fewer chunks on it with "
-            f"every={every * math.ceil(size / limit_mb)}, fewer rows with rows=1, "
+            f"every={every * min(math.ceil(share), max(chunks, 1))}, fewer rows with rows=1, "
             "or raise limit_mb"
         )
     return text

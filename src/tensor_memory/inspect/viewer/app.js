@@ -241,7 +241,7 @@ function tellVoxel(event, scene, layer) {
   find("hover").hidden = hit === null;
   if (hit === null) return;
   const index = hit.index.slice(3 - Math.min(layer.axes, 3)).join(", ");
-  find("hover").textContent = `voxel [${index}]  ‖h‖ ${number((hit.level / 255) * layer.top)}`;
+  find("hover").textContent = `voxel [${index}] · ‖h‖ ${number((hit.level / 255) * layer.top)}`;
 }
 
 function showEmpty() {
