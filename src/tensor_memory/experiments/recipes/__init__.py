@@ -13,7 +13,7 @@ import pkgutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tensor_memory.experiments.run_config import RunConfig
 
@@ -70,12 +70,12 @@ def _own_recipe(name: str) -> Recipe:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
-    make: Any = getattr(_import(module), function, None)
+    make = getattr(_import(module), function, None)
     if not callable(make):
         raise ValueError(
             f"recipe {name!r}: expected a function {function!r} in {module}, got {make!r}"
         )
-    return make
+    return cast(Recipe, make)
 
 
 def _import(module: str) -> Any:

@@ -19,7 +19,7 @@ from tensor_memory.files import write_whole
 CLASS = "class"
 """Key that names a dataclass in a config's dict; a keyword, so no field can have this name."""
 
-PLACES = ("data_dir",)
+PLACES = ("data_dir", "cache_dir")
 """Fields that say where something lies. They decide no number, so they do not tell runs apart."""
 
 _TRUSTED = ("tensor_memory.config", "tensor_memory.experiments.")

@@ -5,17 +5,41 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from tensor_memory.experiments.results.intervals import Estimate
 
-def measure_text(value: float | None) -> str:
+PERCENT = ("accuracy", "top1", "top5")
+"""Measures that are parts of a whole and shown in percent."""
+
+
+def measure_text(value: float | None, name: str = "") -> str:
     """A measure with as many digits as it can bear; "diverged" where it is not a number.
 
-    >>> measure_text(0.94812), measure_text(100.071), measure_text(None)
-    ('0.9481', '100.07', 'diverged')
+    >>> measure_text(0.94812, "accuracy"), measure_text(0.94812), measure_text(100.071)
+    ('94.8 %', '0.9481', '100.07')
+    >>> measure_text(None)
+    'diverged'
     """
     if value is None or not math.isfinite(value):
         return "diverged"
-    digits = 4 if abs(value) < 2 else 3 if abs(value) < 10 else 2
-    return f"{value:.{digits}f}"
+    if name in PERCENT:
+        return f"{100 * value:.1f} %"
+    return f"{value:.{_digits(value)}f}"
+
+
+def estimate_text(estimate: Estimate, name: str = "") -> str:
+    """A mean with its interval, without one where there is one run.
+
+    >>> estimate_text(Estimate(0.948, 0.0123, 5), "accuracy")
+    '94.8 ± 1.2 %'
+    >>> estimate_text(Estimate(99.5, None, 1))
+    '99.50'
+    """
+    if not math.isfinite(estimate.mean) or estimate.half_width is None:
+        return measure_text(estimate.mean, name)
+    if name in PERCENT:
+        return f"{100 * estimate.mean:.1f} ± {100 * estimate.half_width:.1f} %"
+    digits = _digits(estimate.mean)
+    return f"{estimate.mean:.{digits}f} ± {estimate.half_width:.{digits}f}"
 
 
 def bytes_text(count: int) -> str:
@@ -43,3 +67,7 @@ def listing(items: Sequence[object]) -> str:
     if len(words) < 2:
         return "".join(words)
     return f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def _digits(value: float) -> int:
+    return 4 if abs(value) < 2 else 3 if abs(value) < 10 else 2

@@ -1,0 +1,57 @@
+"""`tensor-memory report PATH …`: tables and figures of what runs have left."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from tensor_memory.experiments.results import read_results
+from tensor_memory.experiments.results.report import write_report
+from tensor_memory.experiments.results.wording import listing
+
+
+def report_command(arguments: Sequence[str]) -> int:
+    """Write the report of the runs in files and folders, and print it."""
+    options = _parser().parse_args(arguments)
+    records = read_results(options.paths)
+    if not records:
+        raise ValueError(
+            f"report: expected results of runs, found none in {listing(options.paths)}; "
+            "`tensor-memory run` and `sweep` write them"
+        )
+    text = write_report(
+        records,
+        options.output,
+        split_budgets=options.split_budgets,
+        measures=options.measure,
+        title=options.title,
+    )
+    print(text)
+    print(f"{len(records)} runs, written to {options.output / 'report.md'}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tensor-memory report",
+        description="Tables with means and 95 % intervals over seeds, learning curves, and plots "
+        "over swept fields, one section per recipe. Runs of different budgets are not mixed.",
+    )
+    parser.add_argument("paths", nargs="+", type=Path, help="result files, or folders of them")
+    parser.add_argument(
+        "--output", type=Path, default=Path("report"), help="folder to write (default report)"
+    )
+    parser.add_argument(
+        "--split-budgets",
+        action="store_true",
+        help="where budget or optimiser differ: one table each, instead of an error",
+    )
+    parser.add_argument(
+        "--measure",
+        action="append",
+        default=[],
+        help="show this measure besides the task's metric; may be repeated",
+    )
+    parser.add_argument("--title", default="Results", help="heading of the report")
+    return parser

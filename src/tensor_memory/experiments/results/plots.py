@@ -1,0 +1,231 @@
+"""Learning curves and sweeps of comparisons, as PNG and SVG.
+
+Colours are those of Okabe and Ito, which colour-blind readers tell apart; a method has the same
+colour, dash and marker in every figure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tensor_memory.experiments.results.comparison import METHODS, Comparison, Row, show
+from tensor_memory.experiments.results.intervals import estimate
+from tensor_memory.experiments.results.wording import PERCENT
+from tensor_memory.files import write_whole
+
+COLOURS = ("#000000", "#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#0072B2", "#999999")
+MARKERS = ("o", "s", "^", "v", "D", "P", "X", "*")
+DASHES = ("-", "--", "-.", ":")
+OURS = {"tensor": 6, "base": 0, "linear": 2, "xl": 3, "recurrent-slots": 4, "slots": 5, "wide": 1}
+"""Places in COLOURS that the most compared methods keep."""
+
+STYLE = {
+    "figure.facecolor": "white",
+    "axes.facecolor": "white",
+    "axes.grid": True,
+    "grid.color": "#dddddd",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "font.size": 9,
+    "svg.hashsalt": "tensor-memory",  # the same figure is the same file
+    "svg.fonttype": "none",
+}
+PANELS_ACROSS = 3
+
+
+def draw_curves(comparison: Comparison, path: Path) -> list[Path]:
+    """The metric on "valid" against steps, a panel per setting; the files written.
+
+    Lines are means over seeds, bands their 95 % intervals; the dashed line is the ceiling.
+    """
+    panels: dict[tuple[tuple[str, Any], ...], list[Row]] = {}
+    for row in comparison.rows:
+        panels.setdefault(row.setting, []).append(row)
+    with _figure(len(panels)) as (figure, axes):
+        for axis, (setting, rows) in zip(axes, panels.items(), strict=True):
+            for number, row in enumerate(rows):
+                steps, means, halves = _curve(row, comparison.metric)
+                _line(axis, steps, means, halves, row, number, comparison.metric, markers=False)
+            _ceiling(axis, rows[0], comparison)
+            axis.set_title(_title(setting), fontsize=9)
+            axis.set_xlabel("steps")
+        axes[0].set_ylabel(_axis_name(comparison.metric, "valid"))
+        _legend(figure, axes)
+        return _save(figure, path)
+
+
+def swept_fields(comparison: Comparison) -> list[str]:
+    """Numeric fields of the setting with three values or more: what a sweep plot can show."""
+    found = []
+    for name in comparison.fields:
+        values = {dict(row.setting)[name] for row in comparison.rows}
+        numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+        if numbers and len(values) >= 3:
+            found.append(name)
+    return found
+
+
+def draw_sweep(comparison: Comparison, field: str, path: Path) -> list[Path]:
+    """The metric on the test split against a swept field, a panel per rest of the setting."""
+    split = comparison.splits[0]
+    panels: dict[tuple[tuple[str, Any], ...], dict[str, list[Row]]] = {}
+    for row in comparison.rows:
+        rest = tuple(pair for pair in row.setting if pair[0] != field)
+        panels.setdefault(rest, {}).setdefault(row.label, []).append(row)
+    with _figure(len(panels)) as (figure, axes):
+        for axis, (rest, methods) in zip(axes, panels.items(), strict=True):
+            for number, rows in enumerate(methods.values()):
+                places = [dict(row.setting)[field] for row in rows]
+                found = [row.measure(split, comparison.metric) for row in rows]
+                means = [math.nan if one is None else one.mean for one in found]
+                halves = [None if one is None else one.half_width for one in found]
+                _line(axis, places, means, halves, rows[0], number, comparison.metric)
+            axis.set_title(_title(rest), fontsize=9)
+            _draw_ceilings(axis, [row for rows in methods.values() for row in rows], field,
+                           split, comparison.metric)  # fmt: skip
+            places = sorted({dict(row.setting)[field] for row in comparison.rows})
+            if min(places) > 0 and max(places) / min(places) >= 8:
+                axis.set_xscale("log", base=2)
+                axis.set_xticks(places, [show(place) for place in places])
+                axis.minorticks_off()
+            axis.set_xlabel(field.rpartition(".")[2])
+        axes[0].set_ylabel(_axis_name(comparison.metric, split))
+        _legend(figure, axes)
+        return _save(figure, path)
+
+
+def _curve(row: Row, metric: str) -> tuple[list[int], list[float], list[float | None]]:
+    """Steps, means and half intervals over the seeds that reached each step."""
+    points: dict[int, list[float | None]] = {}
+    for record in row.records:
+        for entry in record["curve"]:
+            if metric in (entry.get("valid") or {}):
+                points.setdefault(entry["step"], []).append(entry["valid"][metric])
+    found = [(step, estimate(values)) for step, values in sorted(points.items())]
+    return (
+        [step for step, _ in found],
+        [one.mean for _, one in found],
+        [one.half_width for _, one in found],
+    )
+
+
+def _line(
+    axis: Any,
+    places: Sequence[float],
+    means: Sequence[float],
+    halves: Sequence[float | None],
+    row: Row,
+    number: int,
+    metric: str,
+    *,
+    markers: bool = True,
+) -> None:
+    scale = 100.0 if metric in PERCENT else 1.0
+    colour, dash, marker = _look(row, number)
+    order = sorted(range(len(places)), key=lambda index: places[index])
+    at = [places[index] for index in order]
+    middle = [scale * means[index] for index in order]
+    width = [scale * (halves[index] or 0.0) for index in order]
+    axis.plot(at, middle, dash, color=colour, label=row.label, linewidth=1.5,
+              marker=marker if markers else None, markersize=4)  # fmt: skip
+    low = [m - w for m, w in zip(middle, width, strict=True)]
+    high = [m + w for m, w in zip(middle, width, strict=True)]
+    if metric in PERCENT:
+        low, high = [max(v, 0.0) for v in low], [min(v, 100.0) for v in high]
+    axis.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
+
+
+def _look(row: Row, number: int) -> tuple[str, str, str]:
+    """Colour, dash and marker of a row; variants of one method differ in all three."""
+    if row.variant:
+        place = number
+    elif row.method in OURS:
+        place = OURS[row.method]
+    else:
+        known = METHODS.index(row.method) if row.method in METHODS else number
+        place = (known * 3 + 7) % len(COLOURS)
+    rank = METHODS.index(row.method) if row.method in METHODS else number
+    dash = DASHES[(number if row.variant else rank) % len(DASHES)]
+    if row.method == "tensor" and not row.variant:
+        dash = "-"
+    return COLOURS[place % len(COLOURS)], dash, MARKERS[place % len(MARKERS)]
+
+
+def _ceiling(axis: Any, row: Row, comparison: Comparison) -> None:
+    ceiling = row.records[0]["ceiling"].get(comparison.splits[0])
+    if ceiling is not None:
+        scale = 100.0 if comparison.metric in PERCENT else 1.0
+        axis.axhline(scale * ceiling, color="#555555", linestyle=(0, (1, 2)), label="ceiling")
+
+
+def _draw_ceilings(axis: Any, rows: list[Row], field: str, split: str, metric: str) -> None:
+    found = {
+        dict(row.setting)[field]: ceiling
+        for row in rows
+        if (ceiling := row.records[0]["ceiling"].get(split)) is not None
+    }
+    if found:
+        scale = 100.0 if metric in PERCENT else 1.0
+        at = sorted(found)
+        axis.plot(at, [scale * found[place] for place in at], color="#555555",
+                  linestyle=(0, (1, 2)), label="ceiling")  # fmt: skip
+
+
+def _title(setting: tuple[tuple[str, Any], ...]) -> str:
+    return ", ".join(f"{name.rpartition('.')[2]} {show(value)}" for name, value in setting)
+
+
+def _axis_name(metric: str, split: str) -> str:
+    unit = ", %" if metric in PERCENT else ""
+    return f"{metric} on {split}{unit}"
+
+
+class _figure:  # noqa: N801 - used as `with _figure(...)`
+    """A figure with so many panels, in our style, drawn without a display."""
+
+    def __init__(self, panels: int) -> None:
+        self.panels = panels
+
+    def __enter__(self) -> tuple[Any, list[Any]]:
+        import matplotlib
+        from matplotlib.figure import Figure
+
+        self._style = matplotlib.rc_context(STYLE)  # pyright: ignore[reportArgumentType]
+        self._style.__enter__()
+        across = min(self.panels, PANELS_ACROSS)
+        down = -(-self.panels // across)
+        figure = Figure(figsize=(1.4 + 3.2 * across, 0.6 + 2.6 * down), layout="constrained")
+        grid = figure.subplots(down, across, squeeze=False).flatten()
+        for unused in grid[self.panels :]:
+            unused.set_visible(False)
+        return figure, list(grid[: self.panels])
+
+    def __exit__(self, *error: object) -> None:
+        self._style.__exit__(None, None, None)
+
+
+def _legend(figure: Any, axes: Sequence[Any]) -> None:
+    entries: dict[str, Any] = {}
+    for axis in axes:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            entries.setdefault(label, handle)
+    figure.legend(list(entries.values()), list(entries), loc="outside right upper", frameon=False)
+
+
+def _save(figure: Any, path: Path) -> list[Path]:
+    return list(_saved(figure, path))
+
+
+def _saved(figure: Any, path: Path) -> Iterator[Path]:
+    for kind in ("png", "svg"):
+        file = path.with_name(f"{path.name}.{kind}")
+        metadata = {"Date": None} if kind == "svg" else None
+
+        def write(at: Path, kind: str = kind, metadata: Any = metadata) -> None:
+            figure.savefig(at, format=kind, dpi=150, metadata=metadata)
+
+        write_whole(file, write)
+        yield file

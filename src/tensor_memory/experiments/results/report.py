@@ -1,0 +1,68 @@
+"""A folder that shows what runs came to: report.md, one CSV per comparison, figures."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tensor_memory.experiments.results import plots, tables
+from tensor_memory.experiments.results.comparison import Comparison, Record, compare
+from tensor_memory.files import write_whole
+
+
+def write_report(
+    records: Sequence[Record],
+    folder: Path,
+    *,
+    split_budgets: bool = False,
+    measures: Sequence[str] = (),
+    title: str = "Results",
+) -> str:
+    """Write the report of these runs into a folder; the Markdown text of report.md.
+
+    Args:
+        records: runs as `read_results` gives them.
+        folder: made where it does not exist.
+        split_budgets: one table per budget where they differ, instead of an error.
+        measures: shown besides each task's metric, in the tables that have them.
+        title: first line of report.md.
+    """
+    comparisons = compare(records, split_budgets=split_budgets)
+    if not comparisons:
+        raise ValueError(
+            f"report: expected at least one finished run, got {len(records)} unfinished ones"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = [f"# {title}\n"]
+    for comparison in comparisons:
+        parts += _section(comparison, folder, measures)
+    text = "\n".join(parts)
+    _write(folder / "report.md", text)
+    return text
+
+
+def _section(comparison: Comparison, folder: Path, measures: Sequence[str]) -> Iterable[str]:
+    name = re.sub(r"[^\w.@+-]+", "-", comparison.title).strip("-")
+    yield f"## {comparison.title}\n"
+    yield tables.markdown(tables.result_table(comparison, measures))
+    yield tables.caption(comparison) + "\n"
+    memory = tables.memory_table(comparison)
+    if memory:
+        yield "What the memory does at test, and what is left without it:\n"
+        yield tables.markdown(memory)
+    _write(folder / f"{name}.csv", tables.csv_text(comparison))
+    if any(len(record["curve"]) > 1 for record in comparison.records):
+        figure = plots.draw_curves(comparison, folder / f"{name}-curves")[0]
+        yield f"![{comparison.metric} against steps, {comparison.title}]({figure.name})\n"
+    for field in plots.swept_fields(comparison):
+        short = field.rpartition(".")[2]
+        figure = plots.draw_sweep(comparison, field, folder / f"{name}-{short}")[0]
+        yield f"![{comparison.metric} against {short}, {comparison.title}]({figure.name})\n"
+
+
+def _write(path: Path, text: str) -> None:
+    def write(at: Path) -> None:
+        at.write_text(text, encoding="utf-8")
+
+    write_whole(path, write)
