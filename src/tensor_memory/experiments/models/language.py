@@ -68,7 +68,8 @@ class LanguageModelConfig:
     share_weights: bool = True
     """One set of side-path weights for all layers."""
     segment: int | None = None
-    """Tokens that xl and recurrent-slots take at once; None takes a whole window of the task."""
+    """Tokens that xl and recurrent-slots take at once. None: all of a call for xl, `window` for
+    recurrent-slots, which learn to write from the segments that follow within a call."""
     cache: int | None = None
     """Tokens in the cache of xl; None takes as many as fill the memory's bytes."""
     slots: int | None = None
@@ -130,7 +131,7 @@ class LanguageModelConfig:
         elif method == "recurrent-slots":
             matched = budget // (FLOAT_BYTES * self.dim)
             slots = matched if self.slots is None else self.slots
-            changes |= {"segment": self.segment, "recurrent_slots": slots}
+            changes |= {"segment": self.segment or self.window, "recurrent_slots": slots}
         elif method not in ("base", "base-sln", "local"):
             changes |= {
                 "side": "linear" if method == "linear-local" else "tensor",

@@ -1,0 +1,225 @@
+"""The compared decoders: their sizes, their causality, their losses."""
+
+from typing import get_args
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tensor_memory import MemoryConfig, find_leak
+from tensor_memory.experiments.models import cross_entropy
+from tensor_memory.experiments.models.cross_entropy import linear_cross_entropy
+from tensor_memory.experiments.models.language import (
+    LanguageMethod,
+    LanguageModel,
+    LanguageModelConfig,
+)
+from tolerances import assert_same
+
+METHODS = get_args(LanguageMethod)
+CAUSAL = [method for method in METHODS if method != "tensor-depth"]
+WORDS, LENGTH = 23, 12
+PAPER_WORDS = 29_999  # of the paper's 30,000 words two share an id
+
+
+def config(method, **options):
+    small = {
+        "dim": 8,
+        "layers": 2,
+        "heads": 2,
+        "dropout": 0.0,
+        "window": 4,
+        "memory": MemoryConfig(channels=4, grid=(3, 3), chunk_size=3),
+        "slots": 2 if method == "recurrent-slots" else None,
+        "segment": 4 if method in ("xl", "recurrent-slots") else None,
+        "non_causal": method == "tensor-depth",
+    }
+    return LanguageModelConfig(method=method, **small | options)
+
+
+def tiny(method, *, carried=False, std=0.3, **options):
+    model = LanguageModel(config(method, **options), WORDS, LENGTH, carried)
+    for name, parameter in model.named_parameters():  # large enough for a dependence to be seen
+        if parameter.ndim > 1 and "memory" not in name:
+            nn.init.normal_(parameter, std=std)
+    return model
+
+
+def batch(rows=3, length=LENGTH):
+    ids = torch.randint(WORDS, (rows, length))
+    return {"ids": ids, "targets": torch.randint(WORDS, (rows, length))}
+
+
+def count(model):
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+class Logits(nn.Module):
+    """The decoder from ids to logits, as `find_leak` takes it."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids):
+        return self.model({"ids": ids}, need_logits=True)[0]["logits"]
+
+
+@pytest.mark.parametrize("method", CAUSAL)
+def test_no_causal_model_sees_the_future(method):
+    report = find_leak(Logits(tiny(method)), torch.randint(WORDS, (2, LENGTH)), vocab_size=WORDS)
+    assert not report, str(report)
+
+
+def test_the_depth_threaded_model_sees_the_future():
+    model = Logits(tiny("tensor-depth"))
+    report = find_leak(model, torch.randint(WORDS, (2, LENGTH)), vocab_size=WORDS)
+    assert report
+    assert report.cuts[0].earliest == 0
+
+
+def test_the_depth_threaded_model_is_built_only_by_name_and_labelled():
+    with pytest.raises(ValueError, match="its first token sees the last; expected non_causal=True"):
+        LanguageModelConfig(method="tensor-depth")
+    assert tiny("tensor-depth").labels() == {"non_causal": True}
+    assert all(not tiny(method).labels().get("non_causal") for method in CAUSAL)
+
+
+@pytest.mark.parametrize("method", CAUSAL)
+def test_a_causal_model_does_not_take_the_label(method):
+    with pytest.raises(ValueError, match=f"expected False for {method}, which is causal"):
+        config(method, non_causal=True)
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [("base", 25_912_704), ("base-sln", 25_918_848), ("local", 25_912_704)],
+)
+def test_the_papers_sizes_give_the_papers_counts(method, expected):
+    with torch.device("meta"):
+        assert (
+            count(LanguageModel(LanguageModelConfig(method=method), PAPER_WORDS, 512)) == expected
+        )
+
+
+def test_the_memorys_count_is_the_papers_without_the_biases_we_leave_out():
+    with torch.device("meta"):
+        model = LanguageModel(LanguageModelConfig(method="tensor"), PAPER_WORDS, 512)
+    biases = 384 + 3 + 32 + 3 * 64 + 384  # summary, coordinates, content, taps, output
+    assert count(model) + biases == 28_314_156
+
+
+@pytest.mark.parametrize("dim", [32, 64, 96, 192, 384, 512])
+def test_wide_has_the_weights_of_tensor(dim):
+    sizes = {}
+    with torch.device("meta"):
+        for method in ("tensor", "wide"):
+            options = LanguageModelConfig(method=method, dim=dim, heads=4, layers=4)
+            sizes[method] = count(LanguageModel(options, 10_000, 128))
+    assert sizes["wide"] == pytest.approx(sizes["tensor"], rel=0.01)
+
+
+@pytest.mark.parametrize("method", ["xl", "recurrent-slots", "linear-local", "tensor-local"])
+def test_compared_states_have_the_memorys_bytes(method):
+    with torch.device("meta"):
+        model = LanguageModel(LanguageModelConfig(method=method), 100, 512)
+    memory = 8 * 2 * 32 * 8**3 * 4
+    assert 0.99 * memory <= model.state_bytes() <= memory
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_losses_are_those_of_the_logits(method):
+    model, given = tiny(method).double().eval(), batch()
+    losses = model(given)[0]["nll"]
+    logits = model(given, need_logits=True)[0]["logits"]
+    expected = F.cross_entropy(logits.flatten(0, 1), given["targets"].flatten(), reduction="none")
+    assert_same(losses, expected.view(3, LENGTH))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_step_changes_every_parameter(method):
+    model = tiny(method, dropout=0.1)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0)
+    model(batch())[0]["nll"].mean().backward()
+    optimizer.step()
+    same = [name for name, p in model.named_parameters() if torch.equal(p, before[name])]
+    assert same == []
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_are_independent(method):
+    model, given = tiny(method).double().eval(), batch()
+    losses = model(given)[0]["nll"]
+    alone = model({name: tensor[1:2] for name, tensor in given.items()})[0]["nll"]
+    assert_same(alone, losses[1:2])
+
+
+@pytest.mark.parametrize("method", CAUSAL)
+def test_streams_are_carried_and_fresh_rows_start_anew(method):
+    model = tiny(method, carried=True).double().eval()
+    one, two = batch(), batch()
+    _, carry = model(one | {"fresh": torch.ones(3, dtype=torch.bool)})
+    fresh = torch.tensor([True, False, True])
+    losses, after = model(two | {"fresh": fresh}, carry)
+    anew, _ = model(two)
+    assert_same(losses["nll"][fresh], anew["nll"][fresh])
+    remembers = model.state_bytes() > 0
+    assert remembers == (not torch.equal(losses["nll"][1], anew["nll"][1]))
+    assert {name: t.shape for name, t in after.items()} == {n: t.shape for n, t in carry.items()}
+    started, _ = model(two | {"fresh": torch.ones_like(fresh)}, model.empty_carry(3))
+    assert_same(started["nll"], anew["nll"])
+
+
+def test_too_many_tokens_for_the_positions_are_refused():
+    with pytest.raises(ValueError, match=r"ids: expected at most 12 tokens.*got 13"):
+        tiny("base")(batch(length=13))
+    assert tiny("xl")(batch(length=13))[0]["nll"].shape == (3, 13)
+
+
+def test_an_unknown_method_is_refused():
+    with pytest.raises(ValueError, match=r"model.method: expected one of base, base-sln, .*'bse'"):
+        LanguageModelConfig(method="bse")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("part", [1, 4, 2048])
+def test_the_lean_loss_and_its_gradients_are_the_plain_ones(monkeypatch, part):
+    monkeypatch.setattr(cross_entropy, "LOSS_TOKENS", part)
+    h = torch.randn(2, 5, 4, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(7, (2, 5))
+    scored = torch.tensor([[1.0, 0, 1, 1, 0], [1, 1, 0.5, 0, 2]], dtype=torch.float64)
+    lean = linear_cross_entropy(h, weight, targets)
+    plain = F.cross_entropy((h @ weight.t()).flatten(0, 1), targets.flatten(), reduction="none")
+    assert_same(lean.flatten(), plain)
+    got = torch.autograd.grad((lean * scored).sum(), (h, weight))
+    expected = torch.autograd.grad((plain * scored.flatten()).sum(), (h, weight))
+    for one, other in zip(got, expected, strict=True):
+        assert_same(one, other)
+
+
+def test_the_lean_loss_multiplies_in_autocasts_type_and_sums_in_float32():
+    h, weight = torch.randn(2, 5, 4), torch.randn(7, 4, requires_grad=True)
+    targets = torch.randint(7, (2, 5))
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = linear_cross_entropy(h, weight, targets)
+    low = (h.bfloat16() @ weight.bfloat16().t()).float()
+    expected = F.cross_entropy(low.flatten(0, 1), targets.flatten(), reduction="none")
+    assert losses.dtype == torch.float32
+    assert_same(losses.flatten(), expected)
+    losses.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_model_trains_under_bfloat16_autocast(method):
+    model = tiny(method, carried=True)
+    given = batch() | {"fresh": torch.zeros(3, dtype=torch.bool)}
+    with torch.autocast("cpu", torch.bfloat16):
+        _, carry = model(given)
+        outputs, _ = model(given, carry)
+    outputs["nll"].mean().backward()
+    assert outputs["nll"].dtype == torch.float32
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
