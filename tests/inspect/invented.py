@@ -35,8 +35,9 @@ def invented_layer(
     draw = torch.Generator().manual_seed(seed)
 
     def wander(count: int) -> torch.Tensor:  # (T, B, count, n), smooth in time
-        step = 0.35 * torch.randn(T, B, count, n, generator=draw)
-        return torch.tanh(torch.randn(1, B, count, n, generator=draw) + step.cumsum(0))
+        pace, phase = torch.rand(2, 1, B, count, n, generator=draw)
+        time = torch.arange(T).reshape(T, 1, 1, 1)
+        return 0.95 * torch.sin(time * (0.05 + 0.35 * pace) + 6.3 * phase)
 
     write_at = wander(heads)
     spread = 0.15 + 0.35 * torch.rand(T, B, heads, generator=draw)

@@ -1,0 +1,51 @@
+"""What the tests of the viewer do to a page, and what they take from it."""
+
+import io
+import os
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+DESKTOP, PHONE = (1280, 800), (390, 844)
+SCREENSHOTS = Path(
+    os.environ.get("TENSOR_MEMORY_SCREENSHOTS", Path(__file__).parents[2] / "build/screenshots")
+)
+
+
+def settle(page) -> None:
+    """Wait until what was asked for has been drawn: one frame to run, one to be sure."""
+    page.evaluate("() => new Promise(done => requestAnimationFrame(() => setTimeout(done, 30)))")
+
+
+def picture(page) -> bytes:
+    """The volume alone, without what lies over it."""
+    settle(page)
+    over_it = ".view, #hover { visibility: hidden }"
+    return page.locator("#volume").screenshot(style=over_it)
+
+
+def text(page, selector: str) -> str:
+    settle(page)
+    return page.locator(selector).inner_text()
+
+
+def slide(page, selector: str, value: int) -> None:
+    page.locator(selector).fill(str(value))
+    settle(page)
+
+
+def orange(screenshot: bytes) -> tuple[int, int, int, int]:
+    """The box around everything in the colour of writes."""
+    image = torch.frombuffer(
+        bytearray(Image.open(io.BytesIO(screenshot)).convert("RGB").tobytes()), dtype=torch.uint8
+    ).reshape(*Image.open(io.BytesIO(screenshot)).size[::-1], 3)
+    r, g, b = image.int().unbind(-1)
+    rows, columns = ((r > 170) & (g < 120) & (b < 80)).nonzero().unbind(-1)
+    return int(columns.min()), int(rows.min()), int(columns.max()), int(rows.max())
+
+
+def keep(page, name: str) -> None:
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    settle(page)
+    page.screenshot(path=SCREENSHOTS / f"{name}.png", full_page=True)

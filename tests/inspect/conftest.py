@@ -1,0 +1,65 @@
+"""A browser for the viewer: Debian's chromium, headless, opening pages from disk."""
+
+import shutil
+
+import pytest
+from browsing import DESKTOP, settle
+from invented import invented
+
+from tensor_memory.inspect.page import write_page
+from tensor_memory.inspect.recording import Recording
+
+QUIET = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    sync_api = pytest.importorskip("playwright.sync_api", reason="the viewer needs playwright")
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+    if found is None:
+        pytest.skip("no chromium here: the viewer is not tested (apt-get install chromium)")
+    with sync_api.sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=found, args=[*QUIET])
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def opened(browser, tmp_path):
+    """Opens the page of a recording; in the end no page has complained or asked for anything."""
+    contexts, complaints, requests = [], [], []
+
+    def open_page(recording: Recording, *, size=DESKTOP, scheme="light", **options):
+        path = tmp_path / f"{len(contexts)}.html"
+        write_page(recording, path, **options)
+        context = browser.new_context(
+            viewport={"width": size[0], "height": size[1]}, color_scheme=scheme
+        )
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(10_000)
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda request: requests.append(request.url))
+        page.goto(path.as_uri())
+        settle(page)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    outside = [url for url in requests if not url.startswith(("file:", "data:"))]
+    assert (complaints, outside) == ([], [])
+    assert len([url for url in requests if url.startswith("file:")]) == len(contexts)
+
+
+@pytest.fixture(scope="module")
+def recording() -> Recording:
+    return invented(3, chunks=24, rows=2)
