@@ -148,8 +148,8 @@ class TensorMemory(nn.Module):
             mask = reset = None
         marked = mask is not None or reset is not None or isinstance(flush, Tensor)
         if state.aligned is not None and not marked:
-            if isinstance(flush, bool):
-                m, state = self._forward_aligned(x, state, state.aligned, flush)
+            if isinstance(flush, Tensor | bool):
+                m, state = self._forward_aligned(x, state, state.aligned, flush is True)
             else:
                 m, state = self._forward_frames(x, state, state.aligned, flush)
         else:

@@ -29,7 +29,7 @@ from tensor_memory.ops.triton_forward import (
 )
 
 
-@triton.jit(do_not_specialize=["S", "B"])
+@triton.jit(do_not_specialize=["S", "B", "loops"])
 def slopes_kernel(
     mix,
     bias,
@@ -40,55 +40,66 @@ def slopes_kernel(
     slopes,
     S,
     B,
+    loops,
     C: tl.constexpr,
     V: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    BLOCK: tl.constexpr,
     WRITES: tl.constexpr,
+    RESIDENT: tl.constexpr,
     PRODUCTS: tl.constexpr,
     FAST: tl.constexpr,
 ):
     """How each step's gates move with dc and dh, and dc with dh and the later dc.
 
     slopes (S, B, V, 6, C): i, f, o, g (o by dh, the others by dc), then dc by dh, then dc by the
-    later dc. A step that does not write passes dc on and moves nothing else.
+    later dc. A step that does not write passes dc on and moves nothing else. A program takes
+    BLOCK · loops voxels, so that the weights are loaded once for many.
     """
-    item, v = tl.program_id(0), tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     c = tl.arange(0, C)
-    own = (v < V)[:, None]
-    start = item.to(tl.int64) * (V * C)
-    here = v[:, None] * C + c[None, :]
-    u = tl.load(written + start + here, mask=own, other=0.0)
-    z = tl.load(kept_filtered + start + here, mask=own, other=0.0)
-
-    zero = tl.zeros([BLOCK_V, C], dtype=tl.float32)
-    i = product(u, mix_tile(mix, 0, 0, C, PRODUCTS), zero, PRODUCTS)
-    i = product(z, mix_tile(mix, 0, 1, C, PRODUCTS), i, PRODUCTS) + tl.load(bias + c[None, :])
-    g = product(u, mix_tile(mix, 3, 0, C, PRODUCTS), zero, PRODUCTS)
-    g = product(z, mix_tile(mix, 3, 1, C, PRODUCTS), g, PRODUCTS) + tl.load(
-        bias + 3 * C + c[None, :]
-    )
-    f = product(u, mix_tile(mix, 1, 0, C, PRODUCTS), zero, PRODUCTS)
-    f = product(z, mix_tile(mix, 1, 1, C, PRODUCTS), f, PRODUCTS) + tl.load(bias + C + c[None, :])
-    o = product(u, mix_tile(mix, 2, 0, C, PRODUCTS), zero, PRODUCTS)
-    o = product(z, mix_tile(mix, 2, 1, C, PRODUCTS), o, PRODUCTS) + tl.load(
-        bias + 2 * C + c[None, :]
-    )
-    i, f, o = sigmoid(i, FAST), sigmoid(f, FAST), sigmoid(o, FAST)
-    g = tanh(g, FAST)
-    memory = tl.load(kept_cell + start + here, mask=own, other=0.0).to(tl.float32)
-    new = tanh(f * memory + i * g, FAST)
-
-    live = 1.0
-    if WRITES:
-        live = tl.load(writes + (item % B) * S + item // B).to(tl.float32)
-    at = slopes + 6 * start + v[:, None] * (6 * C) + c[None, :]
     kind = slopes.dtype.element_ty
-    tl.store(at, (live * g * i * (1.0 - i)).to(kind), mask=own)
-    tl.store(at + C, (live * memory * f * (1.0 - f)).to(kind), mask=own)
-    tl.store(at + 2 * C, (live * new * o * (1.0 - o)).to(kind), mask=own)
-    tl.store(at + 3 * C, (live * i * (1.0 - g * g)).to(kind), mask=own)
-    tl.store(at + 4 * C, (live * o * (1.0 - new * new)).to(kind), mask=own)
-    tl.store(at + 5 * C, (live * f + (1.0 - live)).to(kind), mask=own)
+    if RESIDENT:
+        ui, uf, uo, ug = mix_tiles(mix, 0, C, PRODUCTS)
+        hi, hf, ho, hg = mix_tiles(mix, 1, C, PRODUCTS)
+    bias_i, bias_f = tl.load(bias + c[None, :]), tl.load(bias + C + c[None, :])
+    bias_o, bias_g = tl.load(bias + 2 * C + c[None, :]), tl.load(bias + 3 * C + c[None, :])
+    rows = S.to(tl.int64) * B * V
+    for loop in range(loops):
+        block = (tl.program_id(0) + loop * tl.num_programs(0)).to(tl.int64)
+        v = block * BLOCK + tl.arange(0, BLOCK)
+        own = (v < rows)[:, None]
+        here = v[:, None] * C + c[None, :]
+        u = tl.load(written + here, mask=own, other=0.0)
+        z = tl.load(kept_filtered + here, mask=own, other=0.0)
+        memory = tl.load(kept_cell + here, mask=own, other=0.0).to(tl.float32)
+        if not RESIDENT:
+            ui, uf, uo, ug = mix_tiles(mix, 0, C, PRODUCTS)
+            hi, hf, ho, hg = mix_tiles(mix, 1, C, PRODUCTS)
+        zero = tl.zeros([BLOCK, C], dtype=tl.float32)
+        i = product(z, hi, product(u, ui, zero, PRODUCTS), PRODUCTS) + bias_i
+        g = product(z, hg, product(u, ug, zero, PRODUCTS), PRODUCTS) + bias_g
+        f = product(z, hf, product(u, uf, zero, PRODUCTS), PRODUCTS) + bias_f
+        o = product(z, ho, product(u, uo, zero, PRODUCTS), PRODUCTS) + bias_o
+        i, f, o = sigmoid(i, FAST), sigmoid(f, FAST), sigmoid(o, FAST)
+        g = tanh(g, FAST)
+        new = tanh(f * memory + i * g, FAST)
+
+        slope_i, slope_g = g * i * (1.0 - i), i * (1.0 - g * g)
+        slope_f, slope_o = memory * f * (1.0 - f), new * o * (1.0 - o)
+        slope_h = o * (1.0 - new * new)
+        if WRITES:
+            item = v // V
+            live = tl.load(writes + (item % B) * S + item // B, mask=v < rows, other=0)
+            live = live.to(tl.float32)[:, None]
+            slope_i, slope_f, slope_o = live * slope_i, live * slope_f, live * slope_o
+            slope_g, slope_h = live * slope_g, live * slope_h
+            f = live * f + (1.0 - live)
+        at = slopes + v[:, None] * (6 * C) + c[None, :]
+        tl.store(at, slope_i.to(kind), mask=own)
+        tl.store(at + C, slope_f.to(kind), mask=own)
+        tl.store(at + 2 * C, slope_o.to(kind), mask=own)
+        tl.store(at + 3 * C, slope_g.to(kind), mask=own)
+        tl.store(at + 4 * C, slope_h.to(kind), mask=own)
+        tl.store(at + 5 * C, f.to(kind), mask=own)
 
 
 @triton.jit
@@ -286,8 +297,7 @@ def mix_kernel(
     slopes,
     written,
     kept_filtered,
-    partial_mix,
-    partial_bias,
+    partial,
     rows,
     loops,
     C: tl.constexpr,
@@ -295,7 +305,10 @@ def mix_kernel(
     OUT: tl.constexpr,
     PRODUCTS: tl.constexpr,
 ):
-    """Gate gradients times gate inputs over BLOCK · loops voxels: OUT rows of (4C, 2C)."""
+    """Gate gradients times gate inputs over BLOCK · loops voxels: OUT of the mix's 4C rows.
+
+    partial (chunks, 4C · 2C + 4C): the mix, then the bias.
+    """
     chunk = tl.program_id(0)
     out = tl.program_id(1) * OUT + tl.arange(0, OUT)
     c = tl.arange(0, C)
@@ -312,17 +325,12 @@ def mix_kernel(
         z = tl.load(kept_filtered + here, mask=own, other=0.0)
         by_hidden = product(d, z, by_hidden, PRODUCTS)
         sums = product(d, ones, sums, PRODUCTS)
-    at = partial_mix + (chunk * (4 * C) + out[:, None]) * (2 * C) + c[None, :]
+    partial += chunk * (4 * C * (2 * C + 1))
+    at = partial + out[:, None] * (2 * C) + c[None, :]
     tl.store(at, by_write)
     tl.store(at + C, by_hidden)
     column = tl.arange(0, 16)[None, :]
-    tl.store(partial_bias + chunk * (4 * C) + out[:, None] + column, sums, mask=column == 0)
-
-
-@triton.jit
-def shifted(volume, v, inside, SHIFT: tl.constexpr, C: tl.constexpr):
-    at = volume + (v + SHIFT)[:, None] * C + tl.arange(0, C)[None, :]
-    return tl.load(at, mask=inside[:, None], other=0.0).to(tl.float32)
+    tl.store(partial + 8 * C * C + out[:, None] + column, sums, mask=column == 0)
 
 
 @triton.jit(do_not_specialize=["items", "loops"])
@@ -341,47 +349,108 @@ def taps_kernel(
 ):
     """Correlation of grad_filtered with the shifts of hidden, over `loops` steps of one tile.
 
-    The last program axis is the shift along z; the nine shifts along y and x are nine sums, kept
-    per voxel until the end. partial (tiles, chunks, shifts along z, 3, 3, C).
+    A tile is a piece of a plane and goes through the planes: what is loaded of hidden meets the
+    gradients of three. The last program axis is the shift along y; the nine shifts along z and x
+    are nine sums, kept per voxel until the end. partial (tiles, chunks, 3 along z, y and x, C).
     """
     tile, chunk = tl.program_id(0), tl.program_id(1)
-    dz = tl.program_id(2) - 1 if D > 1 else 0
-    v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-    z, y, x = place(v, D, H, W)
+    dy = tl.program_id(2) - 1 if H > 1 else 0
+    w = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+    y, x = w // W, w % W
     c = tl.arange(0, C)
-    V: tl.constexpr = D * H * W
-    own = v < V
-    level = own & (z + dz >= 0) & (z + dz < D)
-    up, down = level & (y > 0), level & (y < H - 1)
-    near = v + dz * (H * W)
-    size = tl.full([], V * C, dtype=tl.int64)
-    mm = tl.zeros([BLOCK_V, C], dtype=tl.float32)
-    m0, mp, om, oo, op, pm, p0, pp = mm, mm, mm, mm, mm, mm, mm, mm
+    PLANE: tl.constexpr = H * W
+    own = w < PLANE
+    line = own & (y + dy >= 0) & (y + dy < H)
+    before, after = (line & (x > 0))[:, None], (line & (x < W - 1))[:, None]
+    own, line = own[:, None], line[:, None]
+    here = w[:, None] * C + c[None, :]
+    near = here + dy * (W * C)
+    size = tl.full([], D * PLANE * C, dtype=tl.int64)
+    down_m = tl.zeros([BLOCK_V, C], dtype=tl.float32)
+    down_o, down_p = down_m, down_m
+    same_m, same_o, same_p = down_m, down_m, down_m
+    up_m, up_o, up_p = down_m, down_m, down_m
     for item in range(chunk * loops, tl.minimum((chunk + 1) * loops, items)):
-        h = kept_hidden + item * size
-        at = grad_filtered + item * size + v[:, None] * C + c[None, :]
-        d = tl.load(at, mask=own[:, None], other=0.0).to(tl.float32)
-        om += d * shifted(h, near, level & (x > 0), -1, C)
-        oo += d * shifted(h, near, level, 0, C)
-        op += d * shifted(h, near, level & (x < W - 1), 1, C)
-        if H > 1:
-            mm += d * shifted(h, near, up & (x > 0), -W - 1, C)
-            m0 += d * shifted(h, near, up, -W, C)
-            mp += d * shifted(h, near, up & (x < W - 1), -W + 1, C)
-            pm += d * shifted(h, near, down & (x > 0), W - 1, C)
-            p0 += d * shifted(h, near, down, W, C)
-            pp += d * shifted(h, near, down & (x < W - 1), W + 1, C)
-    place_of = (tile * tl.num_programs(1) + chunk) * tl.num_programs(2) + tl.program_id(2)
-    out = partial + place_of * (9 * C) + c
-    tl.store(out, tl.sum(mm, axis=0))
-    tl.store(out + C, tl.sum(m0, axis=0))
-    tl.store(out + 2 * C, tl.sum(mp, axis=0))
-    tl.store(out + 3 * C, tl.sum(om, axis=0))
-    tl.store(out + 4 * C, tl.sum(oo, axis=0))
-    tl.store(out + 5 * C, tl.sum(op, axis=0))
-    tl.store(out + 6 * C, tl.sum(pm, axis=0))
-    tl.store(out + 7 * C, tl.sum(p0, axis=0))
-    tl.store(out + 8 * C, tl.sum(pp, axis=0))
+        start = size * item
+        g_below = tl.zeros([BLOCK_V, C], dtype=tl.float32)
+        g = tl.load(grad_filtered + start + here, mask=own, other=0.0).to(tl.float32)
+        for z in range(D):
+            plane = start + z * (PLANE * C)
+            h = kept_hidden + plane + near
+            h_m = tl.load(h - C, mask=before, other=0.0).to(tl.float32)
+            h_o = tl.load(h, mask=line, other=0.0).to(tl.float32)
+            h_p = tl.load(h + C, mask=after, other=0.0).to(tl.float32)
+            same_m += g * h_m
+            same_o += g * h_o
+            same_p += g * h_p
+            if D > 1:  # hidden of this plane lies above the gradients of the plane below
+                g_above = tl.load(
+                    grad_filtered + plane + PLANE * C + here, mask=own & (z < D - 1), other=0.0
+                ).to(tl.float32)
+                up_m += g_below * h_m
+                up_o += g_below * h_o
+                up_p += g_below * h_p
+                down_m += g_above * h_m
+                down_o += g_above * h_o
+                down_p += g_above * h_p
+                g_below, g = g, g_above
+    place_of = (tile * tl.num_programs(1) + chunk) * 27 + (dy + 1) * 3
+    out = partial + place_of * C + c
+    tl.store(out, tl.sum(down_m, axis=0))
+    tl.store(out + C, tl.sum(down_o, axis=0))
+    tl.store(out + 2 * C, tl.sum(down_p, axis=0))
+    tl.store(out + 9 * C, tl.sum(same_m, axis=0))
+    tl.store(out + 10 * C, tl.sum(same_o, axis=0))
+    tl.store(out + 11 * C, tl.sum(same_p, axis=0))
+    tl.store(out + 18 * C, tl.sum(up_m, axis=0))
+    tl.store(out + 19 * C, tl.sum(up_o, axis=0))
+    tl.store(out + 20 * C, tl.sum(up_p, axis=0))
+
+
+@triton.jit
+def add_rows(rows, sums, count, width, block, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Columns `block` · COLUMNS onwards of rows (count, width), summed over the rows."""
+    column = block * COLUMNS + tl.arange(0, COLUMNS)
+    own = column < width
+    total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    for start in range(0, count, ROWS):
+        row = start + tl.arange(0, ROWS)
+        mask = (row < count)[:, None] & own[None, :]
+        at = rows + row[:, None].to(tl.int64) * width + column[None, :]
+        total += tl.load(at, mask=mask, other=0.0)
+    tl.store(sums + column, tl.sum(total, axis=0), mask=own)
+
+
+@triton.jit(do_not_specialize=["mix_count", "write_count", "hidden_count"])
+def sums_kernel(
+    partial_mix,
+    partial_writes,
+    partial_hidden,
+    grad_mix,
+    written,
+    cube,
+    mix_count,
+    write_count,
+    hidden_count,
+    C: tl.constexpr,
+    AXES: tl.constexpr,
+    FILTERED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """All partial sums in one launch: the mix with its bias, the taps of both halves."""
+    MIX: tl.constexpr = 4 * C * (2 * C + 1)
+    WRITES: tl.constexpr = AXES * 3 * C
+    block = tl.program_id(0)
+    first: tl.constexpr = (MIX + COLUMNS - 1) // COLUMNS
+    second: tl.constexpr = first + (WRITES + COLUMNS - 1) // COLUMNS
+    if block < first:
+        add_rows(partial_mix, grad_mix, mix_count, MIX, block, ROWS, COLUMNS)
+    elif FILTERED:
+        if block < second:
+            add_rows(partial_writes, written, write_count, WRITES, block - first, ROWS, COLUMNS)
+        else:
+            add_rows(partial_hidden, cube, hidden_count, 27 * C, block - second, ROWS, COLUMNS)
 
 
 @triton.jit
@@ -395,20 +464,22 @@ def share_taps_kernel(
     ALL: tl.constexpr,
     ALL_PADDED: tl.constexpr,
 ):
-    """The 3ⁿ products of taps are one filter: share its gradient out by axis. cube (3ⁿ, C).
+    """The 3ⁿ products of taps are one filter: share its gradient out by axis.
 
-    written (n, 3, C) is the written half's gradient; grad_taps (n, 2C, 3), taps (n, 3, 2C).
+    cube (3, 3, 3, C), of which missing axes use the middle alone; written (n, 3, C) is the written
+    half's gradient; grad_taps and taps (n, 2C, 3).
     """
     c = tl.program_id(0) * 16 + tl.arange(0, 16)
     k = tl.arange(0, ALL_PADDED)
     own = (k < ALL)[:, None]
-    d = tl.load(cube + k[:, None] * C + c[None, :], mask=own, other=0.0)
+    MIDDLE: tl.constexpr = (27 - ALL) // 2  # 0, 9 or 12: where the used part begins
+    d = tl.load(cube + (MIDDLE + k[:, None]) * C + c[None, :], mask=own, other=0.0)
     for axis in tl.static_range(AXES):
         rest = d
         for other in tl.static_range(AXES):
             if other != axis:
                 digit = (k // 3 ** (AXES - 1 - other)) % 3
-                at = taps + (other * 3 + digit[:, None]) * (2 * C) + C + c[None, :]
+                at = taps + (other * 2 * C + C + c[None, :]) * 3 + digit[:, None]
                 rest *= tl.load(at, mask=own, other=0.0)
         digit = (k // 3 ** (AXES - 1 - axis)) % 3
         for t in tl.static_range(3):
@@ -422,7 +493,7 @@ def tap_columns(taps, AXIS: tl.constexpr, C: tl.constexpr, FILTERED: tl.constexp
     """The written half's taps along one axis as (C, 16), columns 0 to 2; unfiltered: column 1."""
     c, t = tl.arange(0, C)[:, None], tl.arange(0, 16)[None, :]
     if FILTERED:
-        return tl.load(taps + (AXIS * 3 + t) * (2 * C) + c, mask=t < 3, other=0.0)
+        return tl.load(taps + (AXIS * 2 * C + c) * 3 + t, mask=t < 3, other=0.0)
     else:
         return tl.where(t == 1, 1.0, 0.0) + c * 0.0
 

@@ -98,8 +98,8 @@ def mix_tiles(mix, HALF: tl.constexpr, C: tl.constexpr, PRODUCTS: tl.constexpr):
 
 @triton.jit
 def tap(taps, AXIS: tl.constexpr, T: tl.constexpr, HALF: tl.constexpr, C: tl.constexpr):
-    """One tap of one axis for all channels, as a row (1, C): taps (n, 3, 2C)."""
-    return tl.load(taps + (AXIS * 3 + T) * (2 * C) + HALF * C + tl.arange(0, C)[None, :])
+    """One tap of one axis for all channels, as a row (1, C): taps (n, 2C, 3)."""
+    return tl.load(taps + (AXIS * 2 * C + HALF * C + tl.arange(0, C)[None, :]) * 3 + T)
 
 
 @triton.jit

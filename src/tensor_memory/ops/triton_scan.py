@@ -24,7 +24,10 @@ from tensor_memory.ops.triton_plan import (
     widened,
 )
 
-TAPS_VALUES = 1024  # voxels × channels per program for the nine sums of the taps' gradient
+SLOPES_SHARE = {16: 3, 32: 3, 64: 2, 128: 3}  # programs per multiprocessor for the gates, by C
+TAPS_VALUES = 1024  # voxels × channels per program for the nine sums of the taps' gradient,
+TAPS_PROGRAMS = 2048  # of which there are about so many
+SUM_ROWS, SUM_COLUMNS = 32, 128  # partial sums that a program adds at a time
 PROGRAMS = 132  # that share a sum over all voxels of all steps: one per multiprocessor of an H200
 SEGMENT = 64  # steps per launch where nothing is kept
 
@@ -78,11 +81,11 @@ def _segment(
     inline = S == 1 and not kept
     p = plan(request, products, alone=inline)
     nothing = content  # stands in for a pointer that no program follows
-    columns = nothing if taps is None else taps.transpose(1, 2).contiguous()
+    some_taps = nothing if taps is None else taps
     some_spread = nothing if spread is None else spread
     written, counters = nothing, nothing
     if not inline:
-        written, counters = _launch_written(request, columns, p)
+        written, counters = _launch_written(request, p)
     if kept:
         kept_hidden, kept_cell, kept_filtered = kept
     else:
@@ -93,7 +96,7 @@ def _segment(
     last_hidden, last_cell = torch.empty_like(hidden), torch.empty_like(cell)
     launch(
         triton_forward.forward_kernel, (B * p.parts,),
-        read_at, write_at, some_spread, content, written, columns, mix, bias, hidden, cell,
+        read_at, write_at, some_spread, content, written, some_taps, mix, bias, hidden, cell,
         nothing if writes is None else writes, nothing if resets is None else resets,
         reads, last_hidden, last_cell, kept_hidden, kept_cell, kept_filtered, cells, counters,
         S, Q, B, kept_hidden.shape[0],
@@ -185,15 +188,18 @@ def _backward(
     p = plan(request, products)
     kept_hidden, kept_cell, kept_filtered = kept
     nothing = content
-    columns = nothing if taps is None else taps.transpose(1, 2).contiguous()
+    some_taps = nothing if taps is None else taps
     some_writes = nothing if writes is None else writes
 
-    written, counters = _launch_written(request, columns, p)
+    written, counters = _launch_written(request, p)
     slopes = hidden.new_empty(S, B, V, 6, C, dtype=p.kept)
+    blocks = -(-S * B * V // p.block)
+    programs = min(blocks, PROGRAMS * SLOPES_SHARE[C])
     launch(
-        triton_backward.slopes_kernel, (S * B, -(-V // p.block)),
+        triton_backward.slopes_kernel, (programs,),
         mix, bias, some_writes, written, kept_filtered, kept_cell, slopes, S, B,
-        C=C, V=V, BLOCK_V=p.block, WRITES=writes is not None,
+        -(-blocks // programs),
+        C=C, V=V, BLOCK=p.block, WRITES=writes is not None, RESIDENT=p.resident,
         PRODUCTS=p.products, FAST=p.fast, **p.alone,
     )  # fmt: skip
 
@@ -202,7 +208,7 @@ def _backward(
     first_hidden, first_cell = torch.empty_like(hidden), torch.empty_like(hidden)
     launch(
         triton_backward.backward_kernel, (B * p.parts,),
-        read_at, columns, mix, some_writes, nothing if resets is None else resets,
+        read_at, some_taps, mix, some_writes, nothing if resets is None else resets,
         grad_reads, nothing if grad_hidden is None else grad_hidden,
         nothing if grad_cell is None else grad_cell, slopes, grad_filtered, rings[0], rings[1],
         first_hidden, first_cell, counters, S, Q, B,
@@ -212,11 +218,12 @@ def _backward(
         RESIDENT=p.resident, PRODUCTS=p.products, PIN=not INTERPRETED, **p.together,
     )  # fmt: skip
 
-    grad_mix, grad_bias = _mix_gradients(slopes, written, kept_filtered, p)
-    grad_content, grad_at, grad_spread, written_taps = _write_gradients(request, columns, slopes, p)
-    grad_taps = None
+    partial_mix = _mix_gradients(slopes, written, kept_filtered, p)
+    grad_content, grad_at, grad_spread, partial_writes = _write_gradients(request, slopes, p)
+    partial_hidden = content  # stands in
     if taps is not None:
-        grad_taps = _tap_gradients(taps, columns, written_taps, grad_filtered, kept_hidden, p)
+        partial_hidden = _hidden_tap_gradients(grad_filtered, kept_hidden, p)
+    grad_mix, grad_bias, grad_taps = _summed(taps, partial_mix, partial_writes, partial_hidden, p)
     grad_read_at = torch.empty_like(read_at)
     if Q > 0:
         launch(
@@ -238,7 +245,7 @@ def _backward(
     )  # fmt: skip
 
 
-def _launch_written(request: Request, columns: Tensor, p: Plan) -> tuple[Tensor, Tensor]:
+def _launch_written(request: Request, p: Plan) -> tuple[Tensor, Tensor]:
     """Every step's filtered write (S, B, V, C), and cleared counters for the rows' meetings."""
     B, S = request.write_at.shape[:2]
     V, C = math.prod(request.hidden.shape[2:]), p.shape["C"]
@@ -247,15 +254,14 @@ def _launch_written(request: Request, columns: Tensor, p: Plan) -> tuple[Tensor,
     counters = content.new_empty(B, dtype=torch.int32)
     launch(
         triton_forward.written_kernel, (S * B, -(-V // p.block)),
-        request.write_at, content if spread is None else spread, content, columns, written,
-        counters, S, B, **p.write, **p.shape, BLOCK_V=p.block, **p.alone,
+        request.write_at, content if spread is None else spread, content,
+        content if request.taps is None else request.taps, written, counters, S, B, **p.write, **p.shape, BLOCK_V=p.block, **p.alone,
     )  # fmt: skip
     return written, counters
 
 
-def _mix_gradients(
-    slopes: Tensor, written: Tensor, kept_filtered: Tensor, p: Plan
-) -> tuple[Tensor, Tensor]:
+def _mix_gradients(slopes: Tensor, written: Tensor, kept_filtered: Tensor, p: Plan) -> Tensor:
+    """Partial sums of the mix's and the bias's gradient: (chunks, 4C · 2C + 4C)."""
     rows, C = written[..., 0].numel(), p.shape["C"]
     if p.kept == torch.bfloat16:
         out, block, mode = min(4 * C, 128), 128, p.products
@@ -264,18 +270,17 @@ def _mix_gradients(
     parts = 4 * C // out
     loops = max(1, -(-rows * parts // (block * PROGRAMS)))
     chunks = -(-rows // (block * loops))
-    mixes = slopes.new_empty(chunks, 4 * C, 2 * C, dtype=torch.float32)
-    biases = slopes.new_empty(chunks, 4 * C, dtype=torch.float32)
+    partial = slopes.new_empty(chunks, 4 * C * (2 * C + 1), dtype=torch.float32)
     launch(
         triton_backward.mix_kernel, (chunks, parts),
-        slopes, written, kept_filtered, mixes, biases, rows, loops, C=C, BLOCK=block, OUT=out,
+        slopes, written, kept_filtered, partial, rows, loops, C=C, BLOCK=block, OUT=out,
         PRODUCTS=mode, **p.streamed,
     )  # fmt: skip
-    return mixes.sum(0), biases.sum(0)
+    return partial
 
 
 def _write_gradients(
-    request: Request, columns: Tensor, slopes: Tensor, p: Plan
+    request: Request, slopes: Tensor, p: Plan
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     write_at, spread, content, mix = (
         request.write_at, request.spread, request.content, request.mix
@@ -288,7 +293,8 @@ def _write_gradients(
     filters = content.new_empty(S * B * M, n, 3, C)
     launch(
         triton_backward.writes_kernel, (S * B, M),
-        write_at, content if spread is None else spread, content, columns, mix, slopes,
+        write_at, content if spread is None else spread, content,
+        content if request.taps is None else request.taps, mix, slopes,
         grad_content, grad_at, content if grad_spread is None else grad_spread, filters, S, B,
         **p.write, **p.shape,
         BLOCK_V=min(triton.next_power_of_2(max(16, plane)), p.block),
@@ -299,40 +305,46 @@ def _write_gradients(
     return grad_content, grad_at, grad_spread, filters
 
 
-def _tap_gradients(
-    taps: Tensor,
-    columns: Tensor,
-    written_taps: Tensor,
-    grad_filtered: Tensor,
-    kept_hidden: Tensor,
-    p: Plan,
-) -> Tensor:
-    S, B, V, C = grad_filtered.shape
-    n = taps.shape[0]
-    block = max(16, TAPS_VALUES // C)
-    tiles, levels = -(-V // block), 3 if n == 3 else 1
-    loops = max(1, S * B * tiles * levels // 2048)
+def _hidden_tap_gradients(grad_filtered: Tensor, kept_hidden: Tensor, p: Plan) -> Tensor:
+    """Partial sums of the hidden half's filter: (parts, 27, C); missing axes use the middle."""
+    S, B, _, C = grad_filtered.shape
+    block = max(4, TAPS_VALUES // C)
+    tiles, rows = -(-p.shape["H"] * p.shape["W"] // block), 3 if p.shape["H"] > 1 else 1
+    loops = max(1, S * B * tiles * rows // TAPS_PROGRAMS)
     chunks = -(-S * B // loops)
-    partial = taps.new_empty(tiles * chunks, levels, 3, 3, C)
+    partial = grad_filtered.new_empty(tiles * chunks, 27, C, dtype=torch.float32)
     launch(
-        triton_backward.taps_kernel,
-        (tiles, chunks, levels),
-        grad_filtered,
-        kept_hidden,
-        partial,
-        S * B,
-        loops,
-        **p.shape,
-        BLOCK_V=block,
-        **p.alone,
-    )
-    cube = partial.sum(0)
-    if n == 1:
-        cube = cube[:, 1].contiguous()  # no neighbours along y
-    grad_taps = torch.empty_like(taps)
-    launch(
-        triton_backward.share_taps_kernel, (C // 16,),
-        cube, written_taps.sum(0), columns, grad_taps, C=C, AXES=n,
-        ALL=3**n, ALL_PADDED=triton.next_power_of_2(3**n),
+        triton_backward.taps_kernel, (tiles, chunks, rows),
+        grad_filtered, kept_hidden, partial, S * B, loops, **p.shape, BLOCK_V=block, **p.alone,
     )  # fmt: skip
-    return grad_taps
+    return partial
+
+
+def _summed(
+    taps: Tensor | None,
+    partial_mix: Tensor,
+    partial_writes: Tensor,
+    partial_hidden: Tensor,
+    p: Plan,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The gradients of mix, bias and taps from their partial sums."""
+    C, n = p.shape["C"], p.shape["AXES"]
+    both = partial_mix.new_empty(4 * C * (2 * C + 1))
+    shared = partial_mix.new_empty((3 * n + 27) * C)  # the written half, then the hidden half
+    written, cube = shared[: 3 * n * C], shared[3 * n * C :]
+    widths = (both.numel(), *(() if taps is None else (written.numel(), cube.numel())))
+    launch(
+        triton_backward.sums_kernel, (sum(-(-width // SUM_COLUMNS) for width in widths),),
+        partial_mix, partial_writes, partial_hidden, both, written, cube,
+        len(partial_mix), len(partial_writes), len(partial_hidden),
+        C=C, AXES=n, FILTERED=taps is not None, ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, **p.alone,
+    )  # fmt: skip
+    grad_taps = None
+    if taps is not None:
+        grad_taps = torch.empty_like(taps)
+        launch(
+            triton_backward.share_taps_kernel, (C // 16,),
+            cube, written, taps, grad_taps, C=C, AXES=n,
+            ALL=3**n, ALL_PADDED=triton.next_power_of_2(3**n),
+        )  # fmt: skip
+    return both[: 8 * C * C].view(4 * C, 2 * C), both[8 * C * C :], grad_taps
