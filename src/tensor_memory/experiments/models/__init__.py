@@ -15,8 +15,10 @@ Carry = dict[str, Tensor]
 class ModelConfig(Protocol):
     """A frozen dataclass of plain values that says which model it is."""
 
-    method: str
-    """The compared mechanism: `base`, `tensor`, … The one value in which two methods differ."""
+    @property
+    def method(self) -> str:
+        """The compared mechanism: `base`, `tensor`, … The one value in which two methods differ."""
+        ...
 
     def build(self, task: Task) -> Model:
         """The model for a task, initialised from torch's global generator."""
