@@ -30,7 +30,7 @@ def ucf(tmp_path_factory):
 
 @pytest.mark.parametrize("split", [1, 2, 3])
 def test_the_lists_give_splits_that_share_no_group(ucf, split):
-    lists = read_lists(ucf / "lists", split=split)
+    lists = read_lists(ucf / "ucfTrainTestlist", split=split)
     assert lists.classes == CLASSES
     groups = {name: {c.group for c in clips} for name, clips in lists.splits.items()}
     assert {group[-3:] for group in groups["test"]} == {f"g0{split}"}
@@ -41,7 +41,7 @@ def test_the_lists_give_splits_that_share_no_group(ucf, split):
 
 
 def test_named_classes_are_labelled_in_the_official_order(ucf):
-    lists = read_lists(ucf / "lists", classes=("Bowling", "Archery"))
+    lists = read_lists(ucf / "ucfTrainTestlist", classes=("Bowling", "Archery"))
     assert lists.classes == ("Archery", "Bowling")
     assert {(c.name.partition("/")[0], c.label) for c in lists.all()} == {
         ("Archery", 0),
@@ -56,9 +56,9 @@ def test_without_the_lists_there_is_no_split(ucf):
 
 def test_an_unknown_class_or_split_is_named(ucf):
     with pytest.raises(ValueError, match=r"classes: Juggling not in .*such as Archery"):
-        read_lists(ucf / "lists", classes=("Juggling",))
+        read_lists(ucf / "ucfTrainTestlist", classes=("Juggling",))
     with pytest.raises(ValueError, match="official splits 1, 2 and 3, got 4"):
-        read_lists(ucf / "lists", split=4)
+        read_lists(ucf / "ucfTrainTestlist", split=4)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_an_unknown_class_or_split_is_named(ucf):
     ],
 )
 def test_a_wrong_line_is_named(ucf, tmp_path, line, complaint):
-    for path in (ucf / "lists").iterdir():
+    for path in (ucf / "ucfTrainTestlist").iterdir():
         (tmp_path / path.name).write_text(path.read_text())
     with (tmp_path / "trainlist01.txt").open("a") as file:
         file.write(line + "\n")
@@ -184,7 +184,7 @@ def test_a_decoder_that_is_not_installed_names_the_other(tmp_path, monkeypatch, 
 
 
 def load(ucf, cache, **options):
-    lists = read_lists(ucf / "lists")
+    lists = read_lists(ucf / "ucfTrainTestlist")
     options = {"frames": 4, "size": (32, 64)} | options
     return load_videos(ucf, lists.all(), cache=cache, **options)
 
@@ -203,7 +203,7 @@ def test_the_second_load_reads_the_cache_and_needs_no_video(ucf, tmp_path, monke
     monkeypatch.delattr("tensor_memory.experiments.tasks.video_cache.decode_spread")
     second = load(ucf, tmp_path)
     assert torch.equal(first.frames, second.frames)
-    lists = read_lists(ucf / "lists")
+    lists = read_lists(ucf / "ucfTrainTestlist")
     third = load_videos("nowhere", lists.all(), frames=4, size=(32, 64), cache=tmp_path)
     assert torch.equal(first.frames, third.frames)
 
@@ -222,7 +222,11 @@ def test_a_missing_clip_is_named_with_the_layout(ucf, tmp_path):
         FileNotFoundError, match=r"24 of 24 clips are missing\); expected videos as"
     ):
         load_videos(
-            ucf / "lists", read_lists(ucf / "lists").all(), frames=4, size=(8, 8), cache=tmp_path
+            ucf / "ucfTrainTestlist",
+            read_lists(ucf / "ucfTrainTestlist").all(),
+            frames=4,
+            size=(8, 8),
+            cache=tmp_path,
         )
     with pytest.raises(FileNotFoundError, match="nowhere: no such folder; expected UCF-101 as"):
         find_videos("nowhere")
@@ -272,7 +276,14 @@ def test_a_cache_of_videos_that_changed_is_refused(damaged, tmp_path):
 
 
 def test_the_command_prepares_a_cache_that_training_finds(ucf, tmp_path, capsys):
-    arguments = ["--data", str(ucf), "--lists", str(ucf / "lists"), "--cache", str(tmp_path)]
+    arguments = [
+        "--data",
+        str(ucf),
+        "--lists",
+        str(ucf / "ucfTrainTestlist"),
+        "--cache",
+        str(tmp_path),
+    ]
     assert main([*arguments, "--frames", "4", "--size", "32", "64"]) == 0
     assert "24 clips ready, 0 left out" in capsys.readouterr().out
     load(ucf, tmp_path)

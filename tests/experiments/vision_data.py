@@ -57,8 +57,16 @@ def number_of(picture: np.ndarray) -> int:
     return int(sum(1 << bit for bit, white in enumerate(middles) if white))
 
 
-def write_video(path: Path, frames: int, *, codec: str = "mpeg4", gop: int = 12, tint: int = 0):
-    """A video whose frames show their number, with few key frames."""
+def write_video(
+    path: Path,
+    frames: int,
+    *,
+    codec: str = "mpeg4",
+    gop: int = 12,
+    tint: int = 0,
+    still: int | None = None,
+) -> Path:
+    """A video whose frames show their number, or one number, with few key frames."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=25)
@@ -66,7 +74,7 @@ def write_video(path: Path, frames: int, *, codec: str = "mpeg4", gop: int = 12,
         stream.codec_context.gop_size = gop
         stream.bit_rate = 2_000_000
         for number in range(frames):
-            picture = numbered_picture(number, tint)
+            picture = numbered_picture(number if still is None else still, tint)
             for packet in stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")):
                 container.mux(packet)
         for packet in stream.encode():
@@ -79,7 +87,7 @@ CLASSES = ("Archery", "Basketball", "Bowling")
 
 def write_ucf(folder: Path, *, groups: int = 4, clips: int = 2, frames: int = 12) -> Path:
     """UCF-101 with three classes; the first group of each is the official test part of split 1."""
-    lists = folder / "lists"
+    lists = folder / "ucfTrainTestlist"
     lists.mkdir(parents=True)
     (lists / "classInd.txt").write_text(
         "\n".join(f"{i} {name}" for i, name in enumerate(CLASSES, 1)) + "\n"

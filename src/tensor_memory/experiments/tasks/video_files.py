@@ -137,6 +137,13 @@ def require_disjoint_groups(splits: Mapping[str, Sequence[Clip]]) -> None:
                 )
 
 
+def find_lists(folder: str | Path) -> Path:
+    """The folder that holds the lists: `folder` itself, or its `ucfTrainTestlist`."""
+    folder = Path(folder)
+    inside = folder / "ucfTrainTestlist"
+    return inside if inside.is_dir() else folder
+
+
 def find_videos(folder: str | Path) -> Path:
     """The folder that holds the class folders: `folder` itself, or its `UCF-101`."""
     folder = Path(folder)
