@@ -1,0 +1,66 @@
+"""Actions in UCF-101, with the memory or another way to bring frames together.
+
+    tensor-memory run ucf101-9 --task.data-dir DIR --model.method spatial --task.frames 32
+    tensor-memory sweep ucf101-9 --methods joint frames registers spatial wide --seeds 0 1 2
+
+DIR holds `UCF-101/<Class>/*.avi` and the official lists. Every run is also tested with frames and
+with a region missing.
+"""
+
+from __future__ import annotations
+
+from tensor_memory.experiments.models.video import VideoModelConfig
+from tensor_memory.experiments.recipes import recipe
+from tensor_memory.experiments.run_config import BudgetConfig, OptimizerConfig, RunConfig
+from tensor_memory.experiments.tasks.video import VideoTaskConfig
+
+Run = RunConfig[VideoTaskConfig, VideoModelConfig]
+
+NINE = (
+    "ApplyEyeMakeup",
+    "ApplyLipstick",
+    "Archery",
+    "BabyCrawling",
+    "BalanceBeam",
+    "BandMarching",
+    "BaseballPitch",
+    "Basketball",
+    "BasketballDunk",
+)
+"""The first nine classes of classInd.txt."""
+
+
+@recipe("ucf101-9", expected="one to three minutes on one H200, by method and frames")
+def ucf101_nine() -> Run:
+    """Nine classes of UCF-101 at 128 x 96, T = 8 frames (--task.frames 32 or 64 for longer)."""
+    return RunConfig(
+        recipe="ucf101-9",
+        task=VideoTaskConfig(classes=NINE),
+        model=VideoModelConfig(),
+        optimizer=OptimizerConfig(lr=3e-4, weight_decay=0.05, warmup=70),
+        budget=BudgetConfig(
+            steps=1400,  # 61 epochs of 727 clips
+            batch_size=32,
+            evaluate_every=140,
+            checkpoint_every=700,
+        ),
+        precision="bf16",
+    )
+
+
+@recipe("ucf101-published")
+def ucf101_published() -> Run:
+    """All of UCF-101 with the paper's sizes: 224 px, patch 16, T = 8, batch 16, 50 epochs."""
+    steps = 50 * 7933 // 16
+    return RunConfig(
+        recipe="ucf101-published",
+        task=VideoTaskConfig(
+            cached_frames=16, height=240, width=320, crop=(224, 224), missing=(0.25, 0.5, 0.75)
+        ),
+        model=VideoModelConfig(),
+        optimizer=OptimizerConfig(lr=1e-4, weight_decay=0.05, warmup=steps // 20),
+        budget=BudgetConfig(
+            steps=steps, batch_size=16, evaluate_every=steps // 25, checkpoint_every=steps // 10
+        ),
+        precision="bf16",
+    )
