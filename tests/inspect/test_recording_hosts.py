@@ -224,8 +224,8 @@ def test_an_error_in_a_layer_is_not_taken_for_a_call_of_it():
     with record(layer) as recording:
         with pytest.raises(TypeError, match="expected a MemoryState"):
             layer(make_tokens(1, 4, DIM), "state")
-        layer(make_tokens(1, 6, DIM))
         memory(make_tokens(1, 3, DIM))
+        layer(make_tokens(1, 6, DIM))
     assert recording.names == ["memory", "memory"]  # the residual, and its memory called past it
     assert recording[0].gate == 0.5
     assert [layer.seen.tolist() for layer in recording.layers] == [[2], [1]]

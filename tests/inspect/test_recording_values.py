@@ -166,6 +166,53 @@ def test_a_state_reset_between_calls_drops_the_unfinished_chunk():
     assert_as_expected(recording[0], memory, Call(x, reset=reset))
 
 
+def test_rows_that_change_places_take_along_how_far_they_had_come():
+    memory = make_memory(OPTIONS["paper"])
+    x = make_tokens(2, 8, DIM)
+    mask = torch.ones(2, 8, dtype=torch.bool)
+    mask[1, :3] = False  # the second row has one token, and waits with it
+    swapped = x.clone()
+    swapped[:, 4:] = x[[1, 0], 4:]
+    with record(memory, dtype=torch.float64) as recording:
+        _, state = memory(x[:, :4], mask=mask[:, :4])
+        memory(swapped[:, 4:], state.select([1, 0]))
+    assert recording.rows == 2
+    layer = recording[0]
+    with record(memory, dtype=torch.float64) as alone:
+        memory(x, mask=mask)
+    for row, other in ((0, 1), (1, 0)):  # each ends as the row that came to its place
+        assert layer.seen[row] == alone[0].seen[other]
+        last = int(layer.seen[row]) - 1
+        got, expected = layer[last, row], alone[0][last, other]
+        assert (got.start, got.stop) == (expected.start, expected.stop)
+        assert_same(got.hidden_norm, expected.hidden_norm)
+        assert got.use == pytest.approx(expected.use)
+
+
+def test_rows_repeated_into_a_larger_batch_become_new_rows_that_count_on():
+    memory = make_memory(OPTIONS["paper"])
+    x = make_tokens(1, 8, DIM)
+    with record(memory, dtype=torch.float64) as recording:
+        _, state = memory(x[:, :4])
+        memory(x[:, 4:].expand(3, -1, -1), state.select([0, 0, 0]))
+    layer = recording[0]
+    assert recording.rows == 4
+    assert layer.span[1].tolist() == [[3, 4], *[[3, 6]] * 3]
+    assert layer.written[1].tolist() == [False, True, True, True]
+    assert layer.seen.tolist() == [2, 3, 3, 3]
+
+
+def test_a_state_taken_up_again_later_starts_new_rows():
+    memory = make_memory(OPTIONS["paper"])
+    x = make_tokens(1, 9, DIM)
+    with record(memory, dtype=torch.float64) as recording:
+        _, early = memory(x[:, :3])
+        memory(x[:, 3:], early)
+        memory(x[:, 6:], early)
+    assert recording.rows == 2
+    assert recording[0].present.sum(0).tolist() == [3, 1]
+
+
 def test_recording_that_starts_in_the_middle_counts_from_the_waiting_tokens():
     memory = make_memory(OPTIONS["paper"])
     x = make_tokens(1, 9, DIM)
