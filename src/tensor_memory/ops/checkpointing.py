@@ -73,5 +73,6 @@ def backward(
                 whole[:, start:stop] = grad
             elif name in SHARED and whole is not None:
                 whole += grad
-    assert grad_hidden is not None and grad_cell is not None
+    assert grad_hidden is not None
+    assert grad_cell is not None
     return total._replace(hidden=grad_hidden.clone(), cell=grad_cell.clone()).floats

@@ -17,7 +17,6 @@ from tensor_memory.ops.triton_forward import (
     corner,
     kernel_value,
     meet,
-    mix_tile,
     mix_tiles,
     neighbours,
     place,

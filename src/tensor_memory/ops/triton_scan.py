@@ -255,7 +255,8 @@ def _launch_written(request: Request, p: Plan) -> tuple[Tensor, Tensor]:
     launch(
         triton_forward.written_kernel, (S * B, -(-V // p.block)),
         request.write_at, content if spread is None else spread, content,
-        content if request.taps is None else request.taps, written, counters, S, B, **p.write, **p.shape, BLOCK_V=p.block, **p.alone,
+        content if request.taps is None else request.taps, written, counters, S, B,
+        **p.write, **p.shape, BLOCK_V=p.block, **p.alone,
     )  # fmt: skip
     return written, counters
 
