@@ -196,6 +196,7 @@ class MaskedImages:
             "crop": self.config.crop,
             "patch": self.config.patch,
             "patches": self.patches,
+            "resident_bytes": self.store.pixels.numel(),
             "trained_at_mask_ratio": self.config.mask_ratio,
             "target": "pixels, normalised by one mean and deviation per channel",
             "psnr": "dB over hidden pixels of each image, averaged over images",

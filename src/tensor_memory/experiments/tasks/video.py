@@ -206,6 +206,7 @@ class VideoTask:
             "crop": list(c.crop),
             "patch": c.patch,
             "decoder": c.decoder,
+            "resident_bytes": self.store.frames.numel(),
         }
 
     def _cut(self, rows: Tensor, draws: Tensor) -> Tensor:

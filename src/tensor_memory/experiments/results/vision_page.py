@@ -1,0 +1,227 @@
+"""The tables and figures of docs/vision.md, made from the records of runs.
+
+    python -m tensor_memory.experiments.results.vision_page results/vision docs/vision.md
+
+The folder holds `images`, `video` and `cost`: runs of masked reconstruction, runs of action
+recognition, and short runs alone on their device that tell time and memory. What stands between
+`<!-- NAME -->` and `<!-- /NAME -->` of the page is replaced; a table without records stays as is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from tensor_memory.experiments.results.intervals import estimate
+from tensor_memory.experiments.results.records import read_results
+from tensor_memory.experiments.results.tables import Table, markdown
+from tensor_memory.experiments.results.vision_figures import draw_cost, draw_missing
+from tensor_memory.experiments.results.vision_runs import (
+    Record,
+    by_frames,
+    grouped,
+    measured_alone,
+    peak,
+)
+from tensor_memory.experiments.results.wording import bytes_text, estimate_text, listing
+from tensor_memory.files import write_whole
+
+
+def reconstruction_table(records: Sequence[Record]) -> Table:
+    """PSNR and SSIM over hidden patches by mask ratio, and the published metric beside zero."""
+    splits = list(records[0]["test"])
+    table = []
+    for label, runs in grouped(records):
+        line = {"method": label, "parameters": f"{runs[0]['parameters']:,}", "seeds": _count(runs)}
+        line |= {f"PSNR {_at(s)}": _text(runs, s, "psnr") for s in splits}
+        line |= {f"SSIM {_at(s)}": _text(runs, s, "ssim") for s in splits}
+        line |= {f"published metric {_at(s)}": _text(runs, s, "published_psnr") for s in splits}
+        table.append(line)
+    some = list(records)[:1]  # what knows nothing is the same in every run
+    nothing = {"method": "*mean of the visible pixels*", "parameters": "0", "seeds": "–"}
+    zero = {"method": "*zero in every patch*", "parameters": "0", "seeds": "–"}
+    for split in splits:
+        for title, measure in (("PSNR", "psnr"), ("SSIM", "ssim")):
+            nothing[f"{title} {_at(split)}"] = _text(some, split, f"{measure}_mean_of_visible")
+            zero[f"{title} {_at(split)}"] = "–"
+        heading = f"published metric {_at(split)}"
+        nothing[heading] = _text(some, split, "published_psnr_mean_of_visible")
+        zero[heading] = _text(some, split, "published_psnr_zero")
+    columns = list(table[0])
+    return table + [{name: line[name] for name in columns} for line in (nothing, zero)]
+
+
+def action_table(records: Sequence[Record]) -> Table:
+    """Top-1 and top-5 by T and method; what the memory's rows lose with the memory off."""
+    table = []
+    for frames, part in by_frames(records).items():
+        for label, runs in grouped(part):
+            table.append(
+                {
+                    "T": str(frames),
+                    "method": label,
+                    "parameters": f"{runs[0]['parameters']:,}",
+                    "carried": bytes_text(runs[0]["state_bytes"]),
+                    "seeds": _count(runs),
+                    "top-1": _text(runs, "test", "accuracy"),
+                    "top-5": _text(runs, "test", "top5"),
+                    "top-1, memory off": _without_memory(runs),
+                }
+            )
+    return table
+
+
+def missing_table(records: Sequence[Record]) -> Table:
+    """Top-1 with frames missing somewhere, at the end, and with a region missing."""
+    table = []
+    for frames, part in by_frames(records).items():
+        splits = list(part[0]["test"])
+        for label, runs in grouped(part):
+            line = {"T": str(frames), "method": label}
+            for split in splits:
+                heading = "whole" if split == "test" else split.removeprefix("test@")
+                line[_share(heading, frames)] = _text(runs, split, "accuracy")
+            table.append(line)
+    return _same_columns(table)
+
+
+def cost_table(records: Sequence[Record]) -> Table:
+    """Step time and peak memory by T, of runs alone on their device.
+
+    `growth` is d log(ms) / d log(T) between the two longest: 1 is linear, 2 quadratic.
+    """
+    methods = measured_alone(records)
+    table = []
+    for label, found in methods.items():
+        line = {"method": label}
+        for frames, record in found.items():
+            reference = methods.get("frames", {}).get(frames)
+            times = f" ({record['step_ms'] / reference['step_ms']:.1f}×)" if reference else ""
+            line[f"T = {frames}"] = f"{record['step_ms']:.1f} ms{times}, {bytes_text(peak(record))}"
+        line["growth of time"] = growth(found, lambda record: record["step_ms"])
+        line["growth of memory"] = growth(found, peak)
+        table.append(line)
+    return _same_columns(table)
+
+
+def growth(found: Mapping[int, Record], value: Callable[[Record], float]) -> str:
+    """The power of T by which a cost grows between the two largest T measured."""
+    if len(found) < 2:
+        return "–"
+    short, long = sorted(found)[-2:]
+    first, second = value(found[short]), value(found[long])
+    if first <= 0 or second <= 0:
+        return "–"
+    return f"T^{math.log(second / first) / math.log(long / short):.2f}"
+
+
+def caption(records: Sequence[Record]) -> str:
+    """Task, seeds, hardware and commits of a table."""
+    tasks = sorted({record["task"].partition(" ")[0] for record in records})
+    seeds = sorted({record["seed"] for record in records})
+    gpus = {record["hardware"]["gpu"] or record["hardware"]["cpu"] for record in records}
+    commits = {(record["commit"] or "unknown")[:10] for record in records}
+    return (
+        f"{listing(tasks)}; seeds {listing(seeds)}, mean ± half of the 95 % interval; "
+        f"{listing(sorted(gpus))}; commit {listing(sorted(commits))}.\n"
+    )
+
+
+def blocks(folder: Path, figures: Path) -> dict[str, str]:
+    """Markdown by the name of its place in the page, of what there are records for."""
+    found = {
+        kind: [r for r in read_results([folder / kind]) if r["finished"]]
+        for kind in ("images", "video", "cost")
+        if (folder / kind).is_dir()
+    }
+    texts: dict[str, str] = {}
+    if images := found.get("images"):
+        texts["reconstruction"] = markdown(reconstruction_table(images)) + "\n" + caption(images)
+    if video := found.get("video"):
+        texts["actions"] = markdown(action_table(video)) + "\n" + caption(video)
+        files = draw_missing(video, figures / "vision-missing")
+        shown = f"![Top-1 against the number of missing frames](images/{files[0].name})\n"
+        texts["missing"] = shown + "\n" + markdown(missing_table(video)) + "\n" + caption(video)
+    if cost := found.get("cost"):
+        files = draw_cost(cost, figures / "vision-cost")
+        shown = f"![Step time and peak memory against T](images/{files[0].name})\n"
+        texts["cost"] = shown + "\n" + markdown(cost_table(cost)) + "\n" + caption(cost)
+    return texts
+
+
+def fill(page: str, texts: Mapping[str, str]) -> str:
+    """The page with its marked places filled; a text without a place is an error."""
+    for name, text in texts.items():
+        place = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        if not place.search(page):
+            raise ValueError(f"page: expected <!-- {name} --> and <!-- /{name} -->, found none")
+        page = place.sub(lambda match, text=text: f"{match[1]}\n{text}\n{match[2]}", page)
+    return page
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Fill a page from a folder of results."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tensor_memory.experiments.results.vision_page",
+        description="Fill the tables and figures of the vision page from results.",
+    )
+    parser.add_argument("results", type=Path, help="folder with images, video and cost")
+    parser.add_argument("page", type=Path, help="Markdown file with marked places")
+    options = parser.parse_args(argv)
+    figures = options.page.parent / "images"
+    figures.mkdir(parents=True, exist_ok=True)
+    texts = blocks(options.results, figures)
+    filled = fill(options.page.read_text(encoding="utf-8"), texts)
+
+    def write(at: Path) -> None:
+        at.write_text(filled, encoding="utf-8")
+
+    write_whole(options.page, write)
+    print(f"{options.page}: filled {listing(list(texts)) or 'nothing'}")
+    return 0
+
+
+def _text(runs: Sequence[Record], split: str, measure: str) -> str:
+    found = [run["test"].get(split, {}).get(measure) for run in runs]
+    if all(value is None for value in found):
+        return "–"
+    return estimate_text(estimate(found), measure)
+
+
+def _without_memory(runs: Sequence[Record]) -> str:
+    found = [
+        run["memory"]["test_without_memory"]["test"]["accuracy"]
+        for run in runs
+        if run.get("memory") and run["memory"].get("test_without_memory")
+    ]
+    return estimate_text(estimate(found), "accuracy") if found else "–"
+
+
+def _same_columns(table: Table) -> Table:
+    columns = dict.fromkeys(name for line in table for name in line)
+    last = [name for name in columns if name.startswith("growth")]
+    ordered = [name for name in columns if name not in last] + last
+    return [{name: line.get(name, "–") for name in ordered} for line in table]
+
+
+def _share(heading: str, frames: int) -> str:
+    """`missing=4` of 8 as a part, so that clips of different length share a column."""
+    kind, _, count = heading.partition("=")
+    if not count.isdigit():
+        return heading
+    return f"{'somewhere' if kind == 'missing' else 'at the end'}: {100 * int(count) / frames:g} %"
+
+
+def _at(split: str) -> str:
+    return split.removeprefix("test@")
+
+
+def _count(runs: Sequence[Record]) -> str:
+    return str(len(runs))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,207 @@
+"""The vision page: rows by method and variant, costs against T, places filled from records."""
+
+import copy
+
+import pytest
+
+from tensor_memory.experiments.recipes.images import cub
+from tensor_memory.experiments.recipes.video import ucf101_nine
+from tensor_memory.experiments.results.records import config_dict, write_result
+from tensor_memory.experiments.results.vision_page import (
+    action_table,
+    cost_table,
+    fill,
+    main,
+    missing_table,
+    reconstruction_table,
+)
+from tensor_memory.experiments.results.vision_runs import grouped, peak
+
+GIB = 2**30
+
+
+def record(config, *, method, seed=0, labels=None, **values):
+    plain = copy.deepcopy(config_dict(config))
+    plain["seed"], plain["model"]["method"] = seed, method
+    return {
+        "kind": "run",
+        "recipe": config.recipe,
+        "config": plain,
+        "method": method,
+        "seed": seed,
+        "labels": labels or {},
+        "parameters": 5_014_373,
+        "state_bytes": 0,
+        "shared_device": False,
+        "step_ms": 10.0,
+        "peak_memory_bytes": 3 * GIB,
+        "memory": None,
+        "finished": True,
+        "hardware": {"gpu": "H200", "cpu": "x"},
+        "commit": "0123456789abcdef",
+    } | values
+
+
+def image_record(method, psnr, seed=0, **values):
+    test = {}
+    for ratio in (25, 75):
+        measures = {"psnr": psnr, "ssim": 0.5, "published_psnr": 21.0, "published_psnr_zero": 20.5}
+        measures |= {"psnr_mean_of_visible": 15.0, "ssim_mean_of_visible": 0.38}
+        test[f"test@{ratio}%"] = measures | {"published_psnr_mean_of_visible": 16.2}
+    return record(cub(), method=method, seed=seed, task="cub200@120px", test=test, **values)
+
+
+def video_record(method, frames, accuracy, seed=0, labels=None, **values):
+    config = ucf101_nine()
+    test = {"test": {"accuracy": accuracy, "top5": 0.9}}
+    for k in (frames // 4, frames // 2):
+        for kind in ("missing", "last"):
+            test[f"test@{kind}={k}"] = {"accuracy": accuracy - k / frames / 2, "top5": 0.8}
+    test["test@region=25%"] = {"accuracy": accuracy - 0.1, "top5": 0.8}
+    made = record(
+        config,
+        method=method,
+        seed=seed,
+        labels={"frames": frames, "readout": "mean"} | (labels or {}),
+        task=f"ucf101-9@128x96 T={frames}",
+        test=test,
+        facts={"frames": frames, "chance": 1 / 9, "resident_bytes": GIB},
+        **values,
+    )
+    made["config"]["task"]["frames"] = frames
+    return made
+
+
+def test_rows_are_named_by_what_departs_from_the_usual():
+    usual = {"scope": "layer", "K": 16}
+    runs = [image_record("spatial", 20.0, seed, labels=usual) for seed in (0, 1)]
+    runs.append(image_record("spatial", 20.1, labels={"scope": "depth", "K": 4}))
+    runs.append(image_record("base", 19.0))
+    assert [(label, len(found)) for label, found in grouped(runs)] == [
+        ("base", 1),
+        ("spatial", 2),
+        ("spatial (scope depth, K 4)", 1),
+    ]
+
+
+def test_a_seed_twice_in_a_row_is_refused():
+    with pytest.raises(ValueError, match="expected one run per seed, got seeds 1 and 1"):
+        grouped([image_record("base", 19.0, seed=1), image_record("base", 19.5, seed=1)])
+
+
+def test_reconstruction_shows_what_knows_nothing_beside_the_methods():
+    table = reconstruction_table([image_record("base", p, s) for s, p in enumerate((19, 20, 21))])
+    assert [line["method"] for line in table] == [
+        "base",
+        "*mean of the visible pixels*",
+        "*zero in every patch*",
+    ]
+    assert table[0]["PSNR 75%"] == "20.00 ± 2.48"  # t with 2 degrees of freedom, s = 1
+    assert table[1]["PSNR 75%"] == "15.00"
+    assert table[1]["published metric 25%"] == "16.20"
+    assert table[2]["published metric 25%"] == "20.50"
+    assert table[2]["PSNR 25%"] == "–"
+
+
+def test_actions_are_listed_by_frames_and_with_the_memory_off():
+    off = {"test_without_memory": {"test": {"accuracy": 0.3}}, "layers": []}
+    runs = [
+        video_record("spatial", 32, 0.6, memory=off, state_bytes=2**20),
+        video_record("joint", 8, 0.5),
+        video_record("joint", 32, 0.55),
+    ]
+    table = action_table(runs)
+    assert [(line["T"], line["method"]) for line in table] == [
+        ("8", "joint"),
+        ("32", "joint"),
+        ("32", "spatial"),
+    ]
+    assert table[2]["top-1"] == "60.0 %"
+    assert table[2]["top-1, memory off"] == "30.0 %"
+    assert table[2]["carried"] == "1.0 MiB"
+    assert table[0]["top-1, memory off"] == "–"
+
+
+def test_missing_frames_share_columns_by_their_part_of_the_clip():
+    table = missing_table([video_record("joint", 8, 0.5), video_record("joint", 32, 0.6)])
+    assert set(table[0]) == {
+        "T",
+        "method",
+        "whole",
+        *(f"{where}: {part} %" for where in ("somewhere", "at the end") for part in (25, 50)),
+        "region=25%",
+    }
+    assert table[0]["somewhere: 50 %"] == "25.0 %"
+    assert table[1]["at the end: 25 %"] == "47.5 %"
+
+
+def costs():
+    runs = []
+    for frames in (8, 32, 64):
+        linear, square = frames / 8, (frames / 8) ** 2
+        times = {"frames": 10 * linear, "spatial": 20 * linear, "joint": 10 * square}
+        for method, ms in times.items():
+            peak_bytes = int(GIB * (1 + (square if method == "joint" else linear)))
+            runs.append(video_record(method, frames, 0.5, step_ms=ms, peak_memory_bytes=peak_bytes))
+    return runs
+
+
+def test_growth_tells_linear_from_quadratic_and_ratios_are_to_frames():
+    table = {line["method"]: line for line in cost_table(costs())}
+    assert table["spatial"]["T = 8"] == "20.0 ms (2.0×), 1.0 GiB"
+    assert table["joint"]["T = 64"] == "640.0 ms (8.0×), 64.0 GiB"
+    assert table["spatial"]["growth of time"] == "T^1.00"
+    assert table["joint"]["growth of time"] == "T^2.00"
+    assert table["joint"]["growth of memory"] == "T^2.00"
+    assert list(table["joint"])[-1] == "growth of memory"
+
+
+def test_runs_that_shared_their_device_tell_no_time():
+    shared = video_record("spatial", 16, 0.5, shared_device=True)
+    assert cost_table([*costs(), shared]) == cost_table(costs())
+
+
+def test_the_clips_that_lie_on_the_device_are_no_cost_of_a_method():
+    assert peak(video_record("frames", 8, 0.5)) == 2 * GIB
+
+
+PAGE = "".join(
+    f"text\n<!-- {name} -->\nold\n<!-- /{name} -->\n"
+    for name in ("reconstruction", "actions", "missing", "cost")
+)
+
+
+def test_the_command_fills_the_page_from_results(tmp_path, capsys):
+    results, page = tmp_path / "results", tmp_path / "docs" / "vision.md"
+    page.parent.mkdir()
+    page.write_text(PAGE)
+    write_result(results / "images", image_record("base", 20.0))
+    for run in costs():
+        write_result(results / "cost", run)
+        write_result(results / "video", run)
+    assert main([str(results), str(page)]) == 0
+    filled = page.read_text()
+    assert "old" not in filled
+    assert "| *zero in every patch* |" in filled
+    assert "(images/vision-cost.png)" in filled
+    assert "cub200@120px; seeds 0, mean ± half of the 95 % interval; H200; commit 0123456789." in (
+        filled
+    )
+    assert (page.parent / "images" / "vision-missing.svg").stat().st_size > 10_000
+    assert (page.parent / "images" / "vision-cost.png").stat().st_size > 10_000
+    assert "filled reconstruction, actions, missing and cost" in capsys.readouterr().out
+    main([str(results), str(page)])
+    assert page.read_text() == filled
+
+
+def test_what_has_no_records_stays_as_it_was(tmp_path):
+    results, page = tmp_path / "results", tmp_path / "vision.md"
+    page.write_text(PAGE)
+    write_result(results / "images", image_record("base", 20.0))
+    main([str(results), str(page)])
+    assert page.read_text().count("old") == 3
+
+
+def test_a_page_without_the_place_is_refused():
+    with pytest.raises(ValueError, match="expected <!-- cost --> and <!-- /cost -->"):
+        fill("nothing", {"cost": "table"})
