@@ -112,11 +112,13 @@ def _run_all(
     ]
     failures = []
     with progress("sweep", len(jobs), unit="runs") as advance:
-        for outcome in run_jobs(jobs, workers=workers, devices=devices):
+        for outcome in map(_judged, run_jobs(jobs, workers=workers, devices=devices)):
             if outcome.record is None:
                 failures.append(outcome)
             elif options.results is not None:
                 write_result(options.results, outcome.record)
+            if outcome.record is not None and outcome.job.log.stat().st_size == 0:
+                outcome.job.log.unlink()
             print(_line(outcome), flush=True)
             advance(note=f"{len(failures)} failed" if failures else "")
     return failures
@@ -126,6 +128,13 @@ def _train_on(
     device: str, *, trainer: Train, config: RunConfig[Any, Any], options: RunOptions
 ) -> dict[str, Any]:
     return trainer(config, replace(options, device=device))
+
+
+def _judged(outcome: Outcome) -> Outcome:
+    """A run that was told to stop has a record too, but has not been done."""
+    if outcome.record is None or outcome.record["finished"]:
+        return outcome
+    return replace(outcome, record=None, error="interrupted; the same command continues it")
 
 
 def _line(outcome: Outcome) -> str:
@@ -140,13 +149,13 @@ def _line(outcome: Outcome) -> str:
 
 
 def _state(run: PlannedRun, output: Path, results: Path | None) -> str:
-    """Whether a run is "finished", "unfinished" (a checkpoint to go on from) or "new"."""
+    """Whether a run is "finished", "unfinished" (its folder is there) or "new"."""
     places = [output / run.name / "result.json"]
     if results is not None:
         places.append(results / f"{run.name}.json")
     if any(_is_finished(place) for place in places):
         return "finished"
-    return "unfinished" if (output / run.name / "last").exists() else "new"
+    return "unfinished" if (output / run.name).exists() else "new"
 
 
 def _is_finished(path: Path) -> bool:

@@ -19,6 +19,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+STARTING = 300.0
+"""Seconds that a worker gets to import what it needs, before a run's own time begins."""
+
 GRACE = 120.0
 """Seconds that an interrupted worker gets to save where it is."""
 
@@ -93,7 +96,7 @@ class _Worker:
         if not self.process.is_alive():
             self.pipe.close()
             self._start()
-        self.job, self.since = job, time.monotonic()
+        self.job, self.since, self.taken = job, time.monotonic(), False
         job.log.parent.mkdir(parents=True, exist_ok=True)
         job.log.write_text("")
         self.pipe.send(job)
@@ -102,7 +105,8 @@ class _Worker:
         """Seconds until its run has taken too long."""
         if self.job is None or self.job.timeout is None:
             return 3600.0
-        return max(0.0, self.since + self.job.timeout - time.monotonic())
+        given = self.job.timeout if self.taken else STARTING
+        return max(0.0, self.since + given - time.monotonic())
 
     def outcome(self) -> Outcome | None:
         """How its run ended, None while it has not."""
@@ -116,7 +120,11 @@ class _Worker:
             except EOFError:  # it died with its run
                 self.process.join()
                 error = _last_words(job.log, self.process.exitcode)
+            if record is None and error is None:  # its first word: the run begins
+                self.since, self.taken = time.monotonic(), True
+                return None
         elif self.left() == 0.0:
+            self.pipe.close()
             self._stop()
             error = f"ended after the {job.timeout:g} s it was given"
         else:
@@ -136,7 +144,7 @@ class _Worker:
         self._stop()
 
     def _stop(self) -> None:
-        self.process.terminate()
+        self.process.terminate()  # a run notes it, saves where it is and ends
         self.process.join(10.0)
         if self.process.is_alive():
             self.process.kill()
@@ -151,7 +159,7 @@ def _last_words(log: Path, status: int | None) -> str:
 
 
 def _serve(pipe: Connection, device: str, threads: int) -> None:
-    """The worker's side: take a run, do it, send its record, until the pipe closes."""
+    """The worker's side: take a run, say so, do it, send its record, until the pipe closes."""
     import faulthandler
 
     import torch
@@ -164,6 +172,7 @@ def _serve(pipe: Connection, device: str, threads: int) -> None:
             job: Job = pipe.recv()
         except EOFError:
             return
+        pipe.send(None)
         _redirect(job.log)
         faulthandler.enable()
         record = job.run(device)

@@ -11,21 +11,46 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tensor_memory.experiments.results.comparison import METHODS, Comparison, Row, show
+from tensor_memory.experiments.results.comparison import Comparison, Row, show
 from tensor_memory.experiments.results.intervals import estimate
 from tensor_memory.experiments.results.wording import PERCENT
 from tensor_memory.files import write_whole
 
-COLOURS = ("#000000", "#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#0072B2", "#999999")
-MARKERS = ("o", "s", "^", "v", "D", "P", "X", "*")
-DASHES = ("-", "--", "-.", ":")
-OURS = {"tensor": 6, "base": 0, "linear": 2, "xl": 3, "recurrent-slots": 4, "slots": 5, "wide": 1}
-"""Places in COLOURS that the most compared methods keep."""
+BLACK, SKY, ORANGE, GREEN = "#000000", "#56B4E9", "#E69F00", "#009E73"
+PURPLE, VERMILLION, BLUE, GREY = "#CC79A7", "#D55E00", "#0072B2", "#888888"
+
+LOOKS = {
+    "base": (BLACK, "-", "o"),
+    "base-sln": (GREY, "--", "o"),
+    "wide": (SKY, "--", "s"),
+    "local": (GREY, "-", "<"),
+    "linear": (ORANGE, "-.", "^"),
+    "linear-local": (ORANGE, ":", ">"),
+    "xl": (GREEN, "--", "v"),
+    "registers": (VERMILLION, "-.", "D"),
+    "slots": (VERMILLION, "-.", "D"),
+    "slots-matched": (VERMILLION, ":", "d"),
+    "recurrent-slots": (PURPLE, ":", "P"),
+    "tensor": (BLUE, "-", "X"),
+    "tensor-local": (BLUE, "--", "x"),
+    "tensor-depth": (PURPLE, "--", "+"),
+}
+"""Colour, dash and marker of a method."""
+
+OTHERS = tuple(
+    (colour, dash, marker)
+    for dash in ("-", "--", ":")
+    for colour, marker in zip(
+        (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK, GREY), "XDvP^sod", strict=True
+    )
+)
+"""Looks of variants and of methods that are not named above, in the order they come."""
 
 STYLE = {
     "figure.facecolor": "white",
     "axes.facecolor": "white",
     "axes.grid": True,
+    "axes.axisbelow": True,
     "grid.color": "#dddddd",
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -139,19 +164,10 @@ def _line(
 
 
 def _look(row: Row, number: int) -> tuple[str, str, str]:
-    """Colour, dash and marker of a row; variants of one method differ in all three."""
-    if row.variant:
-        place = number
-    elif row.method in OURS:
-        place = OURS[row.method]
-    else:
-        known = METHODS.index(row.method) if row.method in METHODS else number
-        place = (known * 3 + 7) % len(COLOURS)
-    rank = METHODS.index(row.method) if row.method in METHODS else number
-    dash = DASHES[(number if row.variant else rank) % len(DASHES)]
-    if row.method == "tensor" and not row.variant:
-        dash = "-"
-    return COLOURS[place % len(COLOURS)], dash, MARKERS[place % len(MARKERS)]
+    """Colour, dash and marker of row number `number` of a panel."""
+    if row.method in LOOKS and not row.variant:
+        return LOOKS[row.method]
+    return OTHERS[number % len(OTHERS)]
 
 
 def _ceiling(axis: Any, row: Row, comparison: Comparison) -> None:

@@ -189,7 +189,9 @@ def _paper_text(entry: Published | None) -> str:
     if entry is None:
         return ""
     low = measure_text(entry.value, entry.measure)
-    return low if entry.high is None else f"{low}–{measure_text(entry.high, entry.measure)}"
+    if entry.high is None:
+        return low
+    return f"{low.removesuffix(' %')}–{measure_text(entry.high, entry.measure)}"
 
 
 def _speed(row: Row) -> str:

@@ -1,0 +1,248 @@
+"""tensor-memory run, sweep, list and report, from the arguments to the files."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from invented_runs import not_trained, sign
+
+from tensor_memory.cli import main
+from tensor_memory.experiments import recipes
+from tensor_memory.experiments.commands.arguments import CONFIG_FIELDS, RunFlags
+from tensor_memory.experiments.commands.sweep import sweep_command
+from tensor_memory.experiments.results import config_from_dict, read_results, run_name
+from tensor_memory.experiments.run_config import RunConfig
+
+SIGN = "invented_runs:sign"
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def only_sign(monkeypatch):
+    """`sign` as the only recipe, under its plain name."""
+    monkeypatch.setattr(recipes, "load_recipes", lambda: {"sign": sign})
+
+
+def test_a_run_takes_values_by_flag_and_leaves_its_result(capsys):
+    arguments = ["--task.numbers", "3", "--model.method", "tensor", "--model.memory.grid", "3", "2"]
+    arguments += ["--model.wide", "--seed", "2", "--optimizer.lr", "0.5", "--quiet"]
+    assert main(["run", SIGN, *arguments, "--device", "cpu", "--results", "kept"]) == 0
+    (record,) = read_results(["runs"])
+    config = config_from_dict(record["config"])
+    assert (config.task.numbers, config.model.method, config.seed) == (3, "tensor", 2)
+    assert (config.model.memory.grid, config.model.wide) == ((3, 2), True)
+    assert config.optimizer.lr == 0.5
+    assert config.budget == sign().budget
+    assert Path("runs", run_name(config), "result.json").is_file()
+    assert read_results(["kept"]) == [record]
+    shown = capsys.readouterr().out
+    assert "sign, tensor, seed 2: 8 parameters, 0 B of state" in shown
+    assert "test: accuracy" in shown
+    assert str(Path("runs", run_name(config), "result.json")) in shown
+
+
+def test_a_finished_run_is_continued_only_when_told(capsys):
+    arguments = ["run", SIGN, "--quiet", "--output", "here", "--device", "cpu"]
+    assert main(arguments) == 0
+    assert main(arguments) == 2
+    assert "--resume" in capsys.readouterr().err
+    assert main([*arguments, "--resume"]) == 0
+
+
+def test_an_unknown_recipe_is_refused_with_the_nearest(capsys, only_sign):
+    assert main(["run", "sing", "--seed", "1"]) == 2
+    error = capsys.readouterr().err
+    assert "recipe 'sing': no such recipe; did you mean sign? `tensor-memory list`" in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "said"),
+    [
+        ("--task.nubmers", "3", "--task.numbers"),
+        ("--model.memory.gird", "3", "--model.memory.grid"),
+        ("--budget.step", "3", "--budget.steps"),
+        ("--task.numbers", "0", "task.numbers: expected 1 or more, got 0"),
+        ("--seed", "x", "--seed"),
+        ("--model.method", "tensr", "'base', 'tensor'"),
+        ("--recipe", "other", "Unrecognized options: --recipe"),
+    ],
+)
+def test_a_wrong_flag_ends_with_status_2_and_what_to_do(capsys, flag, value, said):
+    with pytest.raises(SystemExit) as ended:
+        main(["run", SIGN, flag, value])
+    assert ended.value.code == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("invented_runs:nothing", "expected a function 'nothing' in invented_runs, got None"),
+        ("no_such_module:sign", "No module named 'no_such_module'"),
+    ],
+)
+def test_a_function_that_is_not_there_is_named(capsys, name, said):
+    assert main(["run", name]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_help_shows_every_field_with_its_value_and_meaning(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["run", SIGN, "--help"])
+    assert ended.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for words in ("Say the sign of a number.", "--task.numbers INT", "Numbers per row.",
+                  "--model.method {base,tensor}", "--budget.steps INT", "(default: 4)",
+                  "--optimizer.lr FLOAT", "--resume", "--results"):  # fmt: skip
+        assert words in shown
+
+
+@pytest.mark.parametrize("command", ["run", "sweep", "report", "list"])
+def test_every_command_has_help(capsys, command):
+    asked = [command, "--help"]
+    if command == "run":
+        assert main(asked) == 0
+    else:
+        with pytest.raises(SystemExit) as ended:
+            main(asked)
+        assert ended.value.code == 0
+    assert f"usage: tensor-memory {command}" in capsys.readouterr().out
+
+
+def test_a_command_without_its_recipe_says_what_it_expects(capsys):
+    assert main(["run"]) == 2
+    assert "usage: tensor-memory run RECIPE" in capsys.readouterr().out
+    assert main(["run", "--seed", "1"]) == 2
+    assert "expected the name of a recipe first, got '--seed'" in capsys.readouterr().err
+    assert main(["sweep", "--over", "seed=1"]) == 2
+    assert "expected the names of recipes first, or --plan" in capsys.readouterr().err
+
+
+def test_flags_cover_every_field_of_a_config():
+    assert {field.name for field in fields(RunConfig)} == {"recipe", *CONFIG_FIELDS}
+    assert {field.name for field in fields(RunFlags)} == {*CONFIG_FIELDS, "settings"}
+
+
+def test_list_shows_each_recipe_with_its_first_line_and_time(capsys, monkeypatch):
+    from tensor_memory.experiments.commands import listing
+
+    monkeypatch.setattr(listing, "load_recipes", lambda: {"sign": sign, "b": lambda: None})
+    monkeypatch.setitem(recipes.EXPECTED, "sign", "1 s on a CPU")
+    assert main(["list"]) == 0
+    assert capsys.readouterr().out == "b\nsign  Say the sign of a number. (1 s on a CPU)\n"
+
+
+def test_a_name_is_registered_once(monkeypatch):
+    monkeypatch.setattr(recipes, "RECIPES", {})
+    recipes.recipe("sign")(sign)
+    with pytest.raises(ValueError, match="recipe 'sign': expected a new name, got one that exists"):
+        recipes.recipe("sign")(sign)
+
+
+def test_a_missing_extra_is_named_with_the_command_that_installs_it(tmp_path, monkeypatch, capsys):
+    (tmp_path / "needy.py").write_text("import a_package_nobody_has\n")
+    assert main(["run", "needy:recipe"]) == 2
+    assert "pip install tensor-memory[experiments]" in capsys.readouterr().err
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["list"]) == 2
+    assert "pip install tensor-memory[experiments]" in capsys.readouterr().err
+
+
+def test_a_sweep_runs_its_grid_skips_what_is_done_and_reports_failures(capsys):
+    grid = [SIGN, "--over", "task.trouble=raise,die,none", "--jobs", "2", "--results", "kept"]
+    assert sweep_command([*grid, "--device", "cpu"], trainer=not_trained) == 1
+    out = capsys.readouterr()
+    assert "3 runs, 0 of them finished already" in out.out
+    assert "1 runs done, 0 skipped, 2 failed" in out.out
+    assert "ValueError: task.trouble: expected none, got what was asked for" in out.err
+    assert "its process was killed by signal 9" in out.err
+    (record,) = read_results(["kept"])
+    assert record["shared_device"]
+    assert record["device"] == "cpu"
+    assert any("Traceback" in path.read_text() for path in Path("runs").glob("*.log"))
+
+    again = [SIGN, "--over", "seed=0,1", "--results", "kept"]
+    assert sweep_command([*again, "--dry-run"], trainer=not_trained) == 0
+    first, second, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("finished ")
+    assert second.startswith("new ")
+    assert last == "2 runs, 1 of them finished"
+    assert sweep_command(again, trainer=not_trained) == 0
+    assert "1 runs done, 1 skipped, 0 failed" in capsys.readouterr().out
+    alone = {record["seed"]: not record["shared_device"] for record in read_results(["kept"])}
+    assert alone == {0: False, 1: True}
+
+
+def test_a_run_that_takes_too_long_is_ended_and_the_others_go_on(capsys):
+    Path("plan.toml").write_text(
+        f"timeout = 1\n[[stage]]\nrecipes = ['{SIGN}']\n"
+        "over = {'task.trouble' = ['sleep', 'none']}\n"
+    )
+    assert sweep_command(["--plan", "plan.toml", "--seed", "4"], trainer=not_trained) == 1
+    out = capsys.readouterr()
+    assert "ended after the 1 s it was given" in out.err
+    assert "1 runs done, 0 skipped, 1 failed" in out.out
+    (record,) = read_results(["runs"])
+    assert record["seed"] == 4
+
+
+def test_a_plan_and_recipes_together_are_refused(capsys):
+    assert main(["sweep", SIGN, "--plan", "plan.toml"]) == 2
+    assert "expected recipes and --over, or --plan, got both" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["sweep", SIGN, "--jobs", "0"])
+    assert "expected 1 or more, got 0" in capsys.readouterr().err
+
+
+def test_an_interrupted_sweep_saves_its_run_and_the_same_command_would_resume_it(tmp_path, capsys):
+    tests = str(Path(__file__).parent)
+    command = ["sweep", SIGN, "--device", "cpu", "--budget.steps", "10000000"]
+    command += ["--budget.evaluate-every", "100", "--budget.checkpoint-every", "10000000"]
+    environment = os.environ | {"PYTHONPATH": tests, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tensor_memory.cli", *command], env=environment, cwd=tmp_path
+    )
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("runs/*/metrics.jsonl")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=120) == 130
+    (folder,) = (path for path in tmp_path.glob("runs/*") if path.is_dir())
+    assert (folder / "last").exists()
+    assert not (folder / "result.json").exists()
+    assert main([*command, "--dry-run"]) == 0
+    assert capsys.readouterr().out.startswith(f"unfinished {folder.name}")
+
+
+def test_runs_of_the_real_loop_end_in_a_report(capsys):
+    grid = ["sweep", SIGN, "--over", "seed=0,1", "--over", "model.method=base,tensor"]
+    assert main([*grid, "--device", "cpu", "--results", "kept"]) == 0
+    assert main(["report", "kept", "--output", "shown"]) == 0
+    shown = capsys.readouterr().out
+    assert "| base | 2 |" in shown
+    assert "| tensor | 2 |" in shown
+    assert "4 runs, written to shown/report.md" in shown
+    assert Path("shown", "sign-curves.svg").is_file()
+    assert not list(Path("runs").glob("*/checkpoints/step-*"))
+    record = json.loads(next(Path("kept").glob("*.json")).read_text())
+    assert record["finished"]
+
+
+def test_a_report_of_nothing_says_where_it_looked(capsys):
+    Path("empty").mkdir()
+    assert main(["report", "empty"]) == 2
+    assert "expected results of runs, found none in empty" in capsys.readouterr().err

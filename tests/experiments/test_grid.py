@@ -1,0 +1,132 @@
+"""Grids of runs, from --over and from plan files."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tensor_memory.experiments.commands.grid import Stage, expand, parse_over, read_plan
+
+SIGN = "invented_runs:sign"
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    st.lists(st.integers(0, 99), min_size=1, max_size=4, unique=True),
+    st.lists(st.sampled_from(["base", "tensor"]), min_size=1, max_size=2, unique=True),
+    st.lists(st.integers(1, 9), min_size=1, max_size=3, unique=True),
+)
+def test_a_grid_is_the_product_of_its_values_each_once(seeds, methods, numbers):
+    over = {"seed": seeds, "model.method": methods, "task.numbers": numbers}
+    runs = expand([Stage([SIGN], over)])
+    found = {(r.config.seed, r.config.model.method, r.config.task.numbers) for r in runs}
+    assert len(runs) == len(found) == math.prod(len(values) for values in over.values())
+    assert len({run.name for run in runs}) == len(runs)
+    assert [run.config.seed for run in runs[: len(runs) // len(seeds)]] == [seeds[0]] * (
+        len(runs) // len(seeds)
+    )
+
+
+def test_values_are_read_as_flags_are():
+    over = parse_over(
+        ["model.memory.grid=2 2,3 3 3", "model.wide=true,false", "budget.patience=None,3"]
+    )
+    configs = [run.config for run in expand([Stage([SIGN], over)])]
+    assert {config.model.memory.grid for config in configs} == {(2, 2), (3, 3, 3)}
+    assert {config.model.wide for config in configs} == {True, False}
+    assert {config.budget.patience for config in configs} == {None, 3}
+
+
+def test_flags_given_plainly_apply_to_all():
+    runs = expand([Stage([SIGN], {"seed": [0, 1]}, ["--budget.steps", "7", "--model.wide"])])
+    assert all(run.config.budget.steps == 7 and run.config.model.wide for run in runs)
+
+
+@pytest.mark.parametrize("text", ["seed", "seed=", "=1", "seed=1,,2"])
+def test_a_malformed_over_is_refused(text):
+    with pytest.raises(ValueError, match="--over: expected field=value,value such as seed=0,1,2"):
+        parse_over([text])
+
+
+def test_a_field_that_comes_twice_is_refused():
+    with pytest.raises(ValueError, match="--over seed: expected each field once"):
+        parse_over(["seed=1", "seed=2"])
+
+
+def test_the_longest_runs_of_a_stage_come_first_and_stages_stay_in_order():
+    stages = [
+        Stage([SIGN], {"budget.steps": [2, 8, 4]}),
+        Stage([SIGN], {"budget.steps": [16, 8]}),
+    ]
+    assert [run.config.budget.steps for run in expand(stages)] == [8, 4, 2, 16]
+
+
+def test_runs_that_differ_only_in_where_their_data_lies_are_refused():
+    with pytest.raises(ValueError, match="expected runs that differ in more than where their data"):
+        expand([Stage([SIGN], {"task.data_dir": ["a", "b"]})])
+
+
+def test_an_unknown_field_ends_with_status_2_and_the_nearest_name(capsys):
+    with pytest.raises(SystemExit) as ended:
+        expand([Stage([SIGN], {"task.nubmers": [1]})])
+    assert ended.value.code == 2
+    assert "--task.numbers" in capsys.readouterr().err
+
+
+PLAN = """
+timeout = 60
+[[stage]]
+recipes = ["invented_runs:sign"]
+set = { "budget.steps" = 6, "model.wide" = true }
+over = { "model.method" = ["base", "tensor"], "model.memory.grid" = [[2, 2], [3, 3]] }
+[[stage]]
+recipes = "invented_runs:sign"
+over = { seed = [5] }
+timeout = 9.5
+"""
+
+
+def test_a_plan_is_read_from_toml_and_json(tmp_path: Path):
+    import tomllib
+
+    (tmp_path / "plan.toml").write_text(PLAN)
+    (tmp_path / "plan.json").write_text(json.dumps(tomllib.loads(PLAN)))
+    runs = expand(read_plan(tmp_path / "plan.toml", ["--task.numbers", "3"]))
+    assert [run.name for run in runs] == [
+        run.name for run in expand(read_plan(tmp_path / "plan.json", ["--task.numbers", "3"]))
+    ]
+    assert [run.timeout for run in runs] == [60, 60, 60, 60, 9.5]
+    assert [run.config.model.memory.grid for run in runs[:2]] == [(2, 2), (3, 3)]
+    assert all(run.config.task.numbers == 3 for run in runs)
+    assert runs[0].config.budget.steps == 6
+    assert runs[0].config.model.wide
+    assert runs[4].config.seed == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[[stages]]\nrecipes = ['a']", r"unknown key 'stages'; did you mean 'stage'\?"),
+        ("[[stage]]\nrecipe = 'a'", r"stage 1: unknown key 'recipe'; did you mean 'recipes'\?"),
+        ("[[stage]]\nover = {seed = [1]}", r"stage 1: expected recipes = \[\"name\", ...\]"),
+        ("[[stage]]\nrecipes=['a']\nover={seed = 1}", "expected a list of values for 'seed', got"),
+        ("timeout = 3", r"expected at least one \[\[stage\]\]"),
+        ("stage = 3", r"expected at least one \[\[stage\]\]"),
+        ("stage = [3]", "stage 1: expected a table, got 3"),
+        ("[[stage", "expected TOML, or JSON in a .json file"),
+    ],
+)
+def test_a_wrong_plan_is_refused_with_what_was_expected(tmp_path, text, complaint):
+    (tmp_path / "plan.toml").write_text(text)
+    with pytest.raises(ValueError, match=complaint):
+        read_plan(tmp_path / "plan.toml")
+
+
+def test_a_missing_plan_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"none\.toml: no such file; expected a plan"):
+        read_plan(tmp_path / "none.toml")

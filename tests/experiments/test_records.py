@@ -1,0 +1,177 @@
+"""Configs and results as JSON: what comes back, what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from invented_runs import LinearConfig, SignTaskConfig, record, sign
+
+from tensor_memory import MemoryConfig
+from tensor_memory.experiments.results import (
+    config_dict,
+    config_from_dict,
+    config_hash,
+    read_results,
+    register_config,
+    run_name,
+    write_result,
+)
+from tensor_memory.experiments.run_config import BudgetConfig, OptimizerConfig, RunConfig
+
+configs = st.builds(
+    RunConfig,
+    recipe=st.text(min_size=1),
+    task=st.builds(SignTaskConfig, numbers=st.integers(1, 9), data_dir=st.none() | st.text()),
+    model=st.builds(
+        LinearConfig,
+        wide=st.booleans(),
+        memory=st.builds(
+            MemoryConfig,
+            channels=st.integers(1, 64),
+            grid=st.lists(st.integers(2, 9), min_size=1, max_size=4).map(tuple),
+            spread_bias=st.floats(-3, 3),
+        ),
+    ),
+    optimizer=st.builds(
+        OptimizerConfig,
+        lr=st.floats(1e-9, 1.0),
+        betas=st.tuples(st.floats(0, 0.99), st.floats(0, 0.99)),
+    ),
+    budget=st.builds(BudgetConfig, steps=st.integers(1, 10**6), patience=st.none() | st.just(3)),
+    seed=st.integers(0, 2**31),
+    precision=st.sampled_from(["float32", "bf16"]),
+)
+
+
+@given(configs)
+def test_a_config_comes_back_from_json_equal(config):
+    back = config_from_dict(json.loads(json.dumps(config_dict(config))))
+    assert back == config
+    assert type(back.model.memory.grid) is tuple
+
+
+@given(configs, st.integers(0, 99))
+def test_seed_and_place_of_the_data_leave_the_hash_alone(config, seed):
+    moved = replace(config, seed=seed, task=replace(config.task, data_dir="elsewhere"))
+    assert config_hash(moved) == config_hash(config)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"task": SignTaskConfig(numbers=5)},
+        {"model": LinearConfig(method="tensor")},
+        {"model": LinearConfig(memory=MemoryConfig())},
+        {"optimizer": OptimizerConfig()},
+        {"budget": BudgetConfig()},
+        {"precision": "bf16"},
+        {"recipe": "other"},
+    ],
+)
+def test_any_other_value_changes_the_hash(change):
+    assert config_hash(replace(sign(), **change)) != config_hash(sign())
+
+
+def test_a_run_is_named_after_recipe_method_hash_and_seed():
+    config = replace(sign(), seed=3)
+    assert run_name(config) == f"sign-base-{config_hash(config)}-s3"
+    assert "/" not in run_name(replace(config, recipe="a/b c"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "os:system",
+        "subprocess:Popen",
+        "tensor_memory.experiments.run_config:TypeVar",
+        "tensor_memory.experiments.results.records:write_result",
+        "tensor_memory.experiments.nowhere:Config",
+        "tensor_memory.experimentsx:Config",
+        "tensor_memory.state:MemoryState",
+        None,
+    ],
+)
+def test_only_dataclasses_of_the_experiments_are_built(name):
+    with pytest.raises(ValueError, match=r"expected a dataclass of tensor_memory\.experiments"):
+        config_from_dict({"class": name})
+
+
+def test_what_is_no_config_is_refused():
+    with pytest.raises(ValueError, match="expected a dict that names its dataclass"):
+        config_from_dict({"steps": 1})
+    with pytest.raises(TypeError, match="expected a dataclass, got 3"):
+        config_dict(3)
+    with pytest.raises(TypeError, match="expected a dataclass"):
+        register_config(int)
+    with pytest.raises(TypeError, match=r"SignTaskConfig\.data_dir: expected plain values"):
+        config_dict(SignTaskConfig(data_dir=object()))  # pyright: ignore[reportArgumentType]
+
+
+def test_an_unknown_field_is_named_and_a_missing_one_has_its_default():
+    plain = config_dict(BudgetConfig(steps=7))
+    with pytest.raises(ValueError, match=r"BudgetConfig: unknown field stepz; known are steps, "):
+        config_from_dict(plain | {"stepz": 1})
+    del plain["patience"]
+    assert config_from_dict(plain) == BudgetConfig(steps=7)
+    with pytest.raises(ValueError, match="RunConfig: expected a value for recipe, task, model"):
+        config_from_dict({"class": config_dict(sign())["class"]})
+
+
+@dataclass(frozen=True)
+class WithPath:
+    place: Path
+    name: str | Path = "a"
+
+
+def test_a_path_comes_back_as_what_the_class_says():
+    assert config_from_dict(config_dict(WithPath(Path("a/b")))) == WithPath(Path("a/b"), "a")
+
+
+def test_a_result_comes_back_and_what_is_not_finite_is_null(tmp_path):
+    found = record(sign(), accuracy=float("nan"))
+    path = write_result(tmp_path / "deep" / "results", found)
+    assert path == tmp_path / "deep" / "results" / f"{run_name(sign())}.json"
+    (back,) = read_results([tmp_path])
+    assert back["test"]["test"] == {"accuracy": None, "loss": 0.5}
+    assert back["config"] == found["config"]
+    assert config_from_dict(back["config"]) == sign()
+
+
+def test_the_same_result_in_two_places_counts_once(tmp_path):
+    for folder in ("a", "b"):
+        write_result(tmp_path / folder / "result.json", record(sign()))
+    write_result(tmp_path / "a", record(replace(sign(), seed=1)))
+    assert sorted(found["seed"] for found in read_results([tmp_path])) == [0, 1]
+    assert len(read_results([tmp_path / "a", tmp_path / "b", tmp_path])) == 2
+
+
+def test_two_results_for_one_config_and_seed_are_refused(tmp_path):
+    write_result(tmp_path / "a.json", record(sign()))
+    write_result(tmp_path / "b.json", record(sign(), accuracy=0.1))
+    with pytest.raises(ValueError, match=r"a\.json and .*b\.json: expected one result per config"):
+        read_results([tmp_path])
+
+
+def test_json_of_another_kind_is_passed_over_in_folders_and_refused_by_name(tmp_path):
+    other = tmp_path / "bench.json"
+    other.write_text('{"benchmark": "scan"}')
+    write_result(tmp_path, record(sign()))
+    assert len(read_results([tmp_path])) == 1
+    with pytest.raises(ValueError, match=r"bench\.json: expected the result of a run"):
+        read_results([other])
+    with pytest.raises(FileNotFoundError, match="no such file or folder; expected results"):
+        read_results([tmp_path / "nowhere"])
+    (tmp_path / "torn.json").write_text('{"kind": "run", "con')
+    with pytest.raises(ValueError, match=r"torn\.json: expected JSON, got a truncated or foreign"):
+        read_results([tmp_path])
+
+
+def test_a_record_that_lacks_something_is_not_written(tmp_path):
+    with pytest.raises(ValueError, match=r"expected the result of a run .* without config"):
+        write_result(tmp_path / "a.json", {"kind": "run"})
+    assert not list(tmp_path.iterdir())
