@@ -2,5 +2,6 @@
 
 from tensor_memory.experiments.train.loop import train
 from tensor_memory.experiments.train.options import RunOptions
+from tensor_memory.experiments.train.saved import load_run
 
-__all__ = ["RunOptions", "train"]
+__all__ = ["RunOptions", "load_run", "train"]

@@ -12,6 +12,8 @@ from tensor_memory.experiments.models import Carry
 from tensor_memory.experiments.run_config import RunConfig
 from tensor_memory.experiments.tasks import Batch, Sums, Task
 from tensor_memory.experiments.train.batches import rows_of
+from tensor_memory.experiments.train.graph import GraphedMeasure
+from tensor_memory.experiments.train.speed import why_not_graph
 from tensor_memory.experiments.train.steps import autocast
 
 if TYPE_CHECKING:
@@ -34,18 +36,32 @@ class Evaluator:
         self.model, self.task, self.config = model, task, config
         self.accelerator, self.device = accelerator, accelerator.device
         self.size = config.budget.evaluation_batch_size or config.budget.batch_size
+        self._graphed: GraphedMeasure | None = None
+        graph = config.speed in ("auto", "graph") and not task.carries
+        if graph and why_not_graph(self.device, accelerator.num_processes) is None:
+            self._graphed = GraphedMeasure(lambda batch: self.measure(batch, None)[0])
 
     def valid(self) -> dict[str, float]:
         """Measures on as much of "valid" as the budget says."""
         return self.split("valid", limit=self.config.budget.evaluation_batches)
 
-    def tests(self) -> dict[str, dict[str, float]]:
+    def tests(self, *, eager: bool = False) -> dict[str, dict[str, float]]:
         """Measures on every test split, whole."""
-        return {split: self.split(split) for split in self.task.test_splits}
+        return {split: self.split(split, eager=eager) for split in self.task.test_splits}
+
+    def close(self) -> None:
+        """Free what a captured graph holds."""
+        if self._graphed is not None:
+            self._graphed.close()
 
     @torch.no_grad()
-    def split(self, split: str, *, limit: int | None = None) -> dict[str, float]:
-        """Measures on the first `limit` batches of a split, or on all of it."""
+    def split(
+        self, split: str, *, limit: int | None = None, eager: bool = False
+    ) -> dict[str, float]:
+        """Measures on the first `limit` batches of a split, or on all of it.
+
+        `eager` runs the model's own code even where a graph of it has been captured.
+        """
         count = self.task.batches(split, self.size)
         was_training = self.model.training
         self.model.eval()
@@ -58,7 +74,10 @@ class Evaluator:
             part = {name: x.to(self.device, non_blocking=True) for name, x in part.items()}
             if carry is not None:  # the last batch may have fewer rows
                 carry = rows_of(carry, 0, next(iter(part.values())).shape[0])
-            sums, carry = self.measure(part, carry)
+            if self._graphed is not None and not eager:
+                sums = self._graphed(part)
+            else:
+                sums, carry = self.measure(part, carry)
             found.append((sums, weight))
         self.model.train(was_training)
         return self.task.finish(self._means(found))

@@ -2,85 +2,312 @@
 
 from __future__ import annotations
 
+import atexit
+import math
+import shutil
+import sys
 import time
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import Tensor
 
 from tensor_memory.experiments.results import write_result
 from tensor_memory.experiments.run_config import RunConfig
-from tensor_memory.experiments.train.batches import TrainingBatches
+from tensor_memory.experiments.train.batches import TrainingBatches, check_batch_size, rows_of
+from tensor_memory.experiments.train.checkpoints import (
+    Checkpoints,
+    load_optimizer,
+    load_weights,
+    optimizer_tensors,
+    weights_of,
+)
 from tensor_memory.experiments.train.evaluation import Evaluator
+from tensor_memory.experiments.train.folder import RunFolder, fingerprint, read_json, writing
+from tensor_memory.experiments.train.interruption import Interruption
 from tensor_memory.experiments.train.journal import Journal, Stopwatch
+from tensor_memory.experiments.train.memory_use import measure_memory, memory_backend
 from tensor_memory.experiments.train.options import RunOptions
 from tensor_memory.experiments.train.processes import make_accelerator
 from tensor_memory.experiments.train.record import Measured, make_record
-from tensor_memory.experiments.train.schedule import make_optimizer
-from tensor_memory.experiments.train.steps import Step
+from tensor_memory.experiments.train.schedule import learning_rate, make_optimizer
+from tensor_memory.experiments.train.speed import make_step
+from tensor_memory.experiments.train.trackers import Trackers
 from tensor_memory.progress import progress
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+AGREE_EVERY = 10
+"""Steps between the moments when several processes ask each other whether to stop."""
+
+SHOW_EVERY = 0.2
+"""Seconds between movements of the progress bar."""
 
 
 def train(config: RunConfig[Any, Any], options: RunOptions) -> dict[str, Any]:
     """Train, keep the best on "valid", measure the test splits: the result record.
 
-    The record is also written to `output/result.json`.
+    The record is also written to `output/result.json`. After SIGINT or SIGTERM the step in hand
+    is finished and saved, and a record comes back whose "finished" is false.
     """
-    started = time.perf_counter()
     accelerator = make_accelerator(options)
-    device = accelerator.device
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    task = config.task.build(config.seed).to(device)
-    torch.manual_seed(config.seed)
-    model = config.model.build(task).to(device)
-    optimizer = make_optimizer(model, config.optimizer, device)
-    wrapped = accelerator.prepare_model(model) if accelerator.num_processes > 1 else model
-    step = Step(wrapped, task, optimizer, config, device, process=accelerator.process_index)
-    evaluator = Evaluator(model, task, config, accelerator)
-    journal, watch, budget = Journal(), Stopwatch(), config.budget
-    log_every = max(1, budget.evaluate_every // 10)
-    batches = TrainingBatches(
-        task,
-        budget,
-        device,
-        first=journal.step,
-        process=accelerator.process_index,
-        processes=accelerator.num_processes,
-    )
-    best: dict[str, torch.Tensor] = {}
-    shown = progress(f"{task.name} {config.model.method}", budget.steps)
-    model.train()
-    with nullcontext(lambda *a, **k: None) if options.quiet else shown as advance:
-        while journal.step < budget.steps:
-            step(journal.step, batches.take())
-            journal.step += 1
-            now = journal.step
-            last = now == budget.steps
-            if now % log_every == 0 or now % budget.evaluate_every == 0 or last:
-                steps = now - journal.logged
-                loss = journal.log_loss(step.loss_sum.item())
-                step.loss_sum.zero_()
-                lap = watch.lap(steps)
-                if lap:
-                    journal.laps.append(lap)
-                advance(steps, note=f"loss {loss:.4g}")
-            if now % budget.evaluate_every == 0 or last:
-                with watch.pause():
-                    valid = evaluator.valid()
-                    if journal.enter(valid, task.metric, task.higher_is_better):
-                        best = {name: x.clone() for name, x in model.state_dict().items()}
-                if budget.patience is not None and journal.waited >= budget.patience:
-                    journal.stopped_early = not last
-                    break
-    batches.close()
-    if best:
-        model.load_state_dict(best)
-    test = evaluator.tests()
-    journal.seconds += time.perf_counter() - started
-    record = make_record(
-        config, options, task, model, journal, Measured(step.described, None, test, None)
-    )
-    if accelerator.is_main_process:
-        write_result(options.output / "result.json", record)
-    return record
+    folder = RunFolder(options.output)
+    folder.check(config, resume=options.resume)
+    if options.resume and folder.result.exists():
+        return read_json(folder.result, "the result of a run")
+    with Interruption() as interruption:
+        return _Run(config, options, accelerator, folder, interruption).go()
+
+
+class _Run:
+    """One sitting at a run: everything that lives as long as `train` does."""
+
+    def __init__(
+        self,
+        config: RunConfig[Any, Any],
+        options: RunOptions,
+        accelerator: Accelerator,
+        folder: RunFolder,
+        interruption: Interruption,
+    ) -> None:
+        self.config, self.options, self.accelerator = config, options, accelerator
+        self.folder, self.interruption = folder, interruption
+        self.main, self.device = accelerator.is_main_process, accelerator.device
+        self.began = time.perf_counter()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+
+        rows = check_batch_size(config.budget, accelerator.num_processes)
+        self.task = config.task.build(config.seed).to(self.device)
+        torch.manual_seed(config.seed)
+        self.model = config.model.build(self.task).to(self.device)
+        self.optimizer = make_optimizer(self.model, config.optimizer, self.device)
+        self.checkpoints = Checkpoints(folder, fingerprint(config))
+        self.journal, carry = self._restore(rows)
+        self.best: dict[str, Tensor] | None = None  # weights not yet in a checkpoint
+        wrapped = self.model
+        if accelerator.num_processes > 1:
+            wrapped = accelerator.prepare_model(self.model)
+            atexit.register(_leave_processes)
+        self.step = make_step(
+            wrapped,
+            self.task,
+            self.optimizer,
+            config,
+            self.device,
+            process=accelerator.process_index,
+            carry=carry,
+            processes=accelerator.num_processes,
+        )
+        self.step.loss_sum.fill_(self.journal.loss_sum)
+        self.evaluator = Evaluator(self.model, self.task, config, accelerator)
+        self.watch = Stopwatch()
+        self.log_every = max(1, config.budget.evaluate_every // 10)
+
+    def _restore(self, rows: int) -> tuple[Journal, dict[str, Tensor] | None]:
+        """Put the last checkpoint back, where one is to be continued; open the folder."""
+        found = None
+        if self.options.resume:
+            found = self.checkpoints.resume(from_previous=self.options.from_previous)
+        self.accelerator.wait_for_everyone()  # all have read before one writes
+        carry = None
+        if found is None:
+            journal = Journal()
+            if self.options.resume:
+                self._say(f"{self.folder.path}: no checkpoint to continue, starting at step 0")
+        else:
+            journal, where = found.journal, str(self.folder.checkpoints)
+            load_weights(self.model, found.model, where)
+            load_optimizer(self.model, self.optimizer, found.optimizer)
+            if found.carry is not None:
+                first = self.accelerator.process_index * rows
+                mine = rows_of(found.carry, first, first + rows)
+                carry = {name: tensor.to(self.device) for name, tensor in mine.items()}
+            self._say(f"{self.folder.path}: continuing after step {journal.step}")
+        if self.main:
+            assets = getattr(self.task, "assets", dict)()
+            self.folder.create(self.config, assets)
+            self.folder.cut_metrics(journal.step)
+            self.checkpoints.point_best()
+        self.saved = journal.step
+        return journal, carry
+
+    def go(self) -> dict[str, Any]:
+        """Train to the end of the budget, then measure; or until interrupted."""
+        budget, journal = self.config.budget, self.journal
+        self.trackers = Trackers(self.accelerator, self.config, self.options)
+        batches = TrainingBatches(
+            self.task,
+            budget,
+            self.device,
+            first=journal.step,
+            process=self.accelerator.process_index,
+            processes=self.accelerator.num_processes,
+        )
+        self.model.train()
+        try:
+            with self._progress() as advance:
+                shown, at = journal.step, time.perf_counter()
+                while journal.step < budget.steps and not journal.stopped_early:
+                    self.step(journal.step, batches.take())
+                    journal.step += 1
+                    note = self._after_step()
+                    now = time.perf_counter()
+                    if note or now - at > SHOW_EVERY:
+                        advance(journal.step - shown, note=note)
+                        shown, at = journal.step, now
+                    if self._asked_to_stop():
+                        return self._interrupted()
+        finally:
+            batches.close()
+        self._save()
+        return self._finish()
+
+    def _after_step(self) -> str:
+        """Log, evaluate and save where the step is one to do so at; what progress should say."""
+        budget, journal, step, note = self.config.budget, self.journal, self.journal.step, ""
+        last = step == budget.steps
+        evaluates = last or step % budget.evaluate_every == 0
+        if evaluates or step % self.log_every == 0:
+            note = self._log(evaluates)
+        if evaluates and budget.patience is not None and journal.waited >= budget.patience:
+            journal.stopped_early = not last
+        if step % budget.checkpoint_every == 0:
+            with self.watch.pause():
+                self._save()
+        return note
+
+    def _log(self, evaluates: bool) -> str:
+        journal, steps = self.journal, self.journal.step - self.journal.logged
+        loss = journal.log_loss(self._read_loss())
+        self.step.loss_sum.zero_()
+        lap = self.watch.lap(steps)
+        if lap is not None:
+            journal.laps.append(lap)
+        rate = learning_rate(self.config.optimizer, journal.step - 1, self.config.budget.steps)
+        entry: dict[str, Any] = {"step": journal.step, "loss": loss, "lr": rate}
+        with self.watch.pause():
+            if evaluates:
+                entry["valid"] = valid = self.evaluator.valid()
+                if journal.enter(valid, self.task.metric, self.task.higher_is_better):
+                    self.best = {name: x.clone() for name, x in weights_of(self.model).items()}
+            entry["seconds"] = round(journal.seconds + time.perf_counter() - self.began, 3)
+            if self.main:
+                self.folder.log(_finite(entry))
+            self.trackers.log(entry)
+        metric = self.task.metric
+        known = journal.curve[-1]["valid"][metric] if journal.curve else None
+        return f"loss {loss:.4g}" + ("" if known is None else f", {metric} {known:.4g}")
+
+    def _read_loss(self) -> float:
+        """The summed loss, averaged over processes; the device has caught up afterwards."""
+        total = self.step.loss_sum
+        if self.accelerator.num_processes > 1:
+            total = cast(Tensor, self.accelerator.reduce(total.clone(), reduction="mean"))
+        return total.item()
+
+    def _save(self) -> None:
+        """Write a checkpoint of this step, unless it is there."""
+        journal = self.journal
+        if self.saved == journal.step:
+            return
+        journal.loss_sum = self._read_loss()
+        now = time.perf_counter()
+        journal.seconds, self.began = journal.seconds + now - self.began, now
+        carry = self.step.carry
+        if carry is not None and self.accelerator.num_processes > 1:
+            carry = cast(dict[str, Tensor], self.accelerator.gather(carry))
+        if self.main:
+            self.folder.sync_metrics()
+            self.checkpoints.save(
+                journal,
+                weights_of(self.model),
+                optimizer_tensors(self.model, self.optimizer),
+                carry,
+                self.best,
+            )
+        self.accelerator.wait_for_everyone()
+        self.saved, self.best = journal.step, None
+
+    def _asked_to_stop(self) -> bool:
+        asked = self.interruption.asked is not None
+        if self.accelerator.num_processes == 1:
+            return asked
+        if self.journal.step % AGREE_EVERY:
+            return False
+        votes = torch.tensor(int(asked), device=self.device)
+        return bool(cast(Tensor, self.accelerator.reduce(votes, reduction="sum")).item())
+
+    def _interrupted(self) -> dict[str, Any]:
+        self._save()
+        self.trackers.close()
+        self._say(
+            f"{self.interruption.asked or 'another process'}: saved step {self.journal.step} of "
+            f"{self.config.budget.steps} in {self.folder.path}; continue by adding --resume to "
+            "the same command, or with RunOptions(..., resume=True)",
+            always=True,
+        )
+        return self._record(Measured(self.step.described, None, {}, None, finished=False))
+
+    def _finish(self) -> dict[str, Any]:
+        """Measure the best weights on the test splits, with their memory and without."""
+        if self.journal.best_step is not None:
+            _, weights = self.checkpoints.weights("best")
+            load_weights(self.model, weights, str(self.folder.best))
+        self.step.close()
+        test = {}
+        for split in self.task.test_splits:
+            test[split] = self.evaluator.split(split)
+            if self.accelerator.num_processes == 1 and self.interruption.asked:
+                return self._interrupted()
+        memory = measure_memory(self.model, self.evaluator)
+        backend = memory_backend(self.model)
+        record = self._record(Measured(self.step.described, backend, test, memory))
+        if self.main:
+            with writing(self.folder.result, "the result"):
+                write_result(self.folder.result, record)
+            if not self.options.keep_checkpoints:
+                for pointer in (self.folder.last, self.folder.best):
+                    pointer.unlink(missing_ok=True)
+                shutil.rmtree(self.folder.checkpoints)
+        self.trackers.close()
+        self.evaluator.close()
+        self.accelerator.wait_for_everyone()
+        return record
+
+    def _record(self, measured: Measured) -> dict[str, Any]:
+        self.journal.seconds += time.perf_counter() - self.began
+        return make_record(self.config, self.options, self.task, self.model, self.journal, measured)
+
+    def _progress(self) -> Any:
+        if not self.main or self.options.quiet:
+            return nullcontext(_unseen)
+        label = f"{self.task.name} {self.config.model.method}"
+        return progress(label, self.config.budget.steps, start=self.journal.step)
+
+    def _say(self, text: str, *, always: bool = False) -> None:
+        if self.main and (always or not self.options.quiet):
+            print(text, file=sys.stderr, flush=True)
+
+
+def _unseen(amount: int = 1, note: str = "") -> None:
+    """An `Advance` that shows nothing."""
+
+
+def _finite(entry: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN: a measure that is no number becomes null."""
+    return {
+        name: _finite(value)
+        if isinstance(value, dict)
+        else None
+        if isinstance(value, float) and not math.isfinite(value)
+        else value
+        for name, value in entry.items()
+    }
+
+
+def _leave_processes() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -65,7 +65,7 @@ def _device(name: str) -> str:
     return name if kind == "cuda" else "cpu"
 
 
-def _trackers(names: tuple[str, ...]) -> list[str]:
+def _trackers(names: tuple[str, ...]) -> list[Any]:
     """Accelerate passes over a tracker that is not installed in silence; here it is an error."""
     if not names:
         return []

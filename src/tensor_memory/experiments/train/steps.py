@@ -70,14 +70,20 @@ class Step:
         self.carry = carry
         self.loss_sum = torch.zeros((), device=device)
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._forward: Any = self._loss
-        if config.speed == "compile":
-            self._forward = torch.compile(self._loss)
+        self.reason: str | None = None
+        """Why steps are eager where the config left the choice."""
+        self._compiled: Any = None
 
     @property
     def described(self) -> str:
         """How steps are launched, and why not otherwise."""
-        return "compile" if self.config.speed == "compile" else "eager"
+        if self.config.speed == "compile":
+            return "compile"
+        return "eager" if self.reason is None else f"eager ({self.reason})"
+
+    def close(self) -> None:
+        """Free what only steps need."""
+        self._compiled = None
 
     def __call__(self, step: int, batch: Batch) -> None:
         """Optimiser step number `step`, counted from 0."""
@@ -122,6 +128,13 @@ class Step:
         if parts == 1:
             return total, carries[0]
         return total, {name: torch.cat([c[name] for c in carries]) for name in carries[0]}
+
+    def _forward(self, batch: Batch, carry: Carry | None) -> tuple[Tensor, Carry | None]:
+        if self.config.speed != "compile":
+            return self._loss(batch, carry)
+        if self._compiled is None:
+            self._compiled = torch.compile(self._loss)
+        return self._compiled(batch, carry)
 
     def _loss(self, batch: Batch, carry: Carry | None) -> tuple[Tensor, Carry | None]:
         with autocast(self.config, self.device):

@@ -1,0 +1,153 @@
+"""A run's folder: its config, its lines of metrics, its result; and what it refuses.
+
+Several processes share one folder. All read it, the first one writes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tensor_memory.experiments.results import config_dict
+from tensor_memory.experiments.results.records import without_places
+from tensor_memory.experiments.run_config import RunConfig
+from tensor_memory.files import write_whole
+
+
+class RunFolder:
+    """Paths of one run, and the text files in it."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.config = self.path / "config.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.result = self.path / "result.json"
+        self.checkpoints = self.path / "checkpoints"
+        self.last = self.path / "last"
+        self.best = self.path / "best"
+
+    def check(self, config: RunConfig[Any, Any], *, resume: bool) -> None:
+        """Refuse a folder that holds another run, or this one where nobody said to resume it."""
+        parts = (self.config, self.metrics, self.result, self.checkpoints, self.last)
+        found = [part.name for part in parts if part.exists()]
+        if found and not resume:
+            raise ValueError(
+                f"{self.path}: expected a new or empty folder, got one that holds a run "
+                f"({', '.join(found)}); continue it with --resume, or choose another --output"
+            )
+        if not self.config.exists():
+            if {self.last.name, self.result.name} & set(found):
+                raise ValueError(
+                    f"{self.config}: no such file; expected the config of the run that "
+                    f"{self.path} holds; put it back, or choose another --output"
+                )
+            return
+        self._check_config(read_json(self.config, "the config of a run"), config)
+
+    def _check_config(self, there: Any, config: RunConfig[Any, Any]) -> None:
+        before = flat(without_places(there))
+        now = flat(without_places(json.loads(json.dumps(config_dict(config)))))
+        names = [name for name in before | now if before.get(name) != now.get(name)]
+        if names:
+            told = "; ".join(f"{n}: {before.get(n)!r} there, {now.get(n)!r} now" for n in names)
+            raise ValueError(
+                f"{self.config}: expected the config this run was started with, got one that "
+                f"differs in {told}. Resume with the same values, or choose another --output"
+            )
+
+    def create(self, config: RunConfig[Any, Any], assets: Mapping[str, str]) -> None:
+        """Make the folder and write down the config and the task's own files."""
+        with writing(self.path, "the run's folder"):
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            for left in self.path.glob(".*.tmp"):  # a killed process was writing these
+                left.unlink()
+            if not self.config.exists():
+                write_json(self.config, config_dict(config))
+            for name, text in assets.items():
+                write_whole(self.path / name, lambda at, text=text: _write_text(at, text))
+
+    def log(self, entry: Mapping[str, Any]) -> None:
+        """Add a line to metrics.jsonl."""
+        with writing(self.metrics, "metrics"), self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+
+    def sync_metrics(self) -> None:
+        """Have the lines on the disk before a checkpoint that counts on them."""
+        if self.metrics.exists():
+            with writing(self.metrics, "metrics"), self.metrics.open("rb") as file:
+                os.fsync(file.fileno())
+
+    def cut_metrics(self, step: int) -> None:
+        """Drop the lines beyond `step`, which a resumed run writes again."""
+        if not self.metrics.exists():
+            return
+        kept = []
+        for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+            at = _step_of(line)
+            if at is None or at > step:  # a torn line was being written when the run was killed
+                break
+            kept.append(line + "\n")
+        with writing(self.metrics, "metrics"):
+            write_whole(self.metrics, lambda at: _write_text(at, "".join(kept)))
+
+
+@contextmanager
+def writing(path: Path, what: str) -> Iterator[None]:
+    """Say what a refusing disk or folder means for the run."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"{path}: cannot write {what} ({error.strerror or error}); expected a folder that may "
+            "be written to and has room. Checkpoints written before are intact: make room or mend "
+            "the folder, then continue with --resume",
+        ) from error
+
+
+def fingerprint(config: RunConfig[Any, Any]) -> str:
+    """A hash of everything that decides a run's numbers."""
+    plain = json.dumps(without_places(config_dict(config)), sort_keys=True)
+    return hashlib.sha256(plain.encode()).hexdigest()
+
+
+def read_json(path: Path, what: str) -> Any:
+    """A JSON file, or an error that says what it should have been."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # bad JSON and bad UTF-8
+        raise ValueError(
+            f"{path}: expected {what} as JSON, got a truncated or foreign file ({error})"
+        ) from error
+
+
+def write_json(path: Path, values: Any) -> None:
+    """Write plain values, whole or not at all."""
+    text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
+    write_whole(path, lambda at: _write_text(at, text))
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _step_of(line: str) -> int | None:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one, names joined by dots."""
+    if not isinstance(values, dict):
+        return {prefix.removesuffix("."): values}
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= flat(value, f"{prefix}{name}.")
+    return found

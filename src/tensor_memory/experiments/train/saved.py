@@ -1,0 +1,42 @@
+"""A trained model from its run's folder, to look at, measure or use."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal
+
+import torch
+
+from tensor_memory.experiments.models import Model
+from tensor_memory.experiments.results import config_from_dict
+from tensor_memory.experiments.run_config import RunConfig
+from tensor_memory.experiments.tasks import Task
+from tensor_memory.experiments.train.checkpoints import Checkpoints, load_weights
+from tensor_memory.experiments.train.folder import RunFolder, fingerprint, read_json
+
+
+def load_run(
+    folder: str | os.PathLike[str],
+    which: Literal["best", "last"] = "best",
+    *,
+    device: torch.device | str = "cpu",
+) -> tuple[RunConfig[Any, Any], Task, Model]:
+    """The config, the task and the model of a run, with its best or its last weights.
+
+    The model is on `device` and in evaluation mode. A config class that is not of this package
+    must have been registered (`results.register_config`).
+    """
+    if which not in ("best", "last"):
+        raise ValueError(f"which: expected 'best' or 'last', got {which!r}")
+    run = RunFolder(folder)
+    if not run.config.is_file():
+        raise FileNotFoundError(
+            f"{run.config}: no such file; expected the folder of a run, with config.json in it"
+        )
+    config = config_from_dict(read_json(run.config, "the config of a run"))
+    _, weights = Checkpoints(run, fingerprint(config)).weights(which)
+    task = config.task.build(config.seed).to(torch.device(device))
+    with torch.random.fork_rng():
+        model = config.model.build(task)
+    load_weights(model, weights, str(run.path / which))
+    return config, task, model.to(device).eval()
