@@ -218,7 +218,7 @@ def test_an_error_inside_leaves_no_hook_and_keeps_what_was_seen():
     assert recording[0].seen.tolist() == [2]
 
 
-def test_an_error_in_a_layer_is_not_taken_for_a_call_of_it():
+def test_a_memory_that_a_layer_owns_is_recorded_through_it_alone():
     memory = make_memory(OPTIONS["paper"])
     layer = MemoryResidual(memory).double()
     with record(layer) as recording:
@@ -226,10 +226,17 @@ def test_an_error_in_a_layer_is_not_taken_for_a_call_of_it():
             layer(make_tokens(1, 4, DIM), "state")
         memory(make_tokens(1, 3, DIM))
         layer(make_tokens(1, 6, DIM))
-    assert recording.names == ["memory", "memory"]  # the residual, and its memory called past it
+    assert recording.names == ["memory"]
     assert recording[0].gate == 0.5
-    assert [layer.seen.tolist() for layer in recording.layers] == [[2], [1]]
-    assert recording[1].gate is None
+    assert recording[0].seen.tolist() == [2]
+
+
+def test_the_memory_inside_a_layer_gets_no_hook_which_would_keep_it_from_the_fused_way():
+    layer = MemoryResidual(make_memory(OPTIONS["paper"]))
+    with record(layer):
+        assert layer._forward_hooks
+        assert not layer.memory._forward_hooks
+        assert not layer.memory._forward_pre_hooks
 
 
 def test_without_recording_a_memory_holds_and_allocates_nothing_more():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ from tensor_memory.inspect.streams import Stream, Streams
 from tensor_memory.module import TensorMemory
 from tensor_memory.residual import MemoryResidual
 from tensor_memory.state import MemoryState
+
+_Module = TypeVar("_Module", bound=nn.Module)
 
 DTYPES = (torch.float16, torch.float32, torch.float64)
 
@@ -87,8 +89,8 @@ def record(
     recording.annotate(texts=texts, frames=frames, tokens_per_frame=tokens_per_frame)
 
 
-def _layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every residual and every memory in `model`, and the name it is recorded under."""
+def _layers_of(model: nn.Module) -> list[tuple[str, MemoryResidual | TensorMemory]]:
+    """Every residual, every memory that none of them owns, and the name it is recorded under."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"record: expected a model (torch.nn.Module), got {type(model).__name__}")
     blocks = {}
@@ -102,16 +104,19 @@ def _layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
                 f"record: {type(model).__name__} is compiled, and compiled calls run past the "
                 "hooks that watch; record the model it was compiled from (model._orig_mod)"
             )
-    found: list[tuple[str, nn.Module]] = [
-        (blocks.get(part, path or "memory"), part)
-        for path, part in model.named_modules()
-        if isinstance(part, MemoryResidual | TensorMemory)
-    ]
-    if not found:
+    layers = [(blocks.get(m, path or "memory"), m) for path, m in _parts(model, MemoryResidual)]
+    owned = {layer.memory for _, layer in layers}
+    alone = [(path or "memory", m) for path, m in _parts(model, TensorMemory) if m not in owned]
+    if not layers and not alone:
         raise ValueError(
             f"record: {type(model).__name__} holds no memory; attach(model, ...) one first"
         )
-    return found
+    order = {module: number for number, module in enumerate(model.modules())}
+    return sorted([*layers, *alone], key=lambda found: order[found[1]])
+
+
+def _parts(model: nn.Module, kind: type[_Module]) -> list[tuple[str, _Module]]:
+    return [(path, part) for path, part in model.named_modules() if isinstance(part, kind)]
 
 
 class _Recorder:
@@ -119,7 +124,7 @@ class _Recorder:
 
     def __init__(
         self,
-        layers: list[tuple[str, nn.Module]],
+        layers: list[tuple[str, MemoryResidual | TensorMemory]],
         every: int,
         max_chunks: int,
         max_rows: int,
@@ -130,92 +135,65 @@ class _Recorder:
         self.modules = [module for _, module in layers]
         self.memories = [_memory_of(module) for module in self.modules]
         self.stores = [LayerStore(name, _memory_of(m).config, dtype) for name, m in layers]
-        self._inside: tuple[int, Tensor] | None = None
         self._handles: list[RemovableHandle] = []
 
     def install(self) -> None:
+        # On the residual alone, not on the memory inside: a fused layer never calls that one.
         for number, module in enumerate(self.modules):
-            if isinstance(module, MemoryResidual):
-                self._handles += [
-                    module.register_forward_pre_hook(self._entering(number), with_kwargs=True),
-                    module.register_forward_hook(self._left, always_call=True),
-                ]
-        for memory in dict.fromkeys(self.memories):
-            self._handles.append(memory.register_forward_hook(self._called, with_kwargs=True))
+            hook = self._called(number)
+            self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
-    def _entering(self, number: int) -> Any:
-        def entering(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._inside = number, (args[0] if args else kwargs["x"])
+    def _called(self, layer: int) -> Any:
+        def called(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        ) -> None:
+            x = args[0] if args else kwargs["x"]
+            if in_backward() or not x.shape[0]:  # checkpointing runs a block again: nothing new
+                return
+            cuda = [x.device] if x.is_cuda else []
+            with torch.no_grad(), torch.random.fork_rng(cuda):  # dropout inside an adapted head
+                self._take(layer, output[1], *args, **kwargs)
 
-        return entering
-
-    def _left(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._inside = None
-
-    def _called(
-        self, memory: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        assert isinstance(memory, TensorMemory)
-        x = args[0] if args else kwargs["x"]
-        if in_backward() or not x.shape[0]:  # checkpointing runs a block again: nothing new
-            return
-        if self._inside is not None and self.memories[self._inside[0]] is memory:
-            layer, source = self._inside
-        elif memory in self.modules:
-            layer, source = self.modules.index(memory), x
-        else:  # a plain reference of a residual, called past it: no part of the model
-            return
-        cuda = [x.device] if x.is_cuda else []
-        with torch.no_grad(), torch.random.fork_rng(cuda):  # dropout inside an adapted head
-            self._take(layer, memory, source, output, *args, **kwargs)
+        return called
 
     def _take(
         self,
         layer: int,
-        memory: TensorMemory,
-        source: Tensor,
-        output: tuple[Tensor, MemoryState],
+        after: MemoryState,
         x: Tensor,
         state: MemoryState | None = None,
         **marks: Any,
     ) -> None:
-        """One call of `memory` as `layer`, whose residual was given `source` (B, N, d)."""
-        m, after = output
-        given = Given.of(memory, x, state, **marks)
+        """One call of a layer with x (B, N, d), and the state it returned."""
+        module, memory = self.modules[layer], self.memories[layer]
+        source = x
+        if isinstance(module, MemoryResidual):
+            mask = marks.get("mask")
+            source = module.norm(x if mask is None else x.masked_fill(~mask[..., None], 0))
+            self.stores[layer].gate = float(module.gate.sigmoid())
+        given = Given.of(memory, source.to(after.tokens.dtype), state, **marks)
         stream = self.streams.find(layer, state, given.state)
         progress = stream.layers[layer]
         self._settle(layer, stream, (progress.fill > 0) & (given.state.fill.cpu() == 0))
-        gate = self._gate(layer)
-        use = gate * _norm(m) / _norm(source).clamp(min=torch.finfo(torch.float32).tiny)
-        self._advance(layer, memory, stream, given, use.double().cpu())
+        norm = x.norm(dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
+        self._advance(layer, stream, given, 1 / norm.double().cpu())
         progress.last = after.detach()
         kind = x.device.type
         on = torch.is_autocast_enabled(kind)
         progress.autocast = torch.get_autocast_dtype(kind) if on else None
 
-    def _gate(self, layer: int) -> float:
-        """σ(γ) of a residual, noted in its store; 1 without one."""
-        module = self.modules[layer]
-        if not isinstance(module, MemoryResidual):
-            return 1.0
-        gate = float(module.gate.sigmoid())
-        self.stores[layer].gate = gate
-        return gate
-
-    def _advance(
-        self, layer: int, memory: TensorMemory, stream: Stream, given: Given, use: Tensor
-    ) -> None:
-        """Count the call's chunks, and keep those that it finished: use (B, N)."""
-        progress = stream.layers[layer]
+    def _advance(self, layer: int, stream: Stream, given: Given, inverse: Tensor) -> None:
+        """Count the call's chunks, and keep those that it finished: inverse 1 / ‖x‖ (B, N)."""
+        progress, K = stream.layers[layer], self.stores[layer].config.chunk_size
         B, N = given.mask.shape
-        place = given.place(memory.config.chunk_size)
-        S, mask = place.steps, given.mask.cpu()
-        chunk = place.slot.cpu() // memory.config.chunk_size  # (B, N), S where masked
+        place = given.place(K)
+        S, mask, slot = place.steps, given.mask.cpu(), place.slot.cpu()
+        chunk = slot // K  # (B, N), S where masked
         before = progress.fill > 0
         positions = (progress.position + torch.arange(N)).expand(B, N)
 
@@ -224,16 +202,15 @@ class _Recorder:
         finished = begun - (fill > 0).long()  # (B,) chunks that this call ended
         start = torch.full((B, S + 1), torch.iinfo(torch.long).max)
         start = start.scatter_reduce(1, chunk, positions, "amin")
+        start[:, 0] = torch.where(before, progress.start, start[:, 0])
         stop = torch.zeros(B, S + 1, dtype=torch.long)
         stop = stop.scatter_reduce(1, chunk, positions + 1, "amax")
-        total = torch.zeros(B, S + 1, dtype=torch.double)
-        counted = total.scatter_add(1, chunk, mask.double())
-        if given.tokens:
-            total = total.scatter_add(1, chunk, use)
-        start[:, 0] = torch.where(before, progress.start, start[:, 0])
         stop[:, 0] = torch.where(before, stop[:, 0].maximum(progress.stop), stop[:, 0])
-        total[:, 0] += torch.where(before, progress.use_sum, 0)
-        counted[:, 0] += torch.where(before, progress.measured, 0)
+        measured = torch.full((B, S * K + 1), torch.nan, dtype=torch.double)
+        measured[:, :K] = progress.inverse
+        if given.tokens:
+            measured = measured.scatter(1, slot, inverse)
+        measured = measured[:, : S * K].unflatten(1, (S, K))
 
         number = progress.done[:, None] + torch.arange(S)  # (B, S)
         ended = torch.arange(S) < finished[:, None]
@@ -241,41 +218,38 @@ class _Recorder:
         if ended.any():
             self._make_room(int(number[ended].max()))
         kept = ended & (number % self.every == 0)
-        self._keep(layer, memory, stream, given, kept, number, start, stop, total / counted)
+        self._keep(layer, stream, given, kept, number, torch.stack([start, stop], 2), measured)
 
-        row = torch.arange(B)
-        last = (begun - 1).clamp(min=0)
+        row, last = torch.arange(B), (begun - 1).clamp(min=0)
         progress.position += given.tokens
-        progress.done = progress.done + finished
-        progress.fill, progress.start = fill, start[row, last]
-        progress.stop, progress.use_sum = stop[row, last], total[row, last]
-        progress.measured = counted[row, last]
+        progress.done, progress.fill = progress.done + finished, fill
+        progress.start, progress.stop = start[row, last], stop[row, last]
+        waits = (fill > 0)[:, None]
+        progress.inverse = torch.where(waits, measured[row, last], torch.nan)
 
     def _keep(
         self,
         layer: int,
-        memory: TensorMemory,
         stream: Stream,
         given: Given,
         kept: Tensor,
         number: Tensor,
-        start: Tensor,
-        stop: Tensor,
-        use: Tensor,
+        span: Tensor,
+        inverse: Tensor,
     ) -> None:
         """Replay the call as far as a chunk of it is `kept` (B, S)."""
         wanted = kept.any(0).nonzero().flatten().tolist()
         if not wanted:
             return
-        given = given.rows(stream.kept)
-        replayed = steps(memory, given, given.place(memory.config.chunk_size))
+        given, store = given.rows(stream.kept), self.stores[layer]
+        memory = self.memories[layer]
+        replayed = steps(memory, given, given.place(memory.config.chunk_size), inverse)
         for s, values in zip(range(wanted[-1] + 1), replayed, strict=False):
             rows = kept[:, s].nonzero().flatten()
             values = {name: value.cpu()[rows] for name, value in values.items()}
-            values["span"] = torch.stack([start[rows, s], stop[rows, s]], dim=1)
-            values["use"] = use[rows, s]
-            at = number[rows, s] // self.every
-            self.stores[layer].put(at, stream.first_row + rows, values)
+            values["span"] = span[rows, s]
+            values["use"] *= 1.0 if store.gate is None else store.gate
+            store.put(number[rows, s] // self.every, stream.first_row + rows, values)
 
     def _settle(self, layer: int, stream: Stream, dropped: Tensor) -> None:
         """Keep the unfinished chunks of these rows, (B,) bool, as read and never written."""
@@ -291,12 +265,12 @@ class _Recorder:
         if len(rows) and progress.last is not None:
             kind, low = progress.last.cell.device.type, progress.autocast
             with torch.no_grad(), torch.autocast(kind, low, enabled=low is not None):
-                values = waiting(self.memories[layer], progress.last)
+                values = waiting(self.memories[layer], progress.last, progress.inverse)
             values = {name: value.cpu()[rows] for name, value in values.items()}
             values["span"] = torch.stack([progress.start[rows], progress.stop[rows]], dim=1)
-            values["use"] = progress.use_sum[rows] / progress.measured[rows]
-            at = progress.done[rows] // self.every
-            self.stores[layer].put(at, stream.first_row + rows, values)
+            store = self.stores[layer]
+            values["use"] *= 1.0 if store.gate is None else store.gate
+            store.put(progress.done[rows] // self.every, stream.first_row + rows, values)
         progress.done = progress.done + dropped.long()
         progress.fill = progress.fill.where(~dropped, 0)
 
@@ -308,17 +282,16 @@ class _Recorder:
                 store.thin()
 
     def finish(self, recording: Recording) -> None:
-        """Fill the recording; a memory that residuals own is a layer only if called past them."""
+        """Fill the recording; what still waits is kept as read and never written."""
         seen = torch.zeros(len(self.stores), self.streams.rows, dtype=torch.long)
         for stream in self.streams:
             for layer, progress in stream.layers.items():
                 self._settle(layer, stream, progress.fill > 0)
                 rows = slice(stream.first_row, stream.first_row + stream.kept)
                 seen[layer, rows] = progress.done[: stream.kept]
-        owned = {m.memory for m in self.modules if isinstance(m, MemoryResidual)}
-        for number, (module, store) in enumerate(zip(self.modules, self.stores, strict=True)):
-            if module not in owned or seen[number].any():
-                recording.layers.append(store.finish(self.every, seen[number]))
+        recording.layers += [
+            store.finish(self.every, seen[number]) for number, store in enumerate(self.stores)
+        ]
         recording.every, recording.rows_left_out = self.every, self.streams.left_out
 
 
@@ -328,12 +301,5 @@ def _is_compiled(module: nn.Module) -> bool:
     return wrapped or module._compiled_call_impl is not None
 
 
-def _memory_of(layer: nn.Module) -> TensorMemory:
-    memory = layer.memory if isinstance(layer, MemoryResidual) else layer
-    assert isinstance(memory, TensorMemory)
-    return memory
-
-
-def _norm(x: Tensor) -> Tensor:
-    """(B, N, d) -> (B, N), in float32 or better."""
-    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
+def _memory_of(layer: MemoryResidual | TensorMemory) -> TensorMemory:
+    return layer.memory if isinstance(layer, MemoryResidual) else layer

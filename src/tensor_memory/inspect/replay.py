@@ -68,11 +68,14 @@ class Given:
         return assign(self.state.fill, self.mask, self.reset, self.flush, chunk_size)
 
 
-def steps(memory: TensorMemory, given: Given, place: Assignment) -> Iterator[dict[str, Tensor]]:
+def steps(
+    memory: TensorMemory, given: Given, place: Assignment, inverse: Tensor
+) -> Iterator[dict[str, Tensor]]:
     """Every chunk of the call in turn: the arrays of a `LayerRecording` that a step decides.
 
     One value per row, (B, ...). Rows that do not write at a step have NaN in what only a write
-    has; so have the reads of slots that hold no token.
+    has; so have the reads of slots that hold no token. `inverse` (B, S, K) is 1 / ‖x‖ of every
+    slot's token, NaN where it is unknown.
     """
     config, state, x = memory.config, given.state, given.x
     B, _, d = x.shape
@@ -131,11 +134,12 @@ def steps(memory: TensorMemory, given: Given, place: Assignment) -> Iterator[dic
             "read_at": _where(asked[:, s], read_at[:, s]),
             "readout": _where(asked[:, s], reads),
             "hidden_norm": hidden.norm(dim=1),
+            "use": _use(memory, reads, inverse[:B, s]),
             "written": writes,
         }
 
 
-def waiting(memory: TensorMemory, state: MemoryState) -> dict[str, Tensor]:
+def waiting(memory: TensorMemory, state: MemoryState, inverse: Tensor) -> dict[str, Tensor]:
     """The unfinished chunk of every row of `state`: what `steps` gives, nothing of it written."""
     B, grid = state.batch_size, memory.config.grid
     config, hidden = memory.config, state.hidden
@@ -152,6 +156,7 @@ def waiting(memory: TensorMemory, state: MemoryState) -> dict[str, Tensor]:
         "read_at": _where(asked, read_at),
         "readout": _where(asked, reads),
         "hidden_norm": hidden.norm(dim=1),
+        "use": _use(memory, reads, inverse),
         "write_at": nowhere[..., None].expand(-1, -1, len(grid)),
         "content_norm": nowhere,
         "gates": nowhere[:, :1].expand(-1, 3),
@@ -164,6 +169,14 @@ def _mean_gates(gates: Tensor) -> Tensor:
     """(B, 4C, *grid) -> (B, 3): i, f and o, averaged over channels and voxels."""
     i, f, o, _ = gates.chunk(4, dim=1)
     return torch.stack([gate.sigmoid().flatten(1).mean(1) for gate in (i, f, o)], dim=1)
+
+
+def _use(memory: TensorMemory, reads: Tensor, inverse: Tensor) -> Tensor:
+    """‖m‖ / ‖x‖, averaged over tokens: reads (B, Q, C), inverse (B, K) -> (B,), on the CPU."""
+    heads = memory.config.read_heads
+    reads = reads.unflatten(1, (-1, heads)).flatten(2)  # (B, 1 or K, R·C)
+    m = memory.output(reads.to(memory.output.weight.dtype))
+    return (m.double().norm(dim=-1).cpu() * inverse).nanmean(1)
 
 
 def _where(true: Tensor, values: Tensor) -> Tensor:

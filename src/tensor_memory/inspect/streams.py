@@ -27,8 +27,7 @@ class Progress:
     fill: Tensor  # (B,) tokens of the unfinished chunk
     start: Tensor  # (B,) position of its first token
     stop: Tensor  # (B,) position after its last
-    use_sum: Tensor  # (B,) ‖σ(γ)m‖ / ‖x‖ of its tokens, summed
-    measured: Tensor  # (B,) tokens in that sum: those that waited before the first call are not
+    inverse: Tensor  # (B, K) 1 / ‖x‖ of its tokens, NaN in slots without one, or one unseen
     last: MemoryState | None = None
     autocast: torch.dtype | None = None  # what the last call multiplied in, where autocast was on
 
@@ -38,12 +37,12 @@ class Progress:
         fill = state.fill.cpu()
         none = torch.zeros_like(fill)
         position = int(fill.max())
-        use = none.double()
-        return cls(position, none, fill, position - fill, none + position, use, use)
+        inverse = torch.full(state.tokens.shape[:2], torch.nan, dtype=torch.double)
+        return cls(position, none, fill, position - fill, none + position, inverse)
 
     def select(self, rows: Tensor) -> Progress:
         """As far as these rows had come."""
-        names = ("done", "fill", "start", "stop", "use_sum", "measured")
+        names = ("done", "fill", "start", "stop", "inverse")
         last = None if self.last is None else self.last.select(rows)
         return replace(self, **{name: getattr(self, name)[rows] for name in names}, last=last)
 
