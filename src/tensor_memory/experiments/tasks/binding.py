@@ -10,21 +10,21 @@ made from: noise then makes it ambiguous, and the ceiling falls.
 from __future__ import annotations
 
 import functools
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from tensor_memory.experiments.tasks import Batch
-from tensor_memory.experiments.tasks.synthetic import TEST_ROWS, DrawnTask
+from tensor_memory.experiments.tasks.synthetic import DrawnConfig, DrawnTask
 
 WRITE, QUERY, BLANK = 0, 1, 2
 """Kinds of token."""
 
 
 @dataclass(frozen=True)
-class BindingConfig:
+class BindingConfig(DrawnConfig):
     """How much is written, how it is asked for."""
 
     writes: int = 20
@@ -41,11 +41,10 @@ class BindingConfig:
     """The value asked for: of the write nearest to the query, or of the one it was made from."""
 
     def __post_init__(self) -> None:
-        for name, least in (("writes", 1), ("values", 2), ("queries", 1), ("gap", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(
-                    f"task.{name}: expected {least} or more, got {getattr(self, name)}"
-                )
+        super().__post_init__()
+        self._at_least(0, "gap")
+        self._at_least(1, "writes", "queries")
+        self._at_least(2, "values")
         if self.noise < 0:
             raise ValueError(f"task.noise: expected 0 or more, got {self.noise}")
         if self.target not in ("nearest", "source"):
@@ -64,7 +63,7 @@ class Binding(DrawnTask):
     positions = 0
 
     def __init__(self, config: BindingConfig, seed: int) -> None:
-        super().__init__(seed)
+        super().__init__(config, seed)
         self.config = config
         self.classes = config.values
         self.length = config.writes + config.gap + config.queries
@@ -98,10 +97,6 @@ class Binding(DrawnTask):
         """1 for the nearest write; for the source, the most probable value's score (simulated)."""
         return 1.0 if self.config.target == "nearest" else _source_ceiling(self.config)
 
-    def facts(self) -> dict[str, Any]:
-        """The config beside sizes and chance."""
-        return super().facts() | asdict(self.config)
-
 
 def squared_distances(at: Tensor, places: Tensor) -> Tensor:
     """(B, Q, W): squared distance of every query to every write, without cancellation."""
@@ -130,4 +125,4 @@ def _source_ceiling(config: BindingConfig) -> float:
         values = batch["value"][:, None, : config.writes].expand_as(likelihood)
         posterior.scatter_add_(2, values, likelihood)
         right += int((posterior.argmax(-1) == batch["target"]).sum())
-    return right / (TEST_ROWS * config.queries)
+    return right / (config.test_rows * config.queries)

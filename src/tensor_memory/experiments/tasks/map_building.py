@@ -7,20 +7,19 @@ that names a cell. A cell that was seen is known, one that was not is a coin tos
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
 from tensor_memory.experiments.tasks import Batch
-from tensor_memory.experiments.tasks.synthetic import DrawnTask
+from tensor_memory.experiments.tasks.synthetic import DrawnConfig, DrawnTask
 
 FEATURES = 7
 """Four cells of the patch (row by row), row, column, flag (0 patch, 1 query, -1 blank)."""
 
 
 @dataclass(frozen=True)
-class MapConfig:
+class MapConfig(DrawnConfig):
     """How large the map is and how long it is looked at."""
 
     observations: int = 32
@@ -33,11 +32,10 @@ class MapConfig:
     """Blank tokens between the last patch and the first query."""
 
     def __post_init__(self) -> None:
-        for name, least in (("observations", 1), ("queries", 1), ("side", 2), ("gap", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(
-                    f"task.{name}: expected {least} or more, got {getattr(self, name)}"
-                )
+        super().__post_init__()
+        self._at_least(0, "gap")
+        self._at_least(1, "observations", "queries")
+        self._at_least(2, "side")
 
     def build(self, seed: int) -> MapBuilding:
         """The task; `seed` draws the training rows."""
@@ -51,7 +49,7 @@ class MapBuilding(DrawnTask):
     classes = 2
 
     def __init__(self, config: MapConfig, seed: int) -> None:
-        super().__init__(seed)
+        super().__init__(config, seed)
         self.config = config
         self.length = config.observations + config.gap + config.queries
         self.positions = max(65, self.length)
@@ -98,7 +96,3 @@ class MapBuilding(DrawnTask):
     def ceiling(self, split: str) -> float:
         """Seen cells known, the others guessed."""
         return 1 - self.unseen() / 2
-
-    def facts(self) -> dict[str, Any]:
-        """The config beside sizes and chance."""
-        return super().facts() | asdict(self.config)

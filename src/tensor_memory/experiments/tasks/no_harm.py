@@ -7,17 +7,16 @@ reach of windowed attention it is a delay line: then everything depends on what 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
 from tensor_memory.experiments.tasks import Batch
-from tensor_memory.experiments.tasks.synthetic import DrawnTask
+from tensor_memory.experiments.tasks.synthetic import DrawnConfig, DrawnTask
 
 
 @dataclass(frozen=True)
-class NoHarmConfig:
+class NoHarmConfig(DrawnConfig):
     """Which symbol is to be repeated."""
 
     symbols: int = 16
@@ -28,8 +27,8 @@ class NoHarmConfig:
     """How far back the symbol lies that is asked for; 0 copies."""
 
     def __post_init__(self) -> None:
-        if self.symbols < 2:
-            raise ValueError(f"task.symbols: expected 2 or more, got {self.symbols}")
+        super().__post_init__()
+        self._at_least(2, "symbols")
         if not 0 <= self.lag < self.tokens:
             raise ValueError(
                 f"task.lag: expected 0 to tokens - 1 = {self.tokens - 1}, got {self.lag}"
@@ -47,7 +46,7 @@ class NoHarm(DrawnTask):
     inputs = "no-harm"
 
     def __init__(self, config: NoHarmConfig, seed: int) -> None:
-        super().__init__(seed)
+        super().__init__(config, seed)
         self.config = config
         self.classes = config.symbols
         self.length = self.positions = config.tokens
@@ -68,7 +67,3 @@ class NoHarm(DrawnTask):
     def ceiling(self, split: str) -> float:
         """Everything needed is in the row."""
         return 1.0
-
-    def facts(self) -> dict[str, Any]:
-        """The config beside sizes and chance."""
-        return super().facts() | asdict(self.config)

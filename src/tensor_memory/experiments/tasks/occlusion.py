@@ -14,14 +14,14 @@ pixels alone.
 from __future__ import annotations
 
 import functools
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from tensor_memory.experiments.tasks import Batch
-from tensor_memory.experiments.tasks.synthetic import TEST_ROWS, DrawnTask
+from tensor_memory.experiments.tasks.synthetic import DrawnConfig, DrawnTask
 
 SIDE = 16
 """Pixels along each side of a frame."""
@@ -41,7 +41,7 @@ CLOSE = 1e-3
 
 
 @dataclass(frozen=True)
-class OcclusionConfig:
+class OcclusionConfig(DrawnConfig):
     """What is hidden, and for how long."""
 
     protocol: Literal["published", "valid"] = "valid"
@@ -53,12 +53,12 @@ class OcclusionConfig:
     """L: frames in which the ball is hidden."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least(1, "frames")
         if self.protocol not in ("published", "valid"):
             raise ValueError(
                 f"task.protocol: expected 'published' or 'valid', got {self.protocol!r}"
             )
-        if self.frames < 1:
-            raise ValueError(f"task.frames: expected 1 or more, got {self.frames}")
         if not 0 <= self.hidden <= self.frames:
             raise ValueError(
                 f"task.hidden: expected 0 to frames = {self.frames}, got {self.hidden}"
@@ -77,7 +77,7 @@ class Occlusion(DrawnTask):
     classes = 4
 
     def __init__(self, config: OcclusionConfig, seed: int) -> None:
-        super().__init__(seed)
+        super().__init__(config, seed)
         self.config = config
         self.frames = config.frames
         self.length = config.frames * TOKENS_PER_FRAME
@@ -121,9 +121,8 @@ class Occlusion(DrawnTask):
         return _extrapolated(self.config)
 
     def facts(self) -> dict[str, Any]:
-        """The config beside sizes and chance, and whether the last frame gives the answer away."""
-        seen = bool(self.visible()[-1])
-        return super().facts() | asdict(self.config) | {"solvable_from_last_frame": seen}
+        """Also whether the last frame gives the answer away."""
+        return super().facts() | {"solvable_from_last_frame": bool(self.visible()[-1])}
 
 
 def fold(x: Tensor) -> Tensor:
@@ -202,4 +201,4 @@ def _extrapolated(config: OcclusionConfig) -> float:
     for index in range(task.batches("test", size)):
         batch = task.batch("test", index, size)
         right += int((extrapolate(batch["frames"], task.visible()) == batch["target"][:, 0]).sum())
-    return right / TEST_ROWS
+    return right / config.test_rows

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 import torch
@@ -17,9 +18,24 @@ from torch.nn import functional
 
 from tensor_memory.experiments.tasks import Batch, Outputs, Sums
 
-VALID_ROWS = 2048
-TEST_ROWS = 8192
-"""Rows of the evaluation splits: the same for every method, seed and budget."""
+
+@dataclass(frozen=True, kw_only=True)
+class DrawnConfig:
+    """What every drawn task can be told."""
+
+    valid_rows: int = 2048
+    test_rows: int = 8192
+    """Rows of the evaluation splits, the same for every method, seed and budget."""
+
+    def __post_init__(self) -> None:
+        self._at_least(1, "valid_rows", "test_rows")
+
+    def _at_least(self, least: int, *names: str) -> None:
+        for name in names:
+            if getattr(self, name) < least:
+                raise ValueError(
+                    f"task.{name}: expected {least} or more, got {getattr(self, name)}"
+                )
 
 
 def generator(seed: int, *what: str | int) -> torch.Generator:
@@ -62,7 +78,9 @@ class DrawnTask:
     block_rows = 1024
     """Rows drawn at once; part of the definition of the data."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, config: DrawnConfig, seed: int) -> None:
+        self._sizes = {"train": None, "valid": config.valid_rows, "test": config.test_rows}
+        self._described = asdict(config)
         self._seed = seed
         self._device = torch.device("cpu")
         self._blocks: dict[tuple[str, int], Batch] = {}
@@ -80,10 +98,9 @@ class DrawnTask:
 
     def rows(self, split: str) -> int | None:
         """Rows of a split; None for "train", which has no end."""
-        sizes = {"train": None, "valid": VALID_ROWS, "test": TEST_ROWS}
-        if split not in sizes:
+        if split not in self._sizes:
             raise ValueError(f"split: expected train, valid or test, got {split!r}")
-        return sizes[split]
+        return self._sizes[split]
 
     def batch(self, split: str, index: int, size: int) -> Batch:
         """Rows `index * size` to `(index + 1) * size` of the split."""
@@ -135,14 +152,12 @@ class DrawnTask:
         raise NotImplementedError
 
     def facts(self) -> dict[str, Any]:
-        """Sizes, chance and how far back the answers lie."""
+        """Chance, length and how far back the answers lie, beside the config."""
         return {
             "chance": 1 / self.classes,
             "length": self.length,
             "answer_distance": self.distance,
-            "valid_rows": VALID_ROWS,
-            "test_rows": TEST_ROWS,
-        }
+        } | self._described
 
     def _block(self, split: str, number: int) -> Batch:
         """Block `number` of a split; training keeps the latest two, evaluation all of them."""
