@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tensor_memory.experiments.models.attention import check_heads, split_heads
+from tensor_memory.experiments.models.attention import check_heads, merge_heads, split_heads
 
 CHUNK = 64
 EPSILON = 1e-6
@@ -27,16 +27,22 @@ State = dict[str, Tensor]
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, state: Tensor | None = None, chunk: int = CHUNK
 ) -> tuple[Tensor, Tensor]:
-    """q, k (B, h, N, e) as projected, v (B, h, N, f) -> (B, h, N, f), state (B, h, e, f + 1)."""
-    N = q.shape[2]
-    q, k = F.elu(q) + 1, F.elu(k) + 1
+    """q, k (B, h, N, e) as projected, v (B, h, N, f) -> (B, h, N, f), state (B, h, e, f + 1).
+
+    Products run in the type of v; φ and the sums over chunks in float32 or better.
+    """
+    N, low = q.shape[2], v.dtype
+    wide = torch.promote_types(low, torch.float32)
+    q, k = ((F.elu(t.to(wide)) + 1).to(low) for t in (q, k))
     v = F.pad(v, (0, 1), value=1.0)
     c = max(min(chunk, N), 1)
     q, k, v = (F.pad(t, (0, 0, 0, -N % c)).unflatten(2, (-1, c)) for t in (q, k, v))
     added = k.transpose(-1, -2) @ v  # (B, h, S, e, f + 1); padding adds φ(k) = 0
-    start = torch.zeros_like(added[:, :, 0]) if state is None else state
-    after = start[:, :, None] + added.cumsum(2)
-    before = torch.cat([start[:, :, None], after[:, :, :-1]], dim=2)
+    after = added.cumsum(2, dtype=wide)
+    if state is not None:
+        after = after + state[:, :, None]
+    start = torch.zeros_like(after[:, :, :1]) if state is None else state[:, :, None]
+    before = torch.cat([start, after[:, :, :-1]], dim=2).to(low)
     mixed = (q @ k.transpose(-1, -2)).tril() @ v + q @ before
     mixed = mixed.flatten(2, 3)[:, :, :N]
     return mixed[..., :-1] / (mixed[..., -1:] + EPSILON), after[:, :, -1]
@@ -55,8 +61,8 @@ class LinearAttention(nn.Module):
     def forward(self, x: Tensor, cache: State | None = None) -> tuple[Tensor, State]:
         """x (B, N, d) -> the same shape, state."""
         q, k, v = split_heads(self.qkv(x), 3, self.heads)
-        mixed, state = _in_float32(q, k, v, None if cache is None else cache["state"])
-        return self.project(mixed), {"state": state}
+        mixed, state = linear_attention(q, k, v, None if cache is None else cache["state"])
+        return self.project(merge_heads(mixed)), {"state": state}
 
     def zeros(self, rows: int, like: Tensor) -> State:
         """An empty state."""
@@ -82,8 +88,8 @@ class LinearMemory(nn.Module):
         """x (B, N, d) -> m (B, N, d), state."""
         q, k = split_heads(self.query_key(x), 2, self.heads)
         (v,) = split_heads(self.values(x), 1, self.heads)
-        mixed, after = _in_float32(q, k, v, None if state is None else state["state"])
-        return self.output(mixed), {"state": after}
+        mixed, after = linear_attention(q, k, v, None if state is None else state["state"])
+        return self.output(merge_heads(mixed)), {"state": after}
 
 
 class LinearResidual(nn.Module):
@@ -128,14 +134,6 @@ def sizes_for(values: int, heads: int) -> tuple[int, int]:
     keys = range(max(side * 3 // 4, 1), side + 1)
     key = min(reversed(keys), key=lambda key: (area - area // key * key, side - key))
     return key, area // key - 1
-
-
-def _in_float32(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The recurrence in float32 even under autocast (sums over thousands of tokens), merged."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    with torch.autocast(q.device.type, enabled=False):
-        mixed, state = linear_attention(q.to(wide), k.to(wide), v.to(wide), state)
-    return mixed.transpose(1, 2).flatten(2), state
 
 
 def _zeros(rows: int, heads: int, key: int, value: int, like: Tensor) -> Tensor:

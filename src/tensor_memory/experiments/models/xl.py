@@ -124,10 +124,11 @@ class RelativeAttention(nn.Module):
         angle = distance[:, None] * self.rates
         encoding = torch.cat([angle.sin(), angle.cos()], dim=-1)  # (L, d), farthest first
         (r,) = split_heads(self.relative(encoding)[None], 1, self.heads)  # (1, h, L, e)
-        scores = q @ r.transpose(-1, -2) / math.sqrt(q.shape[-1])
-        # Row i must shift by b - 1 - i: one column in front makes the flat rows step so.
-        b, L = scores.shape[-2:]
-        return F.pad(scores, (1, 0)).flatten(-2)[..., b:].unflatten(-1, (b, L))
+        # Row i must shift by b - 1 - i: a column more in front makes the flat rows step so.
+        r = F.pad(r / math.sqrt(r.shape[-1]), (0, 0, 1, 0))
+        scores = q @ r.transpose(-1, -2)  # (B · S, h, b, 1 + L)
+        b = scores.shape[-2]
+        return scores.flatten(-2)[..., b:].unflatten(-1, (b, keys))
 
     def _visible(
         self, b: int, S: int, back: int, seen: Tensor | None, B: int, device: torch.device
