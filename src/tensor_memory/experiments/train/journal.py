@@ -54,7 +54,7 @@ class Journal:
         steps = self.step - self.logged
         mean = loss_sum / steps
         if not math.isfinite(mean):
-            raise FloatingPointError(
+            raise ValueError(
                 f"step {self.step}: expected a finite training loss, got {mean}; lower "
                 "--optimizer.lr, lengthen --optimizer.warmup or clip harder, and start again"
             )
