@@ -14,14 +14,18 @@ from hypothesis import strategies as st
 from invented_runs import LinearConfig, SignTaskConfig, record, sign
 
 from tensor_memory import MemoryConfig
+from tensor_memory.experiments.models.image import ImageModelConfig
 from tensor_memory.experiments.models.toy import ToyModelConfig
+from tensor_memory.experiments.models.video import VideoModelConfig
 from tensor_memory.experiments.results import plots, tables
-from tensor_memory.experiments.results.comparison import compare
+from tensor_memory.experiments.results.comparison import METHODS, compare
 from tensor_memory.experiments.results.paper import published
 from tensor_memory.experiments.results.report import write_report
 from tensor_memory.experiments.run_config import OptimizerConfig, RunConfig
 from tensor_memory.experiments.tasks.binding import BindingConfig
 from tensor_memory.experiments.tasks.language import LanguageTaskConfig
+from tensor_memory.experiments.tasks.masked_images import MaskedImagesConfig
+from tensor_memory.experiments.tasks.video import VideoTaskConfig
 
 BASE, TENSOR = LinearConfig(), LinearConfig(method="tensor")
 
@@ -180,6 +184,21 @@ def test_the_papers_language_number_carries_its_note():
     assert published(record(carried), "test", "perplexity") is None
 
 
+def test_the_papers_vision_numbers_stand_beside_its_own_protocol_alone():
+    birds = record(replace(sign(), task=MaskedImagesConfig(), model=ImageModelConfig("spatial")))
+    found = published(birds, "test@75%", "published_psnr")
+    assert found is not None
+    assert found.value == 20.19
+    assert published(birds, "test@75%", "psnr") is None
+    video = {"": VideoTaskConfig(), "some": VideoTaskConfig(classes=("Archery",))}
+    models = VideoModelConfig("joint")
+    runs = {name: record(replace(sign(), task=t, model=models)) for name, t in video.items()}
+    whole = published(runs[""], "test", "top5")
+    assert whole is not None
+    assert whole.value == 0.9322
+    assert published(runs["some"], "test", "top5") is None
+
+
 def test_what_a_memory_does_has_a_table_of_its_own():
     memory = {
         "layers": [{"name": "0", "gate": 0.5, "use": 0.1}, {"name": "1", "gate": 0.7, "use": 0.2}],
@@ -249,10 +268,9 @@ def test_curves_are_means_over_seeds_with_their_interval():
 
 
 def test_every_method_looks_its_own_way():
-    looks = list(plots.LOOKS.values())
-    known = {name: look for name, look in plots.LOOKS.items() if name != "registers"}
-    assert len(set(known.values())) == len(known)  # registers are slots by another name
-    assert len(looks) == len(known) + 1
+    assert len(set(plots.LOOKS.values())) == len(plots.LOOKS)
+    assert {*plots.LOOKS, *plots.SAME} == set(METHODS)
+    assert set(plots.SAME.values()) <= set(plots.LOOKS)
     assert len(set(plots.OTHERS)) == len(plots.OTHERS)
 
 

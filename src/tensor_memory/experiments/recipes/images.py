@@ -1,7 +1,7 @@
 """Masked reconstruction of birds, and of any folder of images.
 
     tensor-memory run cub --task.data-dir cub200-2011-120px.zip --model.method spatial
-    tensor-memory sweep cub --methods base local registers spatial wide --seeds 0 1 2
+    tensor-memory sweep cub --over model.method=base,local,registers,spatial,wide --over seed=0,1,2
 
 `cub` takes images with a short side of 120 pixels; `cub-published` has the paper's sizes and wants
 the original images.

@@ -1,7 +1,8 @@
 """Actions in UCF-101, with the memory or another way to bring frames together.
 
     tensor-memory run ucf101-9 --task.data-dir DIR --model.method spatial --task.frames 32
-    tensor-memory sweep ucf101-9 --methods joint frames registers spatial wide --seeds 0 1 2
+    tensor-memory sweep ucf101-9 --over seed=0,1,2 \\
+        --over model.method=joint,frames,registers,spatial,wide
 
 DIR holds `UCF-101/<Class>/*.avi` and the official lists. Every run is also tested with frames and
 with a region missing.

@@ -27,8 +27,9 @@ NEUTRAL = (
 """Fields that change no number beyond rounding, or that are averaged over."""
 
 METHODS = (
-    "base", "base-sln", "wide", "local", "linear", "linear-local", "xl", "registers", "slots",
-    "slots-matched", "recurrent-slots", "tensor", "tensor-local", "tensor-depth",
+    "base", "joint", "frames", "base-sln", "wide", "local", "linear", "linear-local", "xl",
+    "registers", "slots", "slots-matched", "recurrent-slots", "tensor", "spatial", "tensor-local",
+    "tensor-depth",
 )  # fmt: skip
 """The order of methods in tables and plots; others come after, by name."""
 

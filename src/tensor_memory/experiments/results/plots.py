@@ -27,15 +27,18 @@ LOOKS = {
     "linear": (ORANGE, "-.", "^"),
     "linear-local": (ORANGE, ":", ">"),
     "xl": (GREEN, "--", "v"),
-    "registers": (VERMILLION, "-.", "D"),
     "slots": (VERMILLION, "-.", "D"),
     "slots-matched": (VERMILLION, ":", "d"),
     "recurrent-slots": (PURPLE, ":", "P"),
     "tensor": (BLUE, "-", "X"),
     "tensor-local": (BLUE, "--", "x"),
     "tensor-depth": (PURPLE, "--", "+"),
+    "frames": (GREY, "-.", "h"),
 }
 """Colour, dash and marker of a method."""
+
+SAME = {"joint": "base", "registers": "slots", "spatial": "tensor"}
+"""Methods that images and video call otherwise."""
 
 OTHERS = tuple(
     (colour, dash, marker)
@@ -165,8 +168,9 @@ def _line(
 
 def _look(row: Row, number: int) -> tuple[str, str, str]:
     """Colour, dash and marker of row number `number` of a panel."""
-    if row.method in LOOKS and not row.variant:
-        return LOOKS[row.method]
+    method = SAME.get(row.method, row.method)
+    if method in LOOKS and not row.variant:
+        return LOOKS[method]
     return OTHERS[number % len(OTHERS)]
 
 
