@@ -14,8 +14,11 @@ SCREENSHOTS = Path(
 
 
 def settle(page) -> None:
-    """Wait until what was asked for has been drawn: one frame to run, one to be sure."""
-    page.evaluate("() => new Promise(done => requestAnimationFrame(() => setTimeout(done, 30)))")
+    """Wait until what was asked for is drawn: a frame draws, the next follows a change of size."""
+    page.evaluate(
+        """() => new Promise((done) =>
+          requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done))))"""
+    )
 
 
 def picture(page) -> bytes:

@@ -77,10 +77,11 @@ def test_a_control_keeps_its_own_arrows(opened, recording):
 
 def test_space_plays_and_stops(opened, recording):
     page = opened(recording)
-    page.select_option("#speed", "12")
+    page.select_option("#speed", "2")
     page.locator("#volume").focus()
     page.keyboard.press("Space")
-    sync_api.expect(page.locator("#position")).to_have_text(re.compile("^([4-9]|1.) / 24"))
+    running = re.compile("^([2-9]|1.) / 24")
+    sync_api.expect(page.locator("#position")).to_have_text(running, timeout=10_000)
     assert page.locator("#play").get_attribute("aria-label") == "Pause"
     page.keyboard.press("Space")
     assert page.locator("#play").get_attribute("aria-label") == "Play"
@@ -94,7 +95,7 @@ def test_the_play_button_runs_to_the_end_and_starts_again(opened):
     page.select_option("#speed", "30")
     for _ in range(2):
         page.click("#play")
-        sync_api.expect(page.locator("#play[aria-pressed=false]")).to_be_visible()
+        sync_api.expect(page.locator("#play[aria-pressed=false]")).to_be_visible(timeout=10_000)
         assert text(page, "#position") == "5 / 5"
 
 

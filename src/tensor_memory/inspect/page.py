@@ -37,7 +37,7 @@ MAX_VOXELS = 4096
 CONTEXT = 24
 """Tokens of text kept on both sides of a chunk that is shown."""
 
-_SCRIPTS = ("data.js", "scene.js", "charts.js", "panel.js", "app.js")
+_SCRIPTS = ("data.js", "view.js", "scene.js", "charts.js", "panel.js", "app.js")
 
 
 def write_page(

@@ -74,9 +74,8 @@ function start() {
     const canvas = find("colours");
     const pen = canvas.getContext("2d");
     for (let level = 0; level < 256; level++) {
-      pen.globalAlpha = level < state.threshold ? 0.25 : 1;
       pen.clearRect(level, 0, 1, 1);
-      pen.fillStyle = scene.table[level][2];
+      pen.fillStyle = level < state.threshold ? scene.colour.line : scene.colourOf(level, state.threshold)[2];
       pen.fillRect(level, 0, 1, 1);
     }
   }

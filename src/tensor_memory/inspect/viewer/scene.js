@@ -1,85 +1,9 @@
 // The volume: voxels as cubes, writes as spheres, reads as a path, in perspective on a plain canvas.
 //
-// World axes are the memory's coordinates: x is coordinate 0 and the last grid axis, y is up, z
-// comes towards the viewer. Boxes of a lattice overlap correctly when each axis is walked from far
-// to near, so nothing is sorted.
+// Boxes of a lattice overlap correctly when each axis is walked from far to near, so nothing is
+// sorted.
 
-const VIRIDIS = ["440154", "482475", "414487", "355f8d", "2a788e", "21918c", "22a884", "44bf70", "7ad151", "bddf26", "fde725"]
-  .map((hex) => [0, 2, 4].map((at) => parseInt(hex.slice(at, at + 2), 16)));
-const DISTANCE = 6.5; // of the eye from the centre, in coordinate units
-const FACES = [0.86, 1.08, 1.0]; // brightness of the faces across x, y and z
-
-// Strong values stand out from the ground: bright on dark, dark on light.
-function viridis(fraction, dark) {
-  const at = (dark ? fraction : 1 - fraction) * (VIRIDIS.length - 1) * (dark ? 1 : 0.95);
-  const low = Math.min(Math.floor(at), VIRIDIS.length - 2);
-  return VIRIDIS[low].map((c, i) => c + (at - low) * (VIRIDIS[low + 1][i] - c));
-}
-
-const css = (colour, gain = 1) => `rgb(${colour.map((c) => Math.min(255, Math.round(c * gain))).join(" ")})`;
-
-class Scene {
-  constructor(canvas) {
-    this.canvas = canvas;
-    this.pen = canvas.getContext("2d");
-    this.resetView(3);
-    this.restyle();
-  }
-
-  restyle() {
-    const style = getComputedStyle(document.documentElement);
-    this.colour = Object.fromEntries(["ink", "muted", "line", "frame", "write", "read", "halo"]
-      .map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
-    const dark = matchMedia("(prefers-color-scheme: dark)").matches;
-    this.table = Array.from({ length: 256 }, (_, level) => {
-      const colour = viridis(level / 255, dark);
-      return FACES.map((gain) => css(colour, gain));
-    });
-  }
-
-  resetView(axes) {
-    [this.yaw, this.pitch, this.zoom] = axes >= 3 ? [-0.62, 0.42, 1] : axes === 2 ? [0, 0, 1.35] : [0, 0.3, 1.9];
-    this.axes = axes;
-  }
-
-  turn(yaw, pitch) {
-    this.yaw += yaw;
-    this.pitch = Math.max(-1.5, Math.min(1.5, this.pitch + pitch));
-  }
-
-  magnify(factor) {
-    this.zoom = Math.max(0.4, Math.min(8, this.zoom * factor));
-  }
-
-  resize() {
-    const ratio = Math.min(window.devicePixelRatio || 1, 2);
-    const { clientWidth: width, clientHeight: height } = this.canvas;
-    if (this.width !== width || this.height !== height || this.ratio !== ratio) {
-      [this.width, this.height, this.ratio] = [width, height, ratio];
-      this.canvas.width = Math.round(width * ratio);
-      this.canvas.height = Math.round(height * ratio);
-    }
-  }
-
-  aim() {
-    const [cy, sy, cp, sp] = [Math.cos(this.yaw), Math.sin(this.yaw), Math.cos(this.pitch), Math.sin(this.pitch)];
-    this.turnBy = [[cy, 0, sy], [sp * sy, cp, -sp * cy], [-cp * sy, sp, cp * cy]];
-    this.eye = this.turnBy[2].map((c) => c * DISTANCE);
-    this.unit = Math.min(this.width, this.height) * 0.229 * this.zoom;
-  }
-
-  // World to screen: x, y, and pixels per coordinate unit there.
-  project(x, y, z) {
-    const [right, up, near] = this.turnBy.map((r) => r[0] * x + r[1] * y + r[2] * z);
-    const scale = this.unit * (DISTANCE / Math.max(DISTANCE - near, 0.5));
-    return [this.width / 2 + right * scale, this.height * 0.47 - up * scale, scale];
-  }
-
-  // A memory point of 1 to 4 coordinates; a fourth is projected away.
-  place(point) {
-    return this.project(point[0], point[1] ?? 0, point[2] ?? 0);
-  }
-
+class Scene extends View {
   // Draws one moment and returns how many voxels are above the threshold.
   draw({ layer, t, row, slice, threshold, trail, writes, reads }) {
     this.resize();
@@ -89,6 +13,7 @@ class Scene {
     this.aim();
     this.measure(layer);
     this.drawBox(layer, "back");
+    if (writes) this.shadeWrites(layer, t, row);
     const shown = this.drawVoxels(layer, levelsAt(layer, t, row, slice), threshold);
     this.drawBox(layer, "front");
     const from = Math.max(0, t - trail);
@@ -120,12 +45,18 @@ class Scene {
       if (level === 0 || level < threshold) continue;
       shown++;
       const side = 0.2 + 0.58 * (level / 255);
-      this.drawCube([layer.points[2][x], layer.points[1][y], layer.points[0][z]], side, level, [z, y, x]);
+      const colour = this.colourOf(level, threshold);
+      this.drawCube([layer.points[2][x], layer.points[1][y], layer.points[0][z]], side, level, colour, [z, y, x]);
     }
     return shown;
   }
 
-  drawCube(centre, side, level, index) {
+  // The colours span what is shown, from the threshold to the largest; the legend shows the same.
+  colourOf(level, threshold) {
+    return this.table[threshold < 255 ? Math.round(((level - threshold) / (255 - threshold)) * 255) : 255];
+  }
+
+  drawCube(centre, side, level, colour, index) {
     const half = this.cell.map((c) => c * side);
     const pen = this.pen;
     for (let axis = 0; axis < 3; axis++) {
@@ -141,7 +72,7 @@ class Scene {
         const [px, py] = this.project(...corner);
         pen.lineTo(px, py);
       }
-      pen.fillStyle = this.table[level][axis];
+      pen.fillStyle = colour[axis];
       pen.fill();
     }
     const [x, y, scale] = this.project(...centre);
@@ -219,28 +150,6 @@ class Scene {
     }
   }
 
-  stroke(path, colour, width, alpha = 1) {
-    const pen = this.pen;
-    pen.globalAlpha = alpha;
-    pen.strokeStyle = colour;
-    pen.lineWidth = width;
-    pen.lineJoin = pen.lineCap = "round";
-    pen.beginPath();
-    for (const [x, y] of path) pen.lineTo(x, y);
-    pen.stroke();
-    pen.globalAlpha = 1;
-  }
-
-  dot(x, y, radius, colour, alpha = 1) {
-    const pen = this.pen;
-    pen.globalAlpha = alpha;
-    pen.beginPath();
-    pen.arc(x, y, radius, 0, 2 * Math.PI);
-    pen.fillStyle = colour;
-    pen.fill();
-    pen.globalAlpha = 1;
-  }
-
   // One path per read head, through all of a chunk's tokens when every token reads, older fainter.
   drawReads(layer, from, t, row) {
     for (let head = 0; head < layer.heads; head++) {
@@ -281,21 +190,51 @@ class Scene {
       for (let head = 0; head < layer.writes; head++) {
         const point = pointAt(layer, layer.writeAt, layer.writes, at, row, head);
         if (!point) continue;
-        const [x, y, scale] = this.place(point);
+        const [x, y] = this.place(point);
         if (at < t) {
           this.dot(x, y, 3.4, this.colour.halo, 0.5);
           this.dot(x, y, 2.5, this.colour.write, 0.25 + 0.65 * ((at - from) / (t - from)));
           continue;
         }
-        const spread = layer.spread?.[(at * recording.rows + row) * layer.writes + head];
-        if (spread) this.drawSphere(layer, point, spread, x, y, scale);
+        const spread = this.spreadOf(layer, at, row, head);
+        if (spread) this.drawSphere(layer, point, spread);
         this.dot(x, y, 6, this.colour.halo);
         this.dot(x, y, 4.5, this.colour.write);
       }
     }
   }
 
-  drawSphere(layer, point, spread, x, y, scale) {
+  // The outline of a sphere; seen from so near it is a little wider than its great circles.
+  outline(point, spread) {
+    const centre = [0, 1, 2].map((axis) => point[axis] ?? 0);
+    const [x, y, scale] = this.project(...centre);
+    const away = Math.hypot(...centre.map((c, axis) => c - this.eye[axis]));
+    return [x, y, (spread * scale) / Math.sqrt(Math.max(1 - (spread / away) ** 2, 0.01))];
+  }
+
+  spreadOf(layer, t, row, head) {
+    return layer.spread?.[(t * recording.rows + row) * layer.writes + head];
+  }
+
+  // The inside of a sphere lies behind the voxels, so that it tints none of them.
+  shadeWrites(layer, t, row) {
+    const pen = this.pen;
+    for (let head = 0; head < layer.writes; head++) {
+      const point = pointAt(layer, layer.writeAt, layer.writes, t, row, head);
+      const spread = this.spreadOf(layer, t, row, head);
+      if (!point || !spread || layer.axes < 3) continue;
+      const [x, y, radius] = this.outline(point, spread);
+      const shade = pen.createRadialGradient(x, y, 0, x, y, radius);
+      shade.addColorStop(0, `color-mix(in srgb, ${this.colour.write} 4%, transparent)`);
+      shade.addColorStop(1, `color-mix(in srgb, ${this.colour.write} 16%, transparent)`);
+      pen.fillStyle = shade;
+      pen.beginPath();
+      pen.arc(x, y, radius, 0, 2 * Math.PI);
+      pen.fill();
+    }
+  }
+
+  drawSphere(layer, point, spread) {
     const pen = this.pen;
     const centre = [0, 1, 2].map((axis) => point[axis] ?? 0);
     if (layer.axes === 1) {
@@ -306,13 +245,9 @@ class Scene {
     }
     const circles = layer.axes === 2 ? [[0, 1]] : [[0, 1], [1, 2], [2, 0]];
     if (layer.axes > 2) {
-      const shade = pen.createRadialGradient(x, y, 0, x, y, spread * scale);
-      shade.addColorStop(0, `color-mix(in srgb, ${this.colour.write} 4%, transparent)`);
-      shade.addColorStop(1, `color-mix(in srgb, ${this.colour.write} 17%, transparent)`);
-      pen.fillStyle = shade;
+      const [x, y, radius] = this.outline(point, spread);
       pen.beginPath();
-      pen.arc(x, y, spread * scale, 0, 2 * Math.PI);
-      pen.fill();
+      pen.arc(x, y, radius, 0, 2 * Math.PI);
       pen.strokeStyle = this.colour.write;
       pen.lineWidth = 1.6;
       pen.stroke();

@@ -1,0 +1,103 @@
+// How the memory is looked at: the colours, the eye and a pen that knows both.
+//
+// World axes are the memory's coordinates: x is coordinate 0 and the last grid axis, y is up, z
+// comes towards the viewer.
+
+const VIRIDIS = ["440154", "482475", "414487", "355f8d", "2a788e", "21918c", "22a884", "44bf70", "7ad151", "bddf26", "fde725"]
+  .map((hex) => [0, 2, 4].map((at) => parseInt(hex.slice(at, at + 2), 16)));
+const DISTANCE = 6.5; // of the eye from the centre, in coordinate units
+const FACES = [0.86, 1.08, 1.0]; // brightness of the faces across x, y and z
+
+// Strong values stand out from the ground: bright on dark, dark on light.
+function viridis(fraction, dark) {
+  const at = (dark ? fraction : 1 - fraction) * (VIRIDIS.length - 1) * (dark ? 1 : 0.95);
+  const low = Math.min(Math.floor(at), VIRIDIS.length - 2);
+  return VIRIDIS[low].map((c, i) => c + (at - low) * (VIRIDIS[low + 1][i] - c));
+}
+
+const css = (colour, gain = 1) => `rgb(${colour.map((c) => Math.min(255, Math.round(c * gain))).join(" ")})`;
+
+class View {
+  constructor(canvas) {
+    this.canvas = canvas;
+    this.pen = canvas.getContext("2d");
+    this.resetView(3);
+    this.restyle();
+  }
+
+  restyle() {
+    const style = getComputedStyle(document.documentElement);
+    this.colour = Object.fromEntries(["ink", "muted", "line", "frame", "write", "read", "halo"]
+      .map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
+    const dark = matchMedia("(prefers-color-scheme: dark)").matches;
+    this.table = Array.from({ length: 256 }, (_, level) => {
+      const colour = viridis(level / 255, dark);
+      return FACES.map((gain) => css(colour, gain));
+    });
+  }
+
+  resetView(axes) {
+    [this.yaw, this.pitch, this.zoom] = axes >= 3 ? [-0.62, 0.42, 1] : axes === 2 ? [0, 0, 1.35] : [0, 0.3, 1.9];
+    this.axes = axes;
+  }
+
+  turn(yaw, pitch) {
+    this.yaw += yaw;
+    this.pitch = Math.max(-1.5, Math.min(1.5, this.pitch + pitch));
+  }
+
+  magnify(factor) {
+    this.zoom = Math.max(0.4, Math.min(8, this.zoom * factor));
+  }
+
+  resize() {
+    const ratio = Math.min(window.devicePixelRatio || 1, 2);
+    const { clientWidth: width, clientHeight: height } = this.canvas;
+    if (this.width !== width || this.height !== height || this.ratio !== ratio) {
+      [this.width, this.height, this.ratio] = [width, height, ratio];
+      this.canvas.width = Math.round(width * ratio);
+      this.canvas.height = Math.round(height * ratio);
+    }
+  }
+
+  aim() {
+    const [cy, sy, cp, sp] = [Math.cos(this.yaw), Math.sin(this.yaw), Math.cos(this.pitch), Math.sin(this.pitch)];
+    this.turnBy = [[cy, 0, sy], [sp * sy, cp, -sp * cy], [-cp * sy, sp, cp * cy]];
+    this.eye = this.turnBy[2].map((c) => c * DISTANCE);
+    this.unit = Math.min(this.width, this.height) * 0.229 * this.zoom;
+  }
+
+  // World to screen: x, y, and pixels per coordinate unit there.
+  project(x, y, z) {
+    const [right, up, near] = this.turnBy.map((r) => r[0] * x + r[1] * y + r[2] * z);
+    const scale = this.unit * (DISTANCE / Math.max(DISTANCE - near, 0.5));
+    return [this.width / 2 + right * scale, this.height * 0.47 - up * scale, scale];
+  }
+
+  // A memory point of 1 to 4 coordinates; a fourth is projected away.
+  place(point) {
+    return this.project(point[0], point[1] ?? 0, point[2] ?? 0);
+  }
+
+  stroke(path, colour, width, alpha = 1) {
+    const pen = this.pen;
+    pen.globalAlpha = alpha;
+    pen.strokeStyle = colour;
+    pen.lineWidth = width;
+    pen.lineJoin = pen.lineCap = "round";
+    pen.beginPath();
+    for (const [x, y] of path) pen.lineTo(x, y);
+    pen.stroke();
+    pen.globalAlpha = 1;
+  }
+
+  dot(x, y, radius, colour, alpha = 1) {
+    const pen = this.pen;
+    pen.globalAlpha = alpha;
+    pen.beginPath();
+    pen.arc(x, y, radius, 0, 2 * Math.PI);
+    pen.fillStyle = colour;
+    pen.fill();
+    pen.globalAlpha = 1;
+  }
+}
