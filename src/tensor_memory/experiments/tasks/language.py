@@ -61,7 +61,8 @@ class LanguageTask:
         self.splits = corpus.splits
         self.carries = config.carried
         # A carried run is also measured without what it carries, in the same windows.
-        self.test_splits = ("test", "test@fresh") if config.carried else ("test",)
+        carried = ("test", "test@fresh")
+        self.test_splits: tuple[str, ...] = carried if config.carried else ("test",)
         unit = "bytes" if config.level == "byte" else config.protocol
         self.name = f"{config.corpus if config.corpus != 'any' else 'text'}/{unit}"
         shortest = min(len(part) for part in self.splits.values())
