@@ -130,3 +130,15 @@ def tiny_run(*, task=None, model=None, optimizer=None, budget=None, **fields):
         budget=BudgetConfig(**budget),
         **fields,
     )
+
+
+def shared_run():
+    """A run for one or two processes: a recipe for the command line."""
+    return tiny_run(
+        task={"carries": True}, model={"method": "tensor"}, budget={"accumulate": 2}, seed=1
+    )
+
+
+def long_run():
+    """A run long enough to be interrupted: a recipe for the command line."""
+    return tiny_run(model={"dropout": 0.2}, budget={"steps": 3000, "checkpoint_every": 1000})

@@ -102,12 +102,13 @@ def writing(path: Path, what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OSError(
-            error.errno,
+        told = OSError(
             f"{path}: cannot write {what} ({error.strerror or error}); expected a folder that may "
             "be written to and has room. Checkpoints written before are intact: make room or mend "
-            "the folder, then continue with --resume",
-        ) from error
+            "the folder, then continue with --resume"
+        )
+        told.errno = error.errno
+        raise told from error
 
 
 def fingerprint(config: RunConfig[Any, Any]) -> str:

@@ -21,7 +21,7 @@ def make_accelerator(options: RunOptions) -> Accelerator:
     """
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, PartialState
-    from accelerate.utils import DistributedType
+    from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 
     device = _device(options.device)
     known = PartialState._shared_state
@@ -39,6 +39,8 @@ def make_accelerator(options: RunOptions) -> Accelerator:
         mixed_precision="no",  # the config decides it, and the loop applies it
         log_with=_trackers(options.trackers) or None,
         project_dir=str(options.output / "trackers"),
+        # A memory that reads and never writes, in rows shorter than a chunk, leaves weights unused.
+        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
     )
     kinds = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
     if accelerator.distributed_type not in kinds:

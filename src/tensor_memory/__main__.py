@@ -1,0 +1,8 @@
+"""`python -m tensor_memory` is `tensor-memory`, which is what `torchrun -m` needs."""
+
+import sys
+
+from tensor_memory.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""Launchers, several processes and signals: the same run from outside."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from tiny_runs import long_run, shared_run
+
+from tensor_memory.experiments.train import RunOptions, load_run, train
+from tensor_memory.experiments.train.steps import seed_step
+from tolerances import assert_same
+
+HERE = Path(__file__).parent
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def command(recipe, folder, *flags):
+    return ["-m", "tensor_memory", "run", recipe, "--device", "cpu", "--output", folder, *flags]
+
+
+def launch(*words):
+    done = subprocess.run(
+        words, cwd=HERE, env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_two_processes_give_the_loss_curve_of_one(tmp_path):
+    alone = train(shared_run(), RunOptions(tmp_path / "one", device="cpu", quiet=True))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = launch(*torchrun, *command("tiny_runs:shared_run", tmp_path / "two"))
+    assert done.stdout.count("result.json") == 1  # one process speaks
+    one, two = lines(tmp_path / "one"), lines(tmp_path / "two")
+    assert len(one) == len(two) == 20
+    for ours, theirs in zip(one, two, strict=True):
+        assert ours["step"] == theirs["step"]
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours.get("valid", {}) == pytest.approx(theirs.get("valid", {}), rel=1e-5)
+    shared = json.loads((tmp_path / "two" / "result.json").read_text())
+    assert shared["speed"] == "eager (a CUDA graph needs a CUDA device, got cpu)"
+    for split, measures in alone["test"].items():
+        assert shared["test"][split] == pytest.approx(measures, rel=1e-5)
+    last = [tmp_path / name / "checkpoints" / "step-000020" for name in ("one", "two")]
+    for part in ("model", "optimizer", "carry"):  # the carry holds the rows of both
+        ours, theirs = (load_file(folder / f"{part}.safetensors") for folder in last)
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            assert_same(theirs[name], ours[name])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_saves_says_how_to_go_on_and_goes_on(tmp_path, number):
+    folder = tmp_path / "run"
+    words = [sys.executable, *command("tiny_runs:long_run", folder)]
+    with subprocess.Popen(words, cwd=HERE, env=ENVIRONMENT, stderr=subprocess.PIPE) as process:
+        while not (folder / "metrics.jsonl").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(number)
+        told = process.communicate()[1].decode()
+        assert process.returncode == 130, told
+    step = lines(folder)[-1]["step"]
+    assert step < 3000
+    assert f"{number.name}: saved step " in told
+    assert f" of 3000 in {folder}; continue by adding --resume to the same command" in told
+    saved = json.loads((folder / "last").read_text())["checkpoint"]
+    assert f"saved step {int(saved.removeprefix('step-'))} of" in told
+    assert not (folder / "result.json").exists()
+    _, _, model = load_run(folder, "last")
+    assert not model.training
+
+
+def test_accelerate_launch_runs_a_recipe(tmp_path):
+    accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=1"]
+    launch(*accelerate, *command("tiny_runs:shared_run", tmp_path / "run", "--quiet"))
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["finished"]
+
+
+def test_an_interrupted_run_is_resumed_to_the_end_of_an_uninterrupted_one(
+    tmp_path, monkeypatch, capsys
+):
+    config = replace(long_run(), budget=shared_run().budget)
+    whole = train(config, RunOptions(tmp_path / "whole", device="cpu", quiet=True))
+    before = signal.getsignal(signal.SIGINT)
+    with monkeypatch.context() as patch:
+
+        def interrupt(seed, process, step, device):
+            seed_step(seed, process, step, device)
+            if step == 6:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        patch.setattr("tensor_memory.experiments.train.steps.seed_step", interrupt)
+        cut = train(config, RunOptions(tmp_path / "cut", device="cpu", quiet=True))
+    assert signal.getsignal(signal.SIGINT) is before
+    assert "SIGINT: saved step 7 of 20" in capsys.readouterr().err
+    assert not cut["finished"]
+    assert cut["test"] == {}
+    resumed = train(config, RunOptions(tmp_path / "cut", device="cpu", quiet=True, resume=True))
+    assert resumed["curve"] == whole["curve"]
+    assert resumed["test"] == whole["test"]
