@@ -1,0 +1,330 @@
+"""The figures show the numbers they say, in colours and type that can be read."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from torch import nn
+
+from memories import OPTIONS, make_memory, make_tokens
+from tensor_memory import MemoryConfig, MemoryResidual, Recording, record
+from tensor_memory.inspect import figures, pictures
+from tensor_memory.inspect.theme import DARK, LIGHT, WIDTH, is_dark, palette, theme
+
+CONFIGS = {
+    "one axis": MemoryConfig(channels=4, grid=(9,), chunk_size=4),
+    "two axes, heads": MemoryConfig(
+        channels=4, grid=(5, 8), chunk_size=4, read_heads=2, write_heads=2
+    ),
+    "three axes": MemoryConfig(channels=4, grid=(6, 6, 6), chunk_size=4),
+    "nearest, token reads": MemoryConfig(
+        channels=4, grid=(4, 6, 8), chunk_size=4, write="nearest", reads="token"
+    ),
+    "four axes": MemoryConfig(channels=4, grid=(2, 3, 4, 5), chunk_size=4),
+}
+
+
+class Stack(nn.Module):
+    def __init__(self, configs):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            MemoryResidual(make_memory(config, dtype=torch.float32), gate_init=gate)
+            for gate, config in enumerate(configs, start=-2)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x, _ = block(x)
+
+
+@pytest.fixture(scope="module")
+def recording():
+    torch.manual_seed(0)
+    model = Stack(CONFIGS.values())
+    with record(model, dtype=torch.float32) as recording:
+        model(make_tokens(2, 102, 3, dtype=torch.float32))
+    return recording
+
+
+@pytest.fixture
+def axis():
+    return Figure(layout="constrained").add_subplot()
+
+
+@pytest.fixture
+def solid():
+    return Figure().add_subplot(projection="3d")
+
+
+def lines(axis):
+    return {line.get_label(): line.get_xydata() for line in axis.lines}
+
+
+@pytest.mark.parametrize("number", range(len(CONFIGS)), ids=CONFIGS)
+def test_projections_show_the_largest_norm_along_each_line(axis, recording, number):
+    layer = recording[number]
+    figures.draw_projection(axis, layer, row=1, tiles=1)
+    (image,) = axis.images
+    shown = image.get_array().compressed()
+    assert shown.max() == pytest.approx(float(layer.hidden_norm[0, 1].max()))
+    # With one axis nothing lies in the line of sight: all voxels are there.
+    if layer.config.axes < 3:
+        values = np.unique(layer.hidden_norm[0, 1].numpy())
+        assert np.array_equal(np.unique(shown), values)
+    elif layer.config.axes == 3:
+        walls = [layer.hidden_norm[0, 1].amax(axis).flatten() for axis in range(3)]
+        assert np.array_equal(np.unique(shown), np.unique(torch.cat(walls).numpy()))
+
+
+def test_slices_go_through_the_voxel_that_held_most(axis):
+    memory = make_memory(CONFIGS["three axes"], dtype=torch.float32)
+    with record(memory) as recording:
+        memory(make_tokens(1, 8, 3, dtype=torch.float32))
+    layer = recording[0]
+    layer.hidden_norm.zero_()
+    layer.hidden_norm[:, 0, 4, 2, 1] = 7.0  # z, y, x
+    figures.draw_slices(axis, layer)
+    assert axis.get_title("left").startswith("slices of ‖h‖ through voxel x 1, y 2, z 4")
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["y, x", "z, x", "z, y"]
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["after 4", "after 8"]
+    image = axis.images[0].get_array()
+    cells = (image == 7.0).sum()
+    repeated = round(16 / 6) ** 2
+    assert cells == 3 * 2 * repeated  # one voxel in each of three planes at two moments
+
+
+def test_moments_are_spread_over_the_whole_stream(axis, recording):
+    figures.draw_slices(axis, recording[2])
+    heads = [label.get_text() for label in axis.get_xticklabels()]
+    assert heads == ["after 4", "after 24", "after 44", "after 64", "after 84", "after 102"]
+
+
+def test_the_mask_of_a_write_is_shown_through_its_peak(axis, recording):
+    figures.draw_mask(axis, recording[2], chunk=1)
+    image = axis.images[0].get_array()
+    mask = recording[2].mask(1, 0)
+    assert image.max() == pytest.approx(float(mask.max()))
+    sigma = float(recording[2].spread[1, 0])
+    assert axis.get_title("left") == f"mask of chunk 1, tokens 4 to 7, σ = {sigma:.2f}"
+
+
+def test_a_mask_that_was_never_written_says_so(axis, recording):
+    figures.draw_mask(axis, recording[2], chunk=25)
+    assert axis.get_title("left") == "mask of chunk 25, nothing was written"
+
+
+def test_gates_are_drawn_where_chunks_were_written(axis, recording):
+    layer = recording[0]
+    figures.draw_gates(axis, layer, row=1)
+    drawn = lines(axis)
+    assert list(drawn) == ["input", "forget", "output"]
+    for gate, points in enumerate(drawn.values()):
+        assert points[:, 0].tolist() == list(range(4, 101, 4))
+        np.testing.assert_allclose(points[:, 1], layer.gates[:25, 1, gate])
+
+
+def test_the_state_norm_is_that_of_the_whole_grid(axis, recording):
+    figures.draw_state_norm(axis, recording)
+    drawn = lines(axis)
+    assert list(drawn) == recording.names
+    norms = recording[3].hidden_norm[:, 0].flatten(1).norm(dim=1)
+    np.testing.assert_allclose(drawn["blocks.3"][:, 1], norms, rtol=1e-6)
+
+
+def test_gate_and_use_show_the_gate_and_the_median_share(axis, recording):
+    figures.draw_use(axis, recording)
+    marks = [line.get_xydata() for line in axis.lines if len(line.get_xydata()) == 1]
+    gates = [float(point[0, 0]) for point in marks[1::2]]
+    assert gates == pytest.approx([layer.gate for layer in recording.layers])
+    medians = [float(point[0, 0]) for point in marks[::2]]
+    expected = [layer.use.double().flatten().quantile(0.5).item() for layer in recording.layers]
+    assert medians == pytest.approx(expected)
+    assert [label.get_text() for label in axis.get_yticklabels()] == recording.names
+
+
+def made_layer(norms):
+    memory = make_memory(MemoryConfig(channels=2, grid=(4,), chunk_size=1), dtype=torch.float32)
+    with record(memory, dtype=torch.float32) as recording:
+        memory(make_tokens(1, len(norms), 3, dtype=torch.float32))
+    recording[0].hidden_norm[:, 0] = torch.tensor(norms)
+    return recording[0]
+
+
+def test_occupancy_counts_voxels_and_how_evenly_they_are_used(axis):
+    layer = made_layer([[1.0, 0, 0, 0], [1.0, 1, 1, 1], [1.0, 1, 0.01, 0]])
+    figures.draw_occupancy(axis, layer)
+    above, effective = (points[:, 1] for points in lines(axis).values())
+    assert above.tolist() == [0.25, 1.0, 0.5]
+    assert effective[:2].tolist() == [0.25, 1.0]
+    assert effective[2] == pytest.approx(0.5, abs=1e-3)
+
+
+def test_occupancy_of_an_empty_grid_is_none(axis):
+    figures.draw_occupancy(axis, made_layer([[0.0, 0, 0, 0]]))
+    assert [points[0, 1] for points in lines(axis).values()] == [0, 0]
+
+
+def test_saturation_counts_coordinates_at_the_border(axis):
+    layer = made_layer([[1.0] * 4] * 4)
+    layer.read_at.copy_(torch.tensor([0.99, -0.96, 0.2, 0.0]).reshape(4, 1, 1, 1))
+    layer.write_at.copy_(torch.tensor([-1.0, 1.0, 0.99, float("nan")]).reshape(4, 1, 1, 1))
+    figures.draw_saturation(axis, layer)
+    labels = [text.get_text() for text in axis.get_legend().get_texts()]
+    assert sorted(labels) == ["reads:\n50% beyond 0.95", "writes:\n100% beyond 0.95"]
+
+
+def test_trajectories_pass_through_the_recorded_places(solid, recording):
+    layer = recording[2]
+    figures.draw_trajectories(solid, layer, shown=5)
+    middles = [np.stack(path._offsets3d, -1)[0] for path in solid.collections]
+    for chunk in range(21, 26):
+        at = layer.read_at[chunk, 0, 0].numpy()
+        assert any(np.allclose(at, middle) for middle in middles)
+    assert solid.get_title("left").endswith("tokens 84 to 101")
+    ring = layer.spread[21, 0, 0]
+    circles = [np.stack(line.get_data_3d(), -1) for line in solid.lines if len(line.get_xdata())]
+    far = np.linalg.norm(circles[0] - layer.write_at[21, 0, 0].numpy(), axis=1)
+    np.testing.assert_allclose(far[~np.isnan(far)], float(ring), rtol=1e-4)
+    assert all((np.abs(circle) <= 1)[~np.isnan(circle)].all() for circle in circles)
+
+
+def test_a_flat_axis_is_refused_where_space_is_needed(axis, recording):
+    with pytest.raises(ValueError, match="expected a 3-D axis, got a flat one; make it with"):
+        figures.draw_trajectories(axis, recording[0])
+
+
+def test_nothing_recorded_is_said_not_drawn(axis):
+    with record(make_memory(OPTIONS["paper"])) as recording:
+        pass
+    layer = recording[0]
+    for draw in (
+        figures.draw_slices,
+        figures.draw_projection,
+        figures.draw_gates,
+        figures.draw_occupancy,
+        figures.draw_saturation,
+    ):
+        axis.clear()
+        draw(axis, layer)
+        assert [text.get_text() for text in axis.texts] == ["nothing recorded"]
+    for draw in (figures.draw_use, figures.draw_state_norm):
+        axis.clear()
+        draw(axis, recording)
+        assert [text.get_text() for text in axis.texts] == ["nothing recorded"]
+
+
+def luminance(colour):
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
+    return float(np.dot(linear, [0.2126, 0.7152, 0.0722]))
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_lines_and_type_stand_out_from_the_paper(dark):
+    with theme(dark=dark):
+        axis = Figure().add_subplot()
+    paper = luminance(axis.get_facecolor())
+    assert is_dark(axis) == dark
+    type_colour = axis.title.get_color()
+    contrasts = {}
+    for colour in (*palette(axis)[:4], type_colour):
+        high, low = sorted([luminance(colour), paper], reverse=True)
+        contrasts[colour] = (high + 0.05) / (low + 0.05)
+    assert contrasts.pop(type_colour) > 7  # what accessibility guides ask of small type
+    assert min(contrasts.values()) > 3  # and of graphics
+
+
+# How the three kinds of colour blindness see linear RGB (Machado and others, 2009, severity 1).
+BLINDNESS = {
+    "protan": [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
+    "deutan": [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],
+    "tritan": [[1.256, -0.077, -0.179], [-0.078, 0.931, 0.148], [0.005, 0.691, 0.304]],
+}
+
+
+def lab(linear):
+    to_xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+    x, y, z = np.cbrt((np.array(to_xyz) @ linear) / np.array([0.9505, 1.0, 1.089]))
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("kind", BLINDNESS)
+@pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
+def test_colours_that_meet_in_one_figure_differ_to_every_eye(colours, kind):
+    def seen(colour):
+        srgb = np.array(to_rgb(colour))
+        linear = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
+        return lab(np.clip(np.array(BLINDNESS[kind]) @ linear, 0, 1))
+
+    for one, other in itertools.combinations(colours[:3], 2):
+        assert np.linalg.norm(seen(one) - seen(other)) > 15, (one, other)
+
+
+def drawn_texts(figure):
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.draw(renderer)
+    hidden = set()
+    for axis in figure.axes:
+        for side in (axis.xaxis, axis.yaxis, *([axis.zaxis] if hasattr(axis, "zaxis") else [])):
+            shown = [t for tick in side._update_ticks() for t in (tick.label1, tick.label2)]
+            labels = [text for tick in side.majorTicks for text in (tick.label1, tick.label2)]
+            hidden |= {text for text in labels if text not in shown}
+    figure.draw(renderer)  # asking for ticks has moved those of a 3-D axis
+    return [
+        (text.get_text(), text.get_window_extent(renderer))
+        for text in figure.findobj(Text)
+        if text.get_text().strip() and text.get_visible() and text not in hidden
+    ]
+
+
+@pytest.mark.parametrize("number", range(len(CONFIGS)), ids=CONFIGS)
+def test_no_label_overlaps_another_or_leaves_the_figure(tmp_path, recording, number, monkeypatch):
+    looked_at = []
+
+    def look(self, *_, **__):
+        looked_at.append(self)
+
+    monkeypatch.setattr(Figure, "savefig", look)
+    monkeypatch.setattr(pictures, "write_whole", lambda path, write: write(path))
+    pictures.write_figures(recording, tmp_path, layers=[number], row=0)
+    assert len(looked_at) == 9
+    for figure in looked_at:
+        assert figure.get_size_inches()[0] == WIDTH
+        texts = drawn_texts(figure)
+        width, height = figure.bbox.width, figure.bbox.height
+        for name, box in texts:
+            assert box.x0 > -2, name
+            assert box.x1 < width + 2, name
+            assert box.y0 > -2, name
+            assert box.y1 < height + 2, name
+        for (name, box), (other, others) in itertools.combinations(texts, 2):
+            assert not box.shrunk(0.9, 0.9).overlaps(others.shrunk(0.9, 0.9)), (name, other)
+
+
+def test_every_figure_is_written_in_both_themes(tmp_path, recording, monkeypatch):
+    monkeypatch.setattr(pictures, "DPI", 30)  # small pictures are written fast
+    shown = Recording([recording[2, :4]])
+    files = pictures.write_figures(shown, tmp_path / "a", themes=("light", "dark"), row=1)
+    assert sorted(path.name for path in files) == sorted(
+        f"{name}-{kind}.png"
+        for kind in ("light", "dark")
+        for name in (
+            *(f"{kind}-0" for kind in pictures.OF_A_LAYER),
+            *pictures.OF_ALL,
+        )
+    )
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in files)
+    again = pictures.write_figures(shown, tmp_path / "b", themes=("light",), row=1)
+    for path in again:  # the same recording gives the same file
+        assert path.read_bytes() == (tmp_path / "a" / path.name).read_bytes()
+
+
+def test_a_row_or_a_layer_that_is_not_there_is_named(tmp_path, recording):
+    with pytest.raises(ValueError, match="row: expected one of 0 to 1, got 2"):
+        pictures.write_figures(recording, tmp_path, row=2)
+    with pytest.raises(ValueError, match=r"layer: expected a number below 5 or one of blocks\.0"):
+        pictures.write_figures(recording, tmp_path, layers=["x"])
