@@ -1,9 +1,11 @@
 """The vision page: rows by method and variant, costs against T, places filled from records."""
 
-import copy
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from tensor_memory import MemoryConfig
 from tensor_memory.experiments.recipes.images import cub
 from tensor_memory.experiments.recipes.video import ucf101_nine
 from tensor_memory.experiments.results.records import config_dict, write_result
@@ -20,16 +22,16 @@ from tensor_memory.experiments.results.vision_runs import grouped, peak
 GIB = 2**30
 
 
-def record(config, *, method, seed=0, labels=None, **values):
-    plain = copy.deepcopy(config_dict(config))
-    plain["seed"], plain["model"]["method"] = seed, method
+def record(config, *, method, seed=0, model=None, **values):
+    plain = config_dict(replace(config, model=replace(config.model, method=method, **model or {})))
+    plain["seed"] = seed
     return {
         "kind": "run",
         "recipe": config.recipe,
         "config": plain,
         "method": method,
         "seed": seed,
-        "labels": labels or {},
+        "labels": {},
         "parameters": 5_014_373,
         "state_bytes": 0,
         "shared_device": False,
@@ -51,7 +53,7 @@ def image_record(method, psnr, seed=0, **values):
     return record(cub(), method=method, seed=seed, task="cub200@120px", test=test, **values)
 
 
-def video_record(method, frames, accuracy, seed=0, labels=None, **values):
+def video_record(method, frames, accuracy, seed=0, **values):
     config = ucf101_nine()
     test = {"test": {"accuracy": accuracy, "top5": 0.9}}
     for k in (frames // 4, frames // 2):
@@ -62,7 +64,6 @@ def video_record(method, frames, accuracy, seed=0, labels=None, **values):
         config,
         method=method,
         seed=seed,
-        labels={"frames": frames, "readout": "mean"} | (labels or {}),
         task=f"ucf101-9@128x96 T={frames}",
         test=test,
         facts={"frames": frames, "chance": 1 / 9, "resident_bytes": GIB},
@@ -73,14 +74,14 @@ def video_record(method, frames, accuracy, seed=0, labels=None, **values):
 
 
 def test_rows_are_named_by_what_departs_from_the_usual():
-    usual = {"scope": "layer", "K": 16}
-    runs = [image_record("spatial", 20.0, seed, labels=usual) for seed in (0, 1)]
-    runs.append(image_record("spatial", 20.1, labels={"scope": "depth", "K": 4}))
-    runs.append(image_record("base", 19.0))
+    runs = [image_record("spatial", 20.0, seed, model={"gate_init": 1.0}) for seed in (0, 1)]
+    finer = {"scope": "depth", "gate_init": 1.0, "memory": MemoryConfig(channels=16, chunk_size=4)}
+    runs.append(image_record("spatial", 20.1, model=finer))
+    runs.append(image_record("base", 19.0, model={"gate_init": 1.0}))
     assert [(label, len(found)) for label, found in grouped(runs)] == [
         ("base", 1),
         ("spatial", 2),
-        ("spatial (scope depth, K 4)", 1),
+        ("spatial (grid 8×8×8, K 4, scope depth)", 1),
     ]
 
 
@@ -154,6 +155,7 @@ def test_growth_tells_linear_from_quadratic_and_ratios_are_to_frames():
     assert table["joint"]["growth of time"] == "T^2.00"
     assert table["joint"]["growth of memory"] == "T^2.00"
     assert list(table["joint"])[-1] == "growth of memory"
+    assert not any("growth" in name for name in cost_table(costs(), growths=False)[0])
 
 
 def test_runs_that_shared_their_device_tell_no_time():
@@ -167,7 +169,7 @@ def test_the_clips_that_lie_on_the_device_are_no_cost_of_a_method():
 
 PAGE = "".join(
     f"text\n<!-- {name} -->\nold\n<!-- /{name} -->\n"
-    for name in ("reconstruction", "actions", "missing", "cost")
+    for name in ("reconstruction", "actions", "missing", "cost", "cost-published")
 )
 
 
@@ -179,6 +181,7 @@ def test_the_command_fills_the_page_from_results(tmp_path, capsys):
     for run in costs():
         write_result(results / "cost", run)
         write_result(results / "video", run)
+        write_result(results / "cost-published", run)
     assert main([str(results), str(page)]) == 0
     filled = page.read_text()
     assert "old" not in filled
@@ -189,7 +192,10 @@ def test_the_command_fills_the_page_from_results(tmp_path, capsys):
     )
     assert (page.parent / "images" / "vision-missing.svg").stat().st_size > 10_000
     assert (page.parent / "images" / "vision-cost.png").stat().st_size > 10_000
-    assert "filled reconstruction, actions, missing and cost" in capsys.readouterr().out
+    assert (
+        "filled reconstruction, actions, missing, cost and cost-published"
+        in capsys.readouterr().out
+    )
     main([str(results), str(page)])
     assert page.read_text() == filled
 
@@ -199,7 +205,14 @@ def test_what_has_no_records_stays_as_it_was(tmp_path):
     page.write_text(PAGE)
     write_result(results / "images", image_record("base", 20.0))
     main([str(results), str(page)])
-    assert page.read_text().count("old") == 3
+    assert page.read_text().count("old") == 4
+
+
+def test_the_vision_page_has_every_place():
+    page = (Path(__file__).parents[2] / "docs" / "vision.md").read_text()
+    names = ("reconstruction", "actions", "missing", "cost", "cost-published")
+    filled = fill(page, {name: f"table of {name}" for name in names})
+    assert all(f"table of {name}\n" in filled for name in names)
 
 
 def test_a_page_without_the_place_is_refused():

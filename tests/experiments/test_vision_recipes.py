@@ -2,17 +2,20 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from vision_data import CLASSES, write_cub, write_ucf
 
 from tensor_memory import MemoryConfig
 from tensor_memory.experiments.commands.arguments import parse_run
+from tensor_memory.experiments.commands.grid import expand, read_plan
 from tensor_memory.experiments.recipes import load_recipes
 from tensor_memory.experiments.recipes.images import cub, cub_published
 from tensor_memory.experiments.recipes.video import NINE, ucf101_nine, ucf101_published
 from tensor_memory.experiments.train import RunOptions, train
 
+GRIDS = Path(__file__).parents[2] / "grids"
 MEMORY = MemoryConfig(channels=4, grid=(3, 3, 3), chunk_size=2)
 
 
@@ -148,3 +151,13 @@ def test_recipes_state_the_protocols_they_are_named_after():
     assert published.model.memory == MemoryConfig(channels=64, grid=(8, 8, 8), chunk_size=8)
     assert ucf101_nine().task.classes == NINE
     assert len(NINE) == 9
+
+
+@pytest.mark.parametrize("plan", sorted(GRIDS.glob("vision-*.toml")), ids=lambda path: path.stem)
+def test_the_grids_of_the_page_can_be_planned(plan):
+    runs = expand(read_plan(plan, ["--task.data-dir", "somewhere"]))
+    assert len({run.name for run in runs}) == len(runs) >= 7
+    if "cost" not in plan.stem:
+        methods = {run.config.model.method for run in runs}
+        assert len(methods) == 5
+        assert {run.config.seed for run in runs} == {0, 1, 2}

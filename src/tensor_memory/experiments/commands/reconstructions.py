@@ -103,7 +103,7 @@ def load_runs(folders: Sequence[Path]) -> tuple[MaskedImages, dict[str, Model]]:
     task: MaskedImages | None = None
     models: dict[str, Model] = {}
     for folder in folders:
-        _, found, model = load_run(folder)
+        config, found, model = load_run(folder)
         if not isinstance(found, MaskedImages):
             raise ValueError(
                 f"{folder}: expected a run of masked reconstruction, got one of {found.name}"
@@ -111,7 +111,7 @@ def load_runs(folders: Sequence[Path]) -> tuple[MaskedImages, dict[str, Model]]:
         if task is not None and found.config != task.config:
             raise ValueError(f"{folder}: expected the task of {folders[0]}, got another")
         task = task or found
-        name = model.config.method  # type: ignore[union-attr]
+        name = config.model.method
         labels = ", ".join(f"{key} {value}" for key, value in model.labels().items())
         models[f"{name} ({labels})" if name in models else name] = model
     assert task is not None

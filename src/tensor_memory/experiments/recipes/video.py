@@ -10,6 +10,8 @@ with a region missing.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tensor_memory.experiments.models.video import VideoModelConfig
 from tensor_memory.experiments.recipes import recipe
 from tensor_memory.experiments.run_config import BudgetConfig, OptimizerConfig, RunConfig
@@ -46,6 +48,18 @@ def ucf101_nine() -> Run:
             checkpoint_every=700,
         ),
         precision="bf16",
+    )
+
+
+@recipe("ucf101-9-cost", expected="ten seconds on one H200, alone on it")
+def ucf101_cost() -> Run:
+    """Sixty steps of `ucf101-9` for step time and peak memory; its accuracy means nothing."""
+    made = ucf101_nine()
+    return replace(
+        made,
+        recipe="ucf101-9-cost",
+        task=replace(made.task, missing=(), region=0.0),
+        budget=replace(made.budget, steps=60, evaluate_every=60, checkpoint_every=60),
     )
 
 

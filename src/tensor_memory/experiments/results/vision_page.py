@@ -2,9 +2,10 @@
 
     python -m tensor_memory.experiments.results.vision_page results/vision docs/vision.md
 
-The folder holds `images`, `video` and `cost`: runs of masked reconstruction, runs of action
-recognition, and short runs alone on their device that tell time and memory. What stands between
-`<!-- NAME -->` and `<!-- /NAME -->` of the page is replaced; a table without records stays as is.
+The folder holds `images`, `video`, `cost` and `cost-published`: runs of masked reconstruction, runs
+of action recognition, and short runs alone on their device that tell time and memory. What stands
+between `<!-- NAME -->` and `<!-- /NAME -->` of the page is replaced; a table without records stays
+as it is.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ def missing_table(records: Sequence[Record]) -> Table:
     return _same_columns(table)
 
 
-def cost_table(records: Sequence[Record]) -> Table:
-    """Step time and peak memory by T, of runs alone on their device.
+def cost_table(records: Sequence[Record], *, growths: bool = True) -> Table:
+    """Step time and peak memory by T, of runs alone on their device, and how much of `frames`.
 
     `growth` is d log(ms) / d log(T) between the two longest: 1 is linear, 2 quadratic.
     """
@@ -101,8 +102,9 @@ def cost_table(records: Sequence[Record]) -> Table:
             reference = methods.get("frames", {}).get(frames)
             times = f" ({record['step_ms'] / reference['step_ms']:.1f}×)" if reference else ""
             line[f"T = {frames}"] = f"{record['step_ms']:.1f} ms{times}, {bytes_text(peak(record))}"
-        line["growth of time"] = growth(found, lambda record: record["step_ms"])
-        line["growth of memory"] = growth(found, peak)
+        if growths:
+            line["growth of time"] = growth(found, lambda record: record["step_ms"])
+            line["growth of memory"] = growth(found, peak)
         table.append(line)
     return _same_columns(table)
 
@@ -134,7 +136,7 @@ def blocks(folder: Path, figures: Path) -> dict[str, str]:
     """Markdown by the name of its place in the page, of what there are records for."""
     found = {
         kind: [r for r in read_results([folder / kind]) if r["finished"]]
-        for kind in ("images", "video", "cost")
+        for kind in ("images", "video", "cost", "cost-published")
         if (folder / kind).is_dir()
     }
     texts: dict[str, str] = {}
@@ -149,6 +151,9 @@ def blocks(folder: Path, figures: Path) -> dict[str, str]:
         files = draw_cost(cost, figures / "vision-cost")
         shown = f"![Step time and peak memory against T](images/{files[0].name})\n"
         texts["cost"] = shown + "\n" + markdown(cost_table(cost)) + "\n" + caption(cost)
+    if published := found.get("cost-published"):
+        table = markdown(cost_table(published, growths=False))
+        texts["cost-published"] = table + "\n" + caption(published)
     return texts
 
 

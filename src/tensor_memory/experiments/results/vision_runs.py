@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tensor_memory.experiments.results.comparison import Record
+from tensor_memory.experiments.results.comparison import Record, flatten, show
+from tensor_memory.experiments.results.records import config_dict, config_from_dict
 from tensor_memory.experiments.results.wording import listing
+
+SHORT = {"memory.chunk_size": "K", "memory.channels": "C", "memory_layers": "layers"}
+"""Names of fields in labels, where they are not the last part of the field."""
 
 ORDER = ("base", "joint", "frames", "wide", "local", "registers", "spatial")
 """Of methods in tables and figures."""
@@ -18,25 +22,35 @@ Group = tuple[str, list[Record]]
 def grouped(records: Sequence[Record]) -> list[Group]:
     """Runs that differ in their seed alone, under what tells them from the others.
 
-    The label is the method, and the labels by which a row departs from the method's usual ones.
+    The label is the method, and what of its model is not as the model's config has it by default;
+    a departure that all records share goes without saying.
     """
-    found: dict[tuple[str, tuple[tuple[str, str], ...]], list[Record]] = {}
-    for record in records:
-        labels = tuple((name, _show(value)) for name, value in record["labels"].items())
-        found.setdefault((record["method"], labels), []).append(record)
-    usual: dict[str, dict[str, str]] = {}
-    for method, labels in sorted(found, key=lambda key: -len(found[key])):
-        usual.setdefault(method, dict(labels))
-    groups = []
-    for (method, labels), runs in found.items():
-        apart = [f"{n} {v}" for n, v in labels if n != "frames" and v != usual[method].get(n)]
+    departures = [_departures(record["config"]["model"]) for record in records]
+    shared = set.intersection(*(set(found.items()) for found in departures))
+    groups: dict[tuple[str, tuple[tuple[str, str], ...]], list[Record]] = {}
+    for record, found in zip(records, departures, strict=True):
+        apart = tuple(pair for pair in found.items() if pair not in shared)
+        groups.setdefault((record["method"], apart), []).append(record)
+    named = []
+    for (method, apart), runs in groups.items():
+        label = f"{method} ({', '.join(' '.join(pair) for pair in apart)})" if apart else method
         seeds = [run["seed"] for run in runs]
         if len(set(seeds)) != len(seeds):
             raise ValueError(
-                f"{method} {dict(labels)}: expected one run per seed, got seeds {listing(seeds)}"
+                f"{label}: expected one run per seed, got seeds {listing(sorted(seeds))}"
             )
-        groups.append((f"{method} ({', '.join(apart)})" if apart else method, runs))
-    return sorted(groups, key=lambda group: (_rank(group[1][0]["method"]), group[0]))
+        named.append((label, runs))
+    return sorted(named, key=lambda group: (_rank(group[1][0]["method"]), group[0]))
+
+
+def _departures(model: Mapping[str, Any]) -> dict[str, str]:
+    """Fields of a model's config that are not the default of its class, as they are shown."""
+    usual = flatten(config_dict(type(config_from_dict(model))()))
+    return {
+        SHORT.get(name, name.rpartition(".")[2]): show(value)
+        for name, value in flatten(model).items()
+        if name != "method" and value != usual.get(name)
+    }
 
 
 def by_frames(records: Sequence[Record]) -> dict[int, list[Record]]:
@@ -64,7 +78,3 @@ def peak(record: Record) -> int:
 
 def _rank(method: str) -> int:
     return ORDER.index(method) if method in ORDER else len(ORDER)
-
-
-def _show(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
