@@ -208,7 +208,8 @@ def test_a_plan_and_recipes_together_are_refused(capsys):
     assert "expected 1 or more, got 0" in capsys.readouterr().err
 
 
-def test_an_interrupted_sweep_saves_its_run_and_the_same_command_would_resume_it(tmp_path, capsys):
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_sweep_that_is_stopped_saves_its_run_and_would_resume_it(tmp_path, capsys, sent):
     tests = str(Path(__file__).parent)
     command = ["sweep", SIGN, "--device", "cpu", "--budget.steps", "10000000"]
     command += ["--budget.evaluate-every", "100", "--budget.checkpoint-every", "10000000"]
@@ -219,7 +220,7 @@ def test_an_interrupted_sweep_saves_its_run_and_the_same_command_would_resume_it
     deadline = time.monotonic() + 120
     while not list(tmp_path.glob("runs/*/metrics.jsonl")) and time.monotonic() < deadline:
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     assert process.wait(timeout=120) == 130
     (folder,) = (path for path in tmp_path.glob("runs/*") if path.is_dir())
     assert (folder / "last").exists()

@@ -108,6 +108,12 @@ def test_a_plan_is_read_from_toml_and_json(tmp_path: Path):
     assert runs[4].config.seed == 5
 
 
+def test_flags_beside_a_plan_are_stronger_than_what_it_sets(tmp_path: Path):
+    (tmp_path / "plan.toml").write_text(PLAN)
+    runs = expand(read_plan(tmp_path / "plan.toml", ["--budget.steps", "2"]))
+    assert {run.config.budget.steps for run in runs} == {2}
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [

@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,11 +51,29 @@ def sweep_command(arguments: Sequence[str], *, trainer: Train = train) -> int:
     for run in runs:
         if states[run.name] == "finished" and options.results is not None:
             _copy_result(options.output / run.name, options.results)
-    failures = _run_all(todo, states, options, trainer)
+    try:
+        with _terminated_as_interrupted():
+            failures = _run_all(todo, states, options, trainer)
+    except KeyboardInterrupt:
+        print("sweep: interrupted; the same command continues it", file=sys.stderr)
+        return 130
     print(f"{len(todo) - len(failures)} runs done, {skipped} skipped, {len(failures)} failed")
     for failed in failures:
         print(f"failed: {failed.job.name}: {failed.error}", file=sys.stderr)
     return 1 if failures else 0
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """Take SIGTERM, which time limits send, as Ctrl-C: runs are saved before all ends."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _stages(recipes: list[str], options: argparse.Namespace, flags: list[str]) -> list[Stage]:

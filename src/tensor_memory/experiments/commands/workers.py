@@ -164,8 +164,8 @@ def _serve(pipe: Connection, device: str, threads: int) -> None:
 
     import torch
 
-    if hasattr(os, "setsid"):
-        os.setsid()  # a Ctrl-C at the terminal reaches the parent alone, which passes it on once
+    if hasattr(os, "setpgrp"):
+        os.setpgrp()  # a Ctrl-C at the terminal reaches the parent alone, which passes it on once
     torch.set_num_threads(threads)
     while True:
         try:
