@@ -88,23 +88,22 @@ class Journal:
 class Stopwatch:
     """Times stretches of steps between moments when the device has caught up.
 
-    The first stretch of a sitting holds compilation, capture and first launches; it is dropped.
+    The first steps of a sitting hold compilation, capture and first launches; they are dropped.
     """
 
-    def __init__(self) -> None:
-        self._begun: float | None = None
-        self._paused = 0.0
-        self._warm = False
+    def __init__(self, first: int = 10) -> None:
+        self._cold = first
+        self._begun = self._paused = 0.0
 
     def lap(self, steps: int) -> tuple[int, float] | None:
         """End a stretch of `steps` and begin the next; call it right after reading the device."""
         now = time.perf_counter()
-        begun, paused = self._begun, self._paused
+        seconds = now - self._begun - self._paused
         self._begun, self._paused = now, 0.0
-        if begun is None or not self._warm:
-            self._warm = True
+        if self._cold > 0:
+            self._cold -= steps
             return None
-        return steps, now - begun - paused
+        return steps, seconds
 
     @contextmanager
     def pause(self) -> Iterator[None]:
