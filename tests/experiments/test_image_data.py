@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 from vision_data import write_cub, zipped
 
+from tensor_memory.experiments.tasks.decoded_cache import CacheWriter, Wanted
 from tensor_memory.experiments.tasks.image_files import (
     Source,
     chosen_by_hash,
@@ -236,3 +237,16 @@ def test_a_cache_of_files_that_changed_is_refused(tmp_path):
     Image.new("RGB", (90, 90)).save(changed)
     with pytest.raises(ValueError, match=r"decoded from a .*Bird_0002\.jpg of .* which now has"):
         load_images(Source(folder), cub_images(Source(folder)), side=24, cache=cache)
+
+
+def test_two_who_decode_at_once_leave_one_cache(cub, tmp_path):
+    source = Source(cub)
+    images = cub_images(source)
+    wanted = Wanted("images", {"short_side": 24}, [image.id for image in images])
+    folder = wanted.folder(tmp_path)
+    with CacheWriter(folder, wanted) as slower:
+        pixels = slower.array("pixels", (1, 3))
+        first = load_images(source, images, side=24, cache=tmp_path)
+        slower.finish({"pixels": pixels}, {})
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+    assert torch.equal(load_images(source, images, side=24, cache=tmp_path).pixels, first.pixels)

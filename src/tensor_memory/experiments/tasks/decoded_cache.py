@@ -78,8 +78,11 @@ class CacheWriter:
         }
         text = json.dumps(described, ensure_ascii=False) + "\n"
         (self.temporary / "cache.json").write_text(text, encoding="utf-8")
-        if not self.folder.exists():  # somebody else may have made the same one meanwhile
+        try:
             self.temporary.rename(self.folder)
+        except OSError:
+            if not self.folder.exists():  # else somebody has made the same one meanwhile
+                raise
 
 
 def open_cache(folder: Path, wanted: Wanted) -> tuple[dict[str, np.ndarray], dict[str, Any]] | None:

@@ -1,4 +1,4 @@
-"""The order in which a data set of known size is gone through, as a function of seed and place."""
+"""What training draws for data of known size: the order of rows, and numbers for each of them."""
 
 from __future__ import annotations
 
@@ -23,6 +23,15 @@ def epoch_rows(count: int, seed: int, start: int, stop: int) -> Tensor:
         parts.append(_shuffled(count, seed, epoch)[first:last])
         start += last - first
     return torch.cat(parts)
+
+
+def drawn(*shape: int, random: torch.Generator, device: torch.device | str = "cpu") -> Tensor:
+    """Numbers in [0, 1) drawn on the CPU, so that every device gets the same, and sent on.
+
+    From pinned memory where they go to a GPU: it then need not be waited for.
+    """
+    pinned = torch.device(device).type == "cuda"
+    return torch.rand(*shape, generator=random, pin_memory=pinned).to(device, non_blocking=True)
 
 
 @functools.lru_cache(maxsize=4)

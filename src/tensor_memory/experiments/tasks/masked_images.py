@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tensor_memory.experiments.tasks import Batch, Outputs, Sums, image_metrics
-from tensor_memory.experiments.tasks.epochs import epoch_rows
+from tensor_memory.experiments.tasks.epochs import drawn, epoch_rows
 from tensor_memory.experiments.tasks.image_files import (
     Source,
     cub_images,
@@ -129,9 +129,9 @@ class MaskedImages:
         c = self.config
         if split == "train":
             random = generator(self.seed, "images", index)
-            at = torch.rand(size, 2, generator=random).to(self.device)
-            flip = (torch.rand(size, generator=random) < 0.5).to(self.device)
-            noise = torch.rand(size, self.patches, generator=random).to(self.device)
+            at = drawn(size, 2, random=random, device=self.device)
+            flip = drawn(size, random=random, device=self.device) < 0.5
+            noise = drawn(size, self.patches, random=random, device=self.device)
             order = epoch_rows(len(self.ids["train"]), self.seed, index * size, (index + 1) * size)
             rows = self._rows["train"][order.to(self.device)]
             visible = noise.argsort(dim=1, stable=True)[

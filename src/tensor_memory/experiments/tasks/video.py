@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tensor_memory.experiments.tasks import Batch, Outputs, Sums
-from tensor_memory.experiments.tasks.epochs import epoch_rows
+from tensor_memory.experiments.tasks.epochs import drawn, epoch_rows
 from tensor_memory.experiments.tasks.masked_images import MEAN
 from tensor_memory.experiments.tasks.synthetic import generator
 from tensor_memory.experiments.tasks.video_cache import VideoStore, load_videos
@@ -147,7 +147,7 @@ class VideoTask:
         """One drawn start, crop and flip per clip in training; the middle elsewhere."""
         if split == "train":
             random = generator(self.seed, "clips", index)
-            draws = torch.rand(size, 4, generator=random).to(self.device)
+            draws = drawn(size, 4, random=random, device=self.device)
             count = len(self.names["train"])
             at = epoch_rows(count, self.seed, index * size, (index + 1) * size).to(self.device)
         else:
