@@ -82,7 +82,7 @@ def draw_trajectories(
     axis.plot([], [], [], "o", color=writes_in, markersize=6, alpha=0.7, **named)
     for name, set_limits in (("x", axis.set_xlim), ("y", axis.set_ylim), ("z", axis.set_zlim)):
         set_limits(-1, 1)
-        getattr(axis, f"set_{name}label")(name, labelpad=-4 if name == "z" else -8)
+        getattr(axis, f"set_{name}label")(name, labelpad=-4)
         getattr(axis, f"set_{name}ticks")([-0.5, 0, 0.5])
         axis.tick_params(axis=name, pad=0 if name == "z" else -3)
         pane = getattr(axis, f"{name}axis")
