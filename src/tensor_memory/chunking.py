@@ -97,3 +97,52 @@ def assign(
         last=chunk[:, -1].clamp(min=0),
         fill=torch.where(ends[:, -1], 0, count[:, -1] % K),
     )
+
+
+def aligned_calls(
+    length: int, waiting: int, flush: bool | int
+) -> list[tuple[slice, int, int, bool]]:
+    """A call of all rows together as calls of one scan each, where all know what waits.
+
+    Of each: its tokens, how many tokens wait before them, the length of its frames, and whether
+    these are flushed. What waits joins the first frame alone; a last, shorter frame stays open.
+    """
+    if isinstance(flush, bool):
+        return [(slice(0, length), waiting, length, flush)]
+    whole = length // flush * flush
+    begun = flush if waiting and whole else 0
+    calls = [
+        (slice(0, begun), waiting, flush, True),
+        (slice(begun, whole), 0, flush, True),
+        (slice(whole, length), 0 if whole else waiting, length - whole, False),
+    ]
+    return [call for call in calls if call[0].start < call[0].stop]
+
+
+def check_marks(
+    x: Tensor, mask: Tensor | None, reset: Tensor | None, flush: Tensor | bool | int
+) -> None:
+    """Raise unless the marks fit x (B, N, d)."""
+    for name, marks in (("mask", mask), ("reset", reset), ("flush", flush)):
+        if isinstance(marks, int) if name == "flush" else marks is None:
+            if marks is not None and not isinstance(marks, bool) and marks < 1:
+                raise ValueError(
+                    f"flush: expected at least 1 token per frame, got {marks}; "
+                    "False writes no unfinished chunk"
+                )
+            continue
+        if not isinstance(marks, Tensor) or marks.dtype != torch.bool:
+            got = marks.dtype if isinstance(marks, Tensor) else type(marks).__name__
+            raise TypeError(
+                f"{name}: expected a bool tensor of shape (B, N), got {got}; "
+                "convert it with .bool()"
+            )
+        if marks.shape != x.shape[:2]:
+            raise ValueError(
+                f"{name}: expected shape (B, N) = {tuple(x.shape[:2])}, "
+                f"got {tuple(marks.shape)}; give one mark per token of x"
+            )
+        if marks.device != x.device:
+            raise ValueError(
+                f"{name}: expected device {x.device} like x, got {marks.device}; move it with .to()"
+            )

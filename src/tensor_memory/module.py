@@ -16,9 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tensor_memory.chunking import assign
+from tensor_memory.chunking import aligned_calls, assign, check_marks
 from tensor_memory.config import MemoryConfig
-from tensor_memory.ops import BACKENDS, memory_read, memory_scan
+from tensor_memory.ops import BACKENDS, fused_layer, memory_read, products_of, scan_checked
+from tensor_memory.ops.placing import Placing
+from tensor_memory.ops.request import Request
 from tensor_memory.state import MemoryState
 
 SIGMA_FLOOR = 1e-4  # keeps the Gaussian from collapsing to a point
@@ -130,45 +132,63 @@ class TensorMemory(nn.Module):
             m (B, N, d) in x's type, and the state to continue from, differentiable until
             `state.detach()`.
         """
+        state = self._begin(x, state, mask, reset, flush)
+        if x.shape[1] == 0:
+            if flush is not True or state.aligned == 0:
+                return torch.zeros_like(x), state
+            mask = reset = None
+        marked = mask is not None or reset is not None
+        if state.aligned is None or marked or isinstance(flush, Tensor):
+            m, state = self._forward_rows(x, state, mask, reset, flush)
+            return m.to(x.dtype), state
+        parts = []
+        for tokens, *how in aligned_calls(x.shape[1], state.aligned, flush):
+            m, placing, state = self._forward_aligned(x[:, tokens], state, *how)
+            parts.append(placing.expand(m))
+        m = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+        return m.to(x.dtype), state
+
+    def _begin(
+        self,
+        x: Tensor,
+        state: MemoryState | None,
+        mask: Tensor | None,
+        reset: Tensor | None,
+        flush: Tensor | bool | int,
+    ) -> MemoryState:
+        """The state to start from, everything checked."""
         self._check(x, mask, reset, flush)
         if state is None:
-            state = MemoryState.zeros(
+            return MemoryState.zeros(
                 self.config, self.dim, x.shape[0], dtype=x.dtype, device=x.device
             )
-        elif not isinstance(state, MemoryState):
+        if not isinstance(state, MemoryState):
             raise TypeError(
                 f"state: expected a MemoryState, got {type(state).__name__}; "
                 "pass what the previous call returned, and mask, reset and flush by name"
             )
-        else:
-            state.require(self.config, x)
-        if x.shape[1] == 0:
-            if flush is not True:
-                return torch.zeros_like(x), state
-            mask = reset = None
-        marked = mask is not None or reset is not None or isinstance(flush, Tensor)
-        if state.aligned is not None and not marked:
-            if isinstance(flush, Tensor | bool):
-                m, state = self._forward_aligned(x, state, state.aligned, flush is True)
-            else:
-                m, state = self._forward_frames(x, state, state.aligned, flush)
-        else:
-            m, state = self._forward_rows(x, state, mask, reset, flush)
-        return m.to(x.dtype), state
+        state.require(self.config, x)
+        return state
 
     def _forward_aligned(
-        self, x: Tensor, state: MemoryState, waiting: int, flush: bool
-    ) -> tuple[Tensor, MemoryState]:
-        """All rows stand at the same place in their chunk, and the host knows which."""
+        self, x: Tensor, state: MemoryState, waiting: int, frame: int, flush: bool | int
+    ) -> tuple[Tensor, Placing, MemoryState]:
+        """All rows stand at the same place in their chunk, and the host knows which.
+
+        x (B, N, d) in the type to multiply in, frames of `frame` tokens -> a readout per chunk, or
+        per token where every token reads; who gets which; the state.
+        """
         B, N, d = x.shape
         K = self.config.chunk_size
-        written, left = (waiting + N) // K, (waiting + N) % K
-        if flush and left:
-            written, left = written + 1, 0
-        S = written + (left > 0)
-        padding = S * K - waiting - N
-        if waiting or padding:
-            x = torch.cat([state.tokens[:, :waiting], x, x.new_zeros(B, padding, d)], dim=1)
+        padded = -(-(waiting + frame) // K) * K
+        frames = N // frame if frame else 1
+        S, left = frames * padded // K, 0 if flush else (waiting + N) % K
+        written = S - (left > 0)
+        x = x.reshape(B, frames, frame, d)
+        if waiting:
+            x = torch.cat([state.tokens[:, None, :waiting].to(x.dtype), x], dim=2)
+        if padded > waiting + frame:
+            x = F.pad(x, (0, 0, 0, padded - waiting - frame))
         tokens = x.reshape(B, S, K, d)
 
         hidden, cell, parts = state.hidden, state.cell, []
@@ -182,56 +202,21 @@ class TensorMemory(nn.Module):
                 if begun_before
                 else memory_read(self._read_at(tokens[:, written:]), hidden).flatten(2)
             )
-        if not parts:
-            return x.new_zeros(B, 0, d), state
         reads = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
         if self.config.reads == "chunk" and waiting and written:
             reads = torch.cat([state.readout[:, None], reads[:, 1:]], dim=1)
 
-        m = self._readout(reads)[:, waiting : waiting + N]
+        m, repeat = self._readout(reads)
+        placing = Placing(repeat, frame, padded // repeat, waiting)
         if not (waiting or left):  # nothing was kept of an unfinished chunk, and nothing is
-            return m, replace(state, hidden=hidden, cell=cell)
-        kept = state.readout.shape[1]
-        return m, MemoryState(
-            hidden=hidden,
-            cell=cell,
-            tokens=tokens[:, -1].clone() if left else torch.zeros_like(state.tokens),
-            fill=torch.full_like(state.fill, left),
-            readout=reads[:, -1, :kept].clone() if left else torch.zeros_like(state.readout),
-            aligned=left,
-        )
-
-    def _forward_frames(
-        self, x: Tensor, state: MemoryState, waiting: int, frame: int
-    ) -> tuple[Tensor, MemoryState]:
-        """Every `frame` tokens a flush, all rows together; a last, shorter frame stays open."""
-        whole = x.shape[1] // frame * frame
-        begun = frame if waiting and whole else 0  # what waits joins the first frame alone
-        parts = []
-        if begun:
-            m, state = self._forward_aligned(x[:, :begun], state, waiting, flush=True)
-            parts.append(m)
-        if begun < whole:
-            m, state = self._forward_whole_frames(x[:, begun:whole], state, frame)
-            parts.append(m)
-        if whole < x.shape[1]:
-            waiting = 0 if whole else waiting
-            m, state = self._forward_aligned(x[:, whole:], state, waiting, flush=False)
-            parts.append(m)
-        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0], state
-
-    def _forward_whole_frames(
-        self, x: Tensor, state: MemoryState, frame: int
-    ) -> tuple[Tensor, MemoryState]:
-        """Frames that nothing waits before, one scan for all: each is padded to whole chunks."""
-        B, _, d = x.shape
-        K = self.config.chunk_size
-        x = x.reshape(B, -1, frame, d)
-        if frame % K:
-            x = F.pad(x, (0, 0, 0, -frame % K))
-        reads, hidden, cell = self._scan(x.reshape(B, -1, K, d), state.hidden, state.cell)
-        m = self._readout(reads).reshape(x.shape)[:, :, :frame].flatten(1, 2)
-        return m, replace(state, hidden=hidden, cell=cell)
+            return m, placing, replace(state, hidden=hidden, cell=cell)
+        if left:
+            last, kept = tokens[:, -1].to(state.tokens.dtype, copy=True), state.readout.shape[1]
+            readout = reads[:, -1, :kept].clone()
+        else:
+            last, readout = torch.zeros_like(state.tokens), torch.zeros_like(state.readout)
+        fill = torch.full_like(state.fill, left)
+        return m, placing, MemoryState(hidden, cell, last, fill, readout, aligned=left)
 
     def _forward_rows(
         self,
@@ -272,8 +257,9 @@ class TensorMemory(nn.Module):
             first = torch.where(begun_before, state.readout, reads[:, 0])
             reads = torch.cat([first[:, None], reads[:, 1:]], dim=1)
 
-        taken = place.slot.clamp(max=S * K - 1)
-        m = self._readout(reads).gather(1, taken[..., None].expand(B, N, d))
+        m, repeat = self._readout(reads)
+        taken = place.slot.clamp(max=S * K - 1) // repeat
+        m = m.gather(1, taken[..., None].expand(B, N, d))
         waiting = place.fill > 0
         row, kept = torch.arange(B, device=x.device), state.readout.shape[1]
         return m.masked_fill(~mask[..., None], 0), MemoryState(
@@ -295,24 +281,52 @@ class TensorMemory(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens (B, S, K, d) -> reads (B, S, Q·C) with Q = R or K·R, hidden, cell."""
         config = self.config
-        summary = self.write_proj(tokens.flatten(2))  # (B, S, d)
-        head = self.coordinate if config.share_coordinates else self.write_coordinate
-        reads, hidden, cell = memory_scan(
-            self._read_at(tokens),
-            self._coordinates(head, summary),
-            self._spread(summary) if config.write == "gaussian" else None,
-            self.content(summary).unflatten(-1, (config.write_heads, config.channels)),
+        read_at, write_at, spread, content = self._steer(tokens)
+        request = Request(
+            read_at.unflatten(-1, (-1, config.axes)),
+            write_at.unflatten(-1, (-1, config.axes)),
+            spread,
+            content.unflatten(-1, (config.write_heads, config.channels)),
             self.taps if config.mixing == "factorized" else None,
             self.mix.weight,
             self.mix.bias,
             hidden,
             cell,
-            writes=writes,
-            resets=resets,
-            backend=config.backend,
+            writes,
+            resets,
         )
+        products = products_of(tokens)
+        reads, hidden, cell = scan_checked(request, config.backend, None, products)
         assert reads is not None
         return reads.flatten(2), hidden, cell
+
+    def _steer(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """(B, S, K, d) -> where to read (B, S, Q·n) and write (B, S, M·n), how wide, and what.
+
+        (B, S, M) and (B, S, M·C); in float32 even under autocast, but for what is written.
+        """
+        config = self.config
+        spread = self.spread if config.write == "gaussian" else None
+        if config.share_coordinates:
+            for_reads = for_writes = self.coordinate
+        else:
+            for_reads, for_writes = self.read_coordinate, self.write_coordinate
+        layer = fused_layer(tokens, config.backend)
+        heads = (self.write_proj, for_reads, for_writes, self.content)
+        if layer is not None and layer.plain(*heads, *([] if spread is None else [spread])):
+            weights = layer.Heads(
+                *(head.weight for head in heads),
+                None if spread is None else spread.weight,
+                None if spread is None else spread.bias,
+            )
+            return layer.steer(tokens, weights, config.reads == "token", config.sigma_scale)
+        summary = self.write_proj(tokens.flatten(2))  # (B, S, d)
+        return (
+            self._read_at(tokens).flatten(2),
+            self._coordinates(for_writes, summary).flatten(2),
+            None if spread is None else self._spread(summary),
+            self.content(summary),
+        )
 
     def _read_at(self, tokens: Tensor) -> Tensor:
         """(B, S, K, d) -> (B, S, Q, n): the chunk's first token asks, or every token does."""
@@ -330,13 +344,13 @@ class TensorMemory(nn.Module):
         raw = self.spread(summary)
         return self.config.sigma_scale * (F.softplus(raw.to(_at_least_float32(raw))) + SIGMA_FLOOR)
 
-    def _readout(self, reads: Tensor) -> Tensor:
-        """m = W_out r, one per token: reads (B, S, Q·C) -> (B, S·K, d)."""
+    def _readout(self, reads: Tensor) -> tuple[Tensor, int]:
+        """m = W_out r, and for how many tokens each: reads (B, S, Q·C) -> (B, S or S·K, d)."""
         K = self.config.chunk_size
         reads = reads.to(self.output.weight.dtype)  # a host in half precision multiplies in it
         if self.config.reads == "token":
-            return self.output(reads.unflatten(-1, (K, -1))).flatten(1, 2)
-        return self.output(reads)[:, :, None].expand(-1, -1, K, -1).flatten(1, 2)
+            return self.output(reads.unflatten(-1, (K, -1))).flatten(1, 2), 1
+        return self.output(reads), K
 
     def _check(
         self, x: Tensor, mask: Tensor | None, reset: Tensor | None, flush: Tensor | bool | int
@@ -364,30 +378,7 @@ class TensorMemory(nn.Module):
                 f"x: expected {weight.dtype} like the memory's weights, got {x.dtype}; "
                 "convert one of them with .to(), or run under torch.autocast"
             )
-        for name, marks in (("mask", mask), ("reset", reset), ("flush", flush)):
-            if isinstance(marks, int) if name == "flush" else marks is None:
-                if marks is not None and not isinstance(marks, bool) and marks < 1:
-                    raise ValueError(
-                        f"flush: expected at least 1 token per frame, got {marks}; "
-                        "False writes no unfinished chunk"
-                    )
-                continue
-            if not isinstance(marks, Tensor) or marks.dtype != torch.bool:
-                got = marks.dtype if isinstance(marks, Tensor) else type(marks).__name__
-                raise TypeError(
-                    f"{name}: expected a bool tensor of shape (B, N), got {got}; "
-                    "convert it with .bool()"
-                )
-            if marks.shape != x.shape[:2]:
-                raise ValueError(
-                    f"{name}: expected shape (B, N) = {tuple(x.shape[:2])}, "
-                    f"got {tuple(marks.shape)}; give one mark per token of x"
-                )
-            if marks.device != x.device:
-                raise ValueError(
-                    f"{name}: expected device {x.device} like x, got {marks.device}; "
-                    "move it with .to()"
-                )
+        check_marks(x, mask, reset, flush)
 
 
 def _at_least_float32(tensor: Tensor) -> torch.dtype:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,6 +86,14 @@ def memory_scan(
         raise ValueError(
             f"checkpoint_every: expected None or a number of steps, got {checkpoint_every}"
         )
+    return scan_checked(request, backend, checkpoint_every, _products_dtype(request))
+
+
+def scan_checked(
+    request: Request, backend: str, checkpoint_every: int | None, products: torch.dtype
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """`memory_scan` of a request known to be sound, its products in the type given."""
+    hidden, writes, resets = request.hidden, request.writes, request.resets
     chosen = _choose(backend, request)
     ready = request.at_rest(request.dtype)
     if chosen == "reference":
@@ -95,18 +104,18 @@ def memory_scan(
             )
         with torch.autocast(hidden.device.type, enabled=False):
             reads, hidden, cell = reference.scan(*ready.floats, writes=writes, resets=resets)
-        if write_at.shape[1] == 0:
+        if request.write_at.shape[1] == 0:
             hidden, cell = hidden.clone(), cell.clone()
     else:
         keep = torch.is_grad_enabled() and any(
             value is not None and value.requires_grad for value in request.floats
         )
-        options = (keep, checkpoint_every or 0, _products_dtype(request), chosen)
+        options = (keep, checkpoint_every or 0, products, chosen)
         if direct.serves(ready):
             reads, hidden, cell = direct.scan(ready, *options)
         else:
             reads, hidden, cell, _ = operator.scan(*ready, *options)
-    return None if read_at is None else reads, hidden, cell
+    return None if request.read_at is None else reads, hidden, cell
 
 
 def memory_read(read_at: Tensor, hidden: Tensor) -> Tensor:
@@ -118,6 +127,17 @@ def memory_read(read_at: Tensor, hidden: Tensor) -> Tensor:
         return operator.read(at.contiguous(), volume.contiguous())
     with torch.autocast(hidden.device.type, enabled=False):
         return sampling.sample(volume, at.flatten(1, 2)).unflatten(1, read_at.shape[1:3])
+
+
+def fused_layer(x: Tensor, backend: str) -> Any | None:
+    """`ops.layer` where its functions can stand in for plain code around a fused scan of x."""
+    if backend not in ("auto", "triton") or not (x.is_cuda or backend == "triton"):
+        return None
+    if not direct.serves((x,)) or why_not("triton", x.device) is not None:
+        return None
+    from tensor_memory.ops import layer
+
+    return layer if layer.serves(x) else None
 
 
 def why_not(backend: str, device: torch.device) -> str | None:
@@ -186,7 +206,11 @@ def _announce(name: str, why: str) -> str:
 
 def _products_dtype(request: Request) -> torch.dtype:
     """The type a fused scan multiplies in: bfloat16 where the caller works in it."""
-    device = request.hidden.device.type
-    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    low = torch.bfloat16 in (request.content.dtype, autocast)
+    low = products_of(request.content) == torch.bfloat16
     return torch.bfloat16 if low else request.dtype
+
+
+def products_of(x: Tensor) -> torch.dtype:
+    """The type a matrix product of x runs in here."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

@@ -7,6 +7,7 @@ no tracer, no transform) the same functions run under a plain autograd function.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,13 +19,13 @@ from tensor_memory.ops.request import Request
 PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def serves(request: Request) -> bool:
+def serves(tensors: Iterable[Tensor | None]) -> bool:
     """Whether these are plain tensors and nothing but autograd looks on."""
     return not (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._are_functorch_transforms_active()
-        or any(value is not None and type(value) not in PLAIN for value in request)
+        or any(value is not None and type(value) not in PLAIN for value in tensors)
     )
 
 

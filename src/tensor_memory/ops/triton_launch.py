@@ -21,7 +21,7 @@ _DIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Tensor | int, **settings: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Tensor | float, **settings: Any) -> None:
     """kernel[grid](*arguments, **settings): constants and launch options by name.
 
     The kernel must not specialise on the value of any integer argument.
@@ -37,7 +37,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Tensor | int, **setti
 
 
 def _variant(
-    kernel: Any, arguments: tuple[Tensor | int, ...], settings: dict[str, Any]
+    kernel: Any, arguments: tuple[Tensor | float, ...], settings: dict[str, Any]
 ) -> tuple[Any, ...] | None:
     """What decides which machine code runs; None for what is rare: odd pointers, huge integers."""
     types: list[Any] = []

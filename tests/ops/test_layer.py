@@ -1,0 +1,174 @@
+"""What surrounds a fused scan, against the plain code it stands in for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from scans import HERE
+from torch import Tensor
+
+from memories import OPTIONS, assert_same_state
+from tensor_memory import MemoryConfig, MemoryResidual, MemoryState, TensorMemory, residual
+from tensor_memory.ops import fused_layer, why_not
+from tolerances import RMS_RATIO, assert_same, assert_same_rms
+
+pytestmark = pytest.mark.skipif(
+    why_not("triton", HERE) is not None, reason=f"triton: {why_not('triton', HERE)}"
+)
+DIM = 10
+SERVED = {  # what differs outside the scan; interpreted, every voxel counts
+    name: replace(OPTIONS[name], backend="triton", channels=16, grid=(2,))
+    for name in ("paper", "token reads, heads", "separate coordinates", "nearest", "sigma, biases")
+}
+SMALL = SERVED["paper"]
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    """torch.empty gives NaN, so that what nobody has written shows."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def build(config: MemoryConfig, seed: int = 0, **options: float) -> MemoryResidual:
+    torch.manual_seed(seed)
+    layer = MemoryResidual(TensorMemory(DIM, config), gate_init=0.3, **options).to(HERE)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape).to(HERE)
+    return layer
+
+
+def everything(layer: MemoryResidual, x: Tensor, state: MemoryState | None, **call) -> dict:
+    """Output, state and every gradient."""
+    x = x.clone().requires_grad_()
+    layer.zero_grad()
+    out, after = layer(x, state, **call)
+    weight = torch.linspace(-1, 1, out.numel()).reshape(out.shape).to(out)
+    ((out * weight).sum() + after.cell.square().sum()).backward()
+    found = {"out": out.detach(), "state": after.detach(), "x": x.grad}
+    return found | {name: p.grad for name, p in layer.named_parameters()}
+
+
+def plainly(monkeypatch) -> None:
+    """From here on nothing is fused but the scan."""
+    monkeypatch.setattr(residual, "fused_layer", lambda *_: None)
+    monkeypatch.setattr("tensor_memory.module.fused_layer", lambda *_: None)
+
+
+def assert_fused_is_plain(layer, monkeypatch, x, state=None, **call) -> None:
+    got = everything(layer, x, state, **call)
+    plainly(monkeypatch)
+    expected = everything(layer, x, state, **call)
+    assert_same_state(got.pop("state"), expected.pop("state"))
+    for name, value in expected.items():
+        if value is None:
+            assert got[name] is None, name
+        else:
+            assert_same_rms(name, got[name], value.double(), torch.float32)
+
+
+@pytest.mark.parametrize("option", SERVED)
+def test_a_fused_layer_is_the_plain_one(option, monkeypatch):
+    x = torch.randn(2, 6, DIM).to(HERE)  # whole chunks of 1 and of 3
+    assert_fused_is_plain(build(SERVED[option]), monkeypatch, x)
+
+
+@pytest.mark.parametrize("reads", ["chunk", "token"])
+@pytest.mark.parametrize(("waiting", "length"), [(0, 5), (1, 1), (2, 4), (2, 1)])
+def test_a_fused_layer_continues_an_unfinished_chunk(reads, waiting, length, monkeypatch):
+    layer = build(replace(SMALL, reads=reads))
+    x = torch.randn(2, waiting + length, DIM).to(HERE)
+    state = None
+    if waiting:
+        state = layer(x[:, :waiting])[1].detach()
+    assert_fused_is_plain(layer, monkeypatch, x[:, waiting:], state)
+
+
+@pytest.mark.parametrize("reads", ["chunk", "token"])
+@pytest.mark.parametrize("flush", [True, 4, 2])
+def test_a_fused_layer_flushes_frames(reads, flush, monkeypatch):
+    layer = build(replace(SMALL, reads=reads))
+    x = torch.randn(2, 8, DIM).to(HERE)
+    assert_fused_is_plain(layer, monkeypatch, x, flush=flush)
+
+
+def test_under_autocast_a_fused_layer_is_as_exact_as_the_plain_one(monkeypatch):
+    layer, x = build(SMALL), torch.randn(2, 6, DIM).to(HERE)
+    with torch.autocast(HERE.type, torch.bfloat16):
+        fused = everything(layer, x, None)
+        plainly(monkeypatch)
+        plain = everything(layer, x, None)
+    exact = everything(layer, x, None)
+    del exact["state"]
+    for name, value in exact.items():
+        size = value.square().mean().sqrt()
+        fused_error, plain_error = (
+            ((d[name] - value).square().mean().sqrt() / size).item() for d in (fused, plain)
+        )
+        assert fused[name].dtype == plain[name].dtype == torch.float32
+        assert fused_error <= max(3 * plain_error, RMS_RATIO[torch.bfloat16]), name
+
+
+def test_a_frozen_memory_passes_gradients_on(monkeypatch):
+    layer, x = build(SMALL), torch.randn(2, 6, DIM).to(HERE)
+    layer.memory.requires_grad_(False)
+    assert_fused_is_plain(layer, monkeypatch, x)
+
+
+def test_dropout_drops_its_share_and_keeps_the_mean():
+    layer = build(SMALL, dropout=0.25)
+    x = torch.randn(3, 96, DIM).to(HERE)
+    added = layer.eval()(x)[0] - x
+    dropped = layer.train()(x)[0] - x
+    ratio = dropped / added
+    there = added.abs() > 1e-3
+    gone = (ratio[there].abs() < 1e-3).float().mean().item()
+    assert abs(gone - 0.25) < 0.04
+    assert ratio[there].mean().item() == pytest.approx(1, abs=0.06)
+    assert not torch.equal(layer(x)[0], layer(x)[0])
+
+
+def test_a_dropped_path_drops_whole_rows():
+    layer = build(SMALL, drop_path=0.5)
+    x = torch.randn(64, 6, DIM).to(HERE)
+    added = layer.eval()(x)[0] - x
+    dropped = layer.train()(x)[0] - x
+    kept = (dropped[:, -1] - 2 * added[:, -1]).abs().amax(1) < 1e-4
+    gone = dropped.abs().amax((1, 2)) < 1e-5
+    assert (kept | gone).all()
+    assert 16 < gone.sum() < 48
+
+
+def test_the_backward_drops_what_the_forward_dropped():
+    """Linear in the output weight: f(w) = ⟨∇f, w⟩ holds for the same draw alone."""
+    layer = build(SMALL, dropout=0.5, drop_path=0.2)
+    x = torch.randn(4, 12, DIM).to(HERE)
+    out, _ = layer(x)
+    weight = torch.randn(out.shape).to(HERE)
+    value = ((out - x) * weight).sum()
+    value.backward()
+    back = (layer.memory.output.weight.grad * layer.memory.output.weight).sum()
+    assert_same(value.detach(), back, torch.float32)
+
+
+def test_who_is_watched_is_called():
+    layer, seen = build(SMALL), []
+    handle = layer.memory.register_forward_hook(lambda *_: seen.append(1))
+    layer(torch.randn(2, 6, DIM).to(HERE))
+    handle.remove()
+    layer(torch.randn(2, 6, DIM).to(HERE))
+    assert seen == [1]
+
+
+def test_types_and_backends_that_are_not_served_take_the_plain_code():
+    x = torch.randn(2, 6, DIM).to(HERE)
+    assert fused_layer(x, "triton") is not None
+    assert fused_layer(x.double(), "triton") is None
+    assert fused_layer(x[:, :0], "triton") is None
+    assert fused_layer(x, "reference") is None
