@@ -46,7 +46,8 @@ def test_columns_are_input_masked_methods_target(config):
     models = {m: replace(config.model, method=m).build(task) for m in ("base", "spatial")}
     columns = reconstruct(task, models, rows=3)
     assert list(columns) == ["input", "masked", "base", "spatial", "target"]
-    hidden = task.hidden(task.batch("test@75%", 0, 3)["visible"])
+    assert task.batches("test@75%", 1) == 6
+    hidden = task.hidden(task.batch("test@75%", 0, 6)["visible"][::2])  # spread over the split
     for name, column in columns.items():
         assert column.shape == (3, 3, 32, 32)
         seen = column.movedim(1, -1)[~hidden]

@@ -34,9 +34,12 @@ def reconstruct(
 ) -> dict[str, Tensor]:
     """Columns of pictures (rows, 3, H, W) in [0, 1]: input, masked, one per model, target.
 
-    Visible patches are those of the input; only hidden ones are a model's.
+    Visible patches are those of the input; only hidden ones are a model's. The images are spread
+    over the split, whose neighbours are of one class.
     """
-    batch = task.batch(split, 0, rows)
+    every = task.batches(split, 1) // rows
+    chosen = [task.batch(split, every * row, 1) for row in range(rows)]
+    batch = {name: torch.cat([one[name] for one in chosen]) for name in chosen[0]}
     target, hidden = task.images(batch["patches"]), task.hidden(batch["visible"])
     columns = {
         "input": target,
