@@ -107,7 +107,8 @@ def test_every_video_method_trains_and_is_measured(data, tmp_path, model):
     }
     for measures in record["test"].values():
         assert 0 <= measures["accuracy"] <= measures["top5"] == 1
-    assert record["step_ms"] > 0
+    assert record["peak_memory_bytes"] > 0
+    assert "step_ms" in record  # None here: the first steps are not timed
     assert record["labels"]["frames"] == 4
     assert record["finished"]
 
