@@ -136,8 +136,9 @@ def test_a_memory_layer_that_does_not_exist_is_refused():
         replace(PLAIN, side="tensor", side_layers=(0, 2))
 
 
-def test_the_initialiser_leaves_memory_norms_and_gates_alone():
-    stack = Stack(replace(CARRIED["tensor"], gate_init=-2.0))
+@pytest.mark.parametrize("side", ["tensor", "linear"])
+def test_the_initialiser_leaves_memory_norms_and_gates_alone(side):
+    stack = Stack(replace(CARRIED["tensor"], side=side, gate_init=-2.0))
     before = {name: tensor.clone() for name, tensor in stack.state_dict().items()}
     initialise(stack)
     for name, after in stack.state_dict().items():
@@ -146,7 +147,8 @@ def test_the_initialiser_leaves_memory_norms_and_gates_alone():
             assert not after.any()
         else:
             assert torch.equal(after, before[name]) == kept, name
-    assert stack.memory.spread.bias.item() == 1.0
+    if side == "tensor":
+        assert stack.memory.spread.bias.item() == 1.0
     assert stack.blocks[0].side.gate.item() == -2.0
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tensor_memory.experiments.models.linear_attention import LinearMemory
 from tensor_memory.module import TensorMemory
 from tensor_memory.residual import MemoryResidual
 
@@ -114,8 +115,16 @@ def drop_path(added: Tensor, rate: float, module: nn.Module) -> Tensor:
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, std: float = 0.02) -> None:
+def initialise(model: nn.Module, std: float = 0.02, *, narrow: bool = False) -> None:
     """Weights from N(0, 0.02²), biases zero; norms, gates and memories keep what they have.
+
+    `narrow` is for models of a width at which 0.02 starves the residual stream (PyTorch's own
+    1 / √(3 · inputs) comes to 0.02 at width 833): linear layers then start from that, tables of
+    tokens from 0.3. Otherwise what a memory adds at the start drowns its input, and windowed
+    binding takes twice the steps.
+
+    Memories are what a side path holds, linear attention as well as the tensor memory: both project
+    a normalised input, and weights of 0.02 would start one of them much weaker than the other.
 
     A weight is drawn by its name and the seed torch was given, so that under one seed models of all
     methods start from the same values wherever they share a name and a shape, whatever else was
@@ -128,13 +137,20 @@ def initialise(model: nn.Module, std: float = 0.02) -> None:
     (True, False)
     """
     seed = torch.initial_seed() % 2**31  # a draw would depend on what building has drawn before
-    keeps = (TensorMemory, MemoryResidual, nn.LayerNorm)
+    keeps = (TensorMemory, LinearMemory, MemoryResidual, nn.LayerNorm)
     kept = {
         id(parameter)
         for module in model.modules()
         if isinstance(module, keeps)
         for parameter in module.parameters()
     }
+    stds = {id(parameter): std for parameter in model.parameters()}
+    if narrow:
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                stds[id(module.weight)] = (3 * module.in_features) ** -0.5
+            elif isinstance(module, nn.Embedding):
+                stds[id(module.weight)] = 0.3
     for name, parameter in model.named_parameters():
         last = name.rpartition(".")[2]
         if id(parameter) in kept or last == "gate":
@@ -143,5 +159,5 @@ def initialise(model: nn.Module, std: float = 0.02) -> None:
             parameter.zero_()
         else:
             draw = torch.Generator().manual_seed(seed ^ zlib.crc32(name.encode()))
-            drawn = torch.empty(parameter.shape).normal_(std=std, generator=draw)
+            drawn = torch.empty(parameter.shape).normal_(std=stds[id(parameter)], generator=draw)
             parameter.copy_(drawn)
