@@ -59,9 +59,9 @@ def summary(record: Mapping[str, Any]) -> str:
     ...     "recipe": "binding", "task": "binding", "method": "tensor", "seed": 0,
     ...     "parameters": 113910, "state_bytes": 27648, "best_step": 1800,
     ...     "test": {"test": {"accuracy": 0.948, "loss": 0.2}}, "ceiling": {"test": 0.96},
-    ...     "steps_per_second": 210.0}))
+    ...     "metric": "accuracy", "steps_per_second": 210.0}))
     binding, tensor, seed 0: 113,910 parameters, 27.0 KiB of state, 210 steps/s, best at step 1,800
-      test: accuracy 0.9480, loss 0.2000 (ceiling 0.9600)
+      test: accuracy 94.8 %, loss 0.2000 (ceiling 96.0 %)
     """
     parts = [
         f"{record['parameters']:,} parameters",
@@ -73,8 +73,8 @@ def summary(record: Mapping[str, Any]) -> str:
         parts.append(f"best at step {record['best_step']:,}")
     lines = [f"{record['task']}, {record['method']}, seed {record['seed']}: {', '.join(parts)}"]
     for split, measures in record["test"].items():
-        shown = ", ".join(f"{name} {measure_text(value)}" for name, value in measures.items())
+        shown = ", ".join(f"{name} {measure_text(value, name)}" for name, value in measures.items())
         ceiling = record["ceiling"].get(split)
-        end = "" if ceiling is None else f" (ceiling {measure_text(ceiling)})"
+        end = "" if ceiling is None else f" (ceiling {measure_text(ceiling, record['metric'])})"
         lines.append(f"  {split}: {shown}{end}")
     return "\n".join(lines)

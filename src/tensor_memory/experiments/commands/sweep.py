@@ -163,7 +163,8 @@ def _line(outcome: Outcome) -> str:
     if outcome.record is None:
         return f"{name}: failed after {seconds}: {outcome.error}"
     tests = "; ".join(
-        f"{split} " + ", ".join(f"{key} {measure_text(value)}" for key, value in measures.items())
+        f"{split} "
+        + ", ".join(f"{key} {measure_text(value, key)}" for key, value in measures.items())
         for split, measures in outcome.record["test"].items()
     )
     return f"{name}: {seconds}, {tests}"
