@@ -139,7 +139,7 @@ class ToyModel(Model):
         self.norm = nn.LayerNorm(config.dim)
         self.head = nn.Linear(config.dim, task.classes)
         self.stack = Stack(config.stack(task.length))
-        initialise(self)
+        initialise(self, narrow=True)
 
     def forward(
         self, batch: Batch, carry: Carry | None = None
