@@ -169,15 +169,15 @@ def test_without_marks_no_tokens_are_sorted_into_rows(monkeypatch):
 
 def test_without_marks_the_scan_takes_one_plain_step_per_completed_chunk(monkeypatch):
     steps = []
-    scan = module_under_test.memory_scan
+    scan = module_under_test.scan_checked
 
-    def count(read_at, write_at, *rest, writes, resets, **options):
-        steps.append(write_at.shape[1])
-        assert writes is None
-        assert resets is None
-        return scan(read_at, write_at, *rest, writes=writes, resets=resets, **options)
+    def count(request, *options):
+        steps.append(request.write_at.shape[1])
+        assert request.writes is None
+        assert request.resets is None
+        return scan(request, *options)
 
-    monkeypatch.setattr(module_under_test, "memory_scan", count)
+    monkeypatch.setattr(module_under_test, "scan_checked", count)
     memory = make_memory(OPTIONS["paper"])  # chunks of 3
     _, state = memory(make_tokens(2, 8, DIM))
     assert steps == [2]

@@ -307,12 +307,8 @@ class TensorMemory(nn.Module):
         """
         config = self.config
         spread = self.spread if config.write == "gaussian" else None
-        if config.share_coordinates:
-            for_reads = for_writes = self.coordinate
-        else:
-            for_reads, for_writes = self.read_coordinate, self.write_coordinate
         layer = fused_layer(tokens, config.backend)
-        heads = (self.write_proj, for_reads, for_writes, self.content)
+        heads = (self.write_proj, self.read_head, self.write_head, self.content)
         if layer is not None and layer.plain(*heads, *([] if spread is None else [spread])):
             weights = layer.Heads(
                 *(head.weight for head in heads),
@@ -323,16 +319,25 @@ class TensorMemory(nn.Module):
         summary = self.write_proj(tokens.flatten(2))  # (B, S, d)
         return (
             self._read_at(tokens).flatten(2),
-            self._coordinates(for_writes, summary).flatten(2),
+            self._coordinates(self.write_head, summary).flatten(2),
             None if spread is None else self._spread(summary),
             self.content(summary),
         )
 
+    @property
+    def read_head(self) -> nn.Linear:
+        """W_coord of reads; of writes too where coordinates are shared."""
+        return self.coordinate if self.config.share_coordinates else self.read_coordinate
+
+    @property
+    def write_head(self) -> nn.Linear:
+        """W_coord of writes."""
+        return self.coordinate if self.config.share_coordinates else self.write_coordinate
+
     def _read_at(self, tokens: Tensor) -> Tensor:
         """(B, S, K, d) -> (B, S, Q, n): the chunk's first token asks, or every token does."""
         queries = tokens[:, :, :1] if self.config.reads == "chunk" else tokens
-        head = self.coordinate if self.config.share_coordinates else self.read_coordinate
-        return self._coordinates(head, queries).flatten(2, 3)
+        return self._coordinates(self.read_head, queries).flatten(2, 3)
 
     def _coordinates(self, head: nn.Linear, source: Tensor) -> Tensor:
         """μ = tanh(W_coord ·): (..., d) -> (..., heads, n), in float32 even under autocast."""

@@ -6,6 +6,7 @@ Letters: B batch, N tokens, d width.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -112,10 +113,50 @@ class MemoryResidual(nn.Module):
         calls = aligned_calls(x.shape[1], state.aligned, flush)
         if len(calls) != 1:
             return None
+        rates = (self.dropout, self.drop_path) if self.training else (0.0, 0.0)
+        if flush is False and not any(rates) and self._takes_token(layer, x, state):
+            return self._token(layer, x, state, state.aligned)
         normed, x = layer.norm_and_through(x, norm)
         m, placing, state = memory._forward_aligned(normed, state, *calls[0][1:])
-        rates = (self.dropout, self.drop_path) if self.training else (0.0, 0.0)
         return layer.add_gated(x, m, self.gate, placing, *rates), state
+
+    def _takes_token(self, layer: Any, x: Tensor, state: MemoryState) -> bool:
+        """Whether x is a single token that nobody learns from, for one launch to take."""
+        if x.shape[1] != 1 or (torch.is_grad_enabled() and self._learns(x, state)):
+            return False
+        memory = self.memory
+        return layer.plain(memory.output, memory.read_head) and layer.serves_token(
+            state.hidden, memory.output.weight
+        )
+
+    def _learns(self, x: Tensor, state: MemoryState) -> bool:
+        parameters = (*self.parameters(), *self.memory.parameters())
+        return any(t.requires_grad for t in (x, state.hidden, state.tokens, *parameters))
+
+    def _token(
+        self, layer: Any, x: Tensor, state: MemoryState, waiting: int
+    ) -> tuple[Tensor, MemoryState]:
+        """One token in one launch, and a write where it completes its chunk."""
+        memory = self.memory
+        done = layer.token_step(
+            x,
+            self.norm,
+            memory.read_head.weight,
+            memory.output.weight,
+            self.gate,
+            state.hidden,
+            state.tokens,
+            state.fill,
+            state.readout,
+            waiting,
+            memory.config.reads == "token",
+        )
+        hidden, cell = state.hidden, state.cell
+        if done.chunk is not None:
+            _, hidden, cell = memory._scan(done.chunk[:, None], hidden, cell)
+        aligned = 0 if done.chunk is not None else waiting + 1
+        state = MemoryState(hidden, cell, done.tokens, done.fill, done.readout, aligned=aligned)
+        return done.out, state
 
 
 def watched(module: nn.Module) -> bool:

@@ -101,13 +101,13 @@ def test_scans_have_the_published_lengths():
 
 def test_the_video_models_scan_is_as_long_as_was_compared(monkeypatch):
     seen = []
-    honest = ops.memory_scan
+    honest = ops.scan_checked
 
-    def watching(read_at, write_at, *arguments, **options):
-        seen.append(tuple(write_at.shape[:2]))
-        return honest(read_at, write_at, *arguments, **options)
+    def watching(request, *options):
+        seen.append(tuple(request.write_at.shape[:2]))
+        return honest(request, *options)
 
-    monkeypatch.setattr("tensor_memory.module.memory_scan", watching)
+    monkeypatch.setattr("tensor_memory.module.scan_checked", watching)
     host = lean_models.video_host(quick=True)
     model = host.build()
     give_memory(model, host.dim, host.memory, range(host.layers), gate_init=0.0, dropout=0.0)

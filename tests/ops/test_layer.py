@@ -172,3 +172,36 @@ def test_types_and_backends_that_are_not_served_take_the_plain_code():
     assert fused_layer(x.double(), "triton") is None
     assert fused_layer(x[:, :0], "triton") is None
     assert fused_layer(x, "reference") is None
+
+
+@pytest.mark.parametrize("option", ["paper", "token reads, heads", "separate coordinates"])
+@torch.no_grad()
+def test_tokens_one_by_one_give_what_all_at_once_give(option, monkeypatch):
+    layer = build(replace(SERVED[option], grid=(2, 3))).eval()
+    x = torch.randn(2, 7, DIM).to(HERE)
+    launches = []
+    step = fused_layer(x, "triton").token_step
+    monkeypatch.setattr(
+        "tensor_memory.ops.layer.token_step", lambda *a: (launches.append(1), step(*a))[1]
+    )
+    outputs, state = [], None
+    for token in x.split(1, dim=1):
+        out, state = layer(token, state)
+        outputs.append(out)
+    assert len(launches) == 7
+    plainly(monkeypatch)
+    expected, expected_state = layer(x)
+    assert_same(torch.cat(outputs, dim=1), expected)
+    assert_same_state(state, expected_state)
+    assert state.aligned == expected_state.aligned
+
+
+@torch.no_grad()
+def test_a_step_leaves_the_state_it_was_given_as_it_was():
+    layer = build(SMALL).eval()
+    x = torch.randn(2, 4, DIM).to(HERE)
+    _, before = layer(x[:, :2])
+    copies = [getattr(before, name).clone() for name in ("hidden", "cell", "tokens", "fill")]
+    layer(x[:, 2:3], before)
+    for name, copy in zip(("hidden", "cell", "tokens", "fill"), copies, strict=True):
+        assert torch.equal(getattr(before, name), copy), name

@@ -17,6 +17,13 @@ from torch.autograd.function import once_differentiable
 from tensor_memory.ops import products_of, triton_layer
 from tensor_memory.ops.placing import Placing
 from tensor_memory.ops.triton_launch import INTERPRETED, launch
+from tensor_memory.ops.triton_token import serves as serves_token
+from tensor_memory.ops.triton_token import step as token_step
+
+__all__ = [
+    "Heads", "add_gated", "norm_and_through", "plain", "serves", "serves_token", "steer",
+    "token_step",
+]  # fmt: skip
 
 NORM_VALUES = 2048  # per program of the norm
 NORM_PROGRAMS = 528  # that share the sums for its weights: four per multiprocessor of an H200

@@ -261,6 +261,30 @@ def corner(position_at, bit, SIZE: tl.constexpr):
 
 
 @triton.jit
+def read_place(
+    volume,
+    x,
+    y,
+    z,
+    VOXEL: tl.constexpr,
+    CHANNEL: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    W: tl.constexpr,
+):
+    """n-linear sample of one volume, its voxels and channels VOXEL and CHANNEL apart: (C,)."""
+    c, k = tl.arange(0, C), tl.arange(0, 8)
+    ix, wx, _ = corner(x, k % 2, W)
+    iy, wy, _ = corner(y, (k // 2) % 2, H)
+    iz, wz, _ = corner(z, k // 4, D)
+    weight = wx * wy * wz
+    near = volume + ((iz * H + iy) * W + ix)[:, None] * VOXEL + c[None, :] * CHANNEL
+    value = tl.load(near, mask=(weight != 0)[:, None], other=0.0).to(tl.float32)
+    return tl.sum(value * weight[:, None], axis=0)
+
+
+@triton.jit
 def read_point(
     volume,
     at,
@@ -271,15 +295,10 @@ def read_point(
     H: tl.constexpr,
     W: tl.constexpr,
 ):
-    """n-linear sample of one volume, its voxels and channels VOXEL and CHANNEL apart: (C,)."""
-    c, k = tl.arange(0, C), tl.arange(0, 8)
-    ix, wx, _ = corner(tl.load(at), k % 2, W)
-    iy, wy, _ = corner(tl.load(at + 1) if H > 1 else 0.0, (k // 2) % 2, H)
-    iz, wz, _ = corner(tl.load(at + 2) if D > 1 else 0.0, k // 4, D)
-    weight = wx * wy * wz
-    near = volume + ((iz * H + iy) * W + ix)[:, None] * VOXEL + c[None, :] * CHANNEL
-    value = tl.load(near, mask=(weight != 0)[:, None], other=0.0).to(tl.float32)
-    return tl.sum(value * weight[:, None], axis=0)
+    """`read_place` at the coordinates stored at `at`."""
+    y = tl.load(at + 1) if H > 1 else 0.0
+    z = tl.load(at + 2) if D > 1 else 0.0
+    return read_place(volume, tl.load(at), y, z, VOXEL, CHANNEL, C, D, H, W)
 
 
 @triton.jit(do_not_specialize=["row_size", "step_size", "B", "S", "Q"])
