@@ -3,6 +3,7 @@
 tensor-memory doctor
 tensor-memory leak-check package.module:factory
 tensor-memory bench ...
+tensor-memory inspect RECORDING_OR_CHECKPOINT
 tensor-memory list | run RECIPE ... | sweep RECIPE ... | report PATH ...
 """
 
@@ -15,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 import tensor_memory
 from tensor_memory.doctor import run_doctor
+from tensor_memory.inspect.command import add_options, run_inspect
 from tensor_memory.leak_check import run_leak_check
 
 MISTAKES = (ValueError, TypeError, OSError, ImportError)
@@ -72,6 +74,15 @@ def _parser() -> argparse.ArgumentParser:
     leak.add_argument("--dim", type=int, help="draw embeddings of this width as the example")
     leak.add_argument("--seed", type=int, default=0, help="of the example and of the changes")
     leak.set_defaults(run=run_leak_check)
+
+    inspect = commands.add_parser(
+        "inspect",
+        help="look inside a memory: a table, figures, a page for a browser",
+        description="Show what a recording of a memory holds, draw its figures, and write a page "
+        "that opens in a browser from disk.",
+    )
+    add_options(inspect)
+    inspect.set_defaults(run=run_inspect)
 
     for name, purpose in OWN_OPTIONS.items():
         commands.add_parser(name, help=purpose, add_help=False)

@@ -1,0 +1,157 @@
+"""tensor-memory inspect: what a recording holds, as a table, as figures, as a page."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensor_memory.inspect.pictures import THEMES, write_figures
+from tensor_memory.inspect.recorder import record
+from tensor_memory.inspect.recording import Recording
+
+IN_A_RUN = "recording.safetensors"
+"""The recording that a run's folder may hold."""
+
+OpenRun = Callable[[Path], tuple[nn.Module, Callable[[], Any]]]
+"""From a run's folder: its trained model, and a function that runs the model on some of its task's
+data."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `run_inspect`."""
+    parser.add_argument(
+        "source", type=Path, metavar="RECORDING_OR_CHECKPOINT", help="a saved recording, or a run"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page for a browser")
+    parser.add_argument("--figures", type=Path, metavar="FOLDER", help="draw every figure there")
+    parser.add_argument("--row", type=int, default=0, help="row that figures show (default 0)")
+    parser.add_argument(
+        "--layer", action="append", help="number or name of a layer to draw (default: all)"
+    )
+    parser.add_argument(
+        "--chunks", type=_chunks, default=slice(None), metavar="START:STOP", help="chunks to draw"
+    )
+    parser.add_argument(
+        "--theme", choices=[*THEMES, "both"], default="light", help="of the figures (default light)"
+    )
+    parser.add_argument("--save", type=Path, metavar="FILE", help="keep a run's recording there")
+
+
+def run_inspect(options: argparse.Namespace, open_run: OpenRun | None = None) -> int:
+    """Show what a recording holds, and write what was asked for; exit status 0."""
+    recording = open_recording(options.source, open_run)
+    print(summary(recording))
+    if options.save:
+        recording.save(options.save)
+        print(f"recording: {options.save}")
+    if options.figures:
+        layers = None if options.layer is None else [_layer(name) for name in options.layer]
+        written = write_figures(
+            recording,
+            options.figures,
+            row=options.row,
+            layers=layers,
+            chunks=options.chunks,
+            themes=THEMES if options.theme == "both" else (options.theme,),
+        )
+        print(f"figures: {len(written)} in {options.figures}")
+    if options.html:
+        from tensor_memory.inspect.page import write_page
+
+        write_page(recording, options.html)
+        print(f"page: {options.html}")
+    return 0
+
+
+def open_recording(source: Path, open_run: OpenRun | None = None) -> Recording:
+    """A saved recording, that of a run's folder, or one made of its model."""
+    if not source.exists():
+        raise FileNotFoundError(
+            f"{source}: no such file or folder; expected a recording, or the folder of a run"
+        )
+    if source.is_file():
+        return Recording.load(source)
+    if (source / IN_A_RUN).is_file():
+        return Recording.load(source / IN_A_RUN)
+    if open_run is None:
+        raise ValueError(
+            f"{source}: the folder holds no {IN_A_RUN}; save one there with "
+            "`with record(model) as recording: ...` and recording.save(...)"
+        )
+    return record_call(*open_run(source))
+
+
+def record_call(model: nn.Module, call: Callable[[], Any], **options: Any) -> Recording:
+    """What `model` does while `call()` runs it, in evaluation mode and without gradients.
+
+    `options` are `record`'s. The model is left in the mode it was in.
+    """
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad(), record(model, **options) as recording:
+            call()
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+    return recording
+
+
+def summary(recording: Recording) -> str:
+    """A line per layer, and what was not kept."""
+    head = ("layer", "grid", "kept", "seen", "gate", "use", "i", "f", "o", "sigma")
+    lines: list[tuple[str, ...]] = [head]
+    for layer in recording.layers:
+        gates = layer.gates.double().flatten(0, 1).nanmean(0)
+        spread = torch.tensor(torch.nan) if layer.spread is None else layer.spread.double()
+        numbers = (
+            torch.tensor(torch.nan if layer.gate is None else layer.gate),
+            layer.use.double().nanmean(),
+            *(gates if len(layer) else [torch.tensor(torch.nan)] * 3),
+            spread.nanmean(),
+        )
+        lines.append(
+            (
+                layer.name,
+                "x".join(map(str, layer.config.grid)),
+                str(int(layer.present.sum())),
+                str(int(layer.seen.sum())),
+                *("-" if value.isnan() else f"{value:.3f}" for value in numbers),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    table = [
+        "  ".join(
+            cell.ljust(width) if place < 2 else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]
+    rows = f"{recording.rows} rows"
+    if recording.rows_left_out:
+        rows += f" ({recording.rows_left_out} more were left out)"
+    table.append(f"{rows}, {len(recording)} layers, {recording.nbytes / 2**20:.1f} MiB")
+    if recording.every > 1:
+        table.append(f"one chunk in {recording.every} was kept, {recording.dropped} were not")
+    return "\n".join(table)
+
+
+def _chunks(text: str) -> slice:
+    start, colon, stop = text.partition(":")
+    try:
+        numbers = [int(part) if part else None for part in (start, stop)]
+    except ValueError:
+        colon = ""
+        numbers = []
+    if not colon:
+        raise argparse.ArgumentTypeError(f"expected START:STOP, such as 0:12, got {text!r}")
+    return slice(*numbers)
+
+
+def _layer(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text

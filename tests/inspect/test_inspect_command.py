@@ -1,0 +1,184 @@
+"""tensor-memory inspect: a recording as a table, as figures, as a page."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from memories import DIM, OPTIONS, make_memory, make_tokens
+from tensor_memory import MemoryResidual, Recording, record
+from tensor_memory.cli import main
+from tensor_memory.inspect import command, pictures
+
+ROOT = Path(__file__).parents[2]
+
+
+def make_layer():
+    return MemoryResidual(make_memory(OPTIONS["paper"], dtype=torch.float32))
+
+
+@pytest.fixture
+def saved(tmp_path):
+    layer = make_layer()
+    with record(layer, every=2) as recording:
+        layer(make_tokens(2, 14, DIM, dtype=torch.float32))
+    path = tmp_path / "a.safetensors"
+    recording.save(path)
+    return path
+
+
+def test_a_table_says_what_a_recording_holds(saved, capsys):
+    assert main(["inspect", str(saved)]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert table[0].split() == [
+        "layer",
+        "grid",
+        "kept",
+        "seen",
+        "gate",
+        "use",
+        "i",
+        "f",
+        "o",
+        "sigma",
+    ]
+    name, grid, kept, seen, gate, *rest = table[1].split()
+    assert (name, grid, kept, seen, gate) == ("memory", "2x3x2", "6", "10", "0.500")
+    layer = Recording.load(saved)[0]
+    means = [layer.use, *layer.gates.unbind(-1), layer.spread]
+    assert rest == [f"{values.double().nanmean():.3f}" for values in means]
+    assert table[2].startswith("2 rows, 1 layers")
+    assert table[3] == "one chunk in 2 was kept, 4 were not"
+
+
+def test_figures_and_a_page_are_written_and_named(saved, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(pictures, "DPI", 30)
+    page, folder = tmp_path / "page.html", tmp_path / "figures"
+    options = ["--html", str(page), "--figures", str(folder), "--layer", "0", "--row", "1"]
+    assert main(["inspect", str(saved), *options, "--chunks", "0:2", "--theme", "dark"]) == 0
+    out = capsys.readouterr().out
+    assert f"figures: 9 in {folder}" in out
+    assert f"page: {page}" in out
+    assert len(list(folder.glob("*-dark.png"))) == 9
+    assert page.read_text(encoding="utf-8").lstrip().lower().startswith("<!doctype html>")
+
+
+def test_an_empty_recording_is_shown_too(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(pictures, "DPI", 30)
+    with record(make_layer()) as recording:
+        pass
+    recording.save(tmp_path / "a")
+    assert main(["inspect", str(tmp_path / "a"), "--figures", str(tmp_path / "f")]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[1].split() == ["memory", "2x3x2", "0", "0", *"------"]
+    Recording().save(tmp_path / "b")
+    assert main(["inspect", str(tmp_path / "b"), "--figures", str(tmp_path / "g")]) == 0
+    assert "0 rows, 0 layers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"no recording at all", "truncated or foreign file"),
+        (None, "no such file or folder; expected a recording, or the folder of a run"),
+    ],
+)
+def test_what_is_no_recording_is_told_without_a_traceback(tmp_path, capsys, content, complaint):
+    path = tmp_path / "x"
+    if content is not None:
+        path.write_bytes(content)
+    assert main(["inspect", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert complaint in err
+    assert "Traceback" not in err
+
+
+def test_a_row_that_is_not_there_is_told(saved, tmp_path, capsys):
+    options = ["--figures", str(tmp_path / "f"), "--row", "7"]
+    assert main(["inspect", str(saved), *options]) == 2
+    assert "row: expected one of 0 to 1, got 7" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["5", "a:b", "1:2:3"])
+def test_chunks_are_a_start_and_a_stop(saved, capsys, text):
+    with pytest.raises(SystemExit):
+        main(["inspect", str(saved), "--chunks", text])
+    assert f"expected START:STOP, such as 0:12, got '{text}'" in capsys.readouterr().err
+
+
+def test_a_folder_is_shown_by_the_recording_it_holds(saved, tmp_path, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    assert main(["inspect", str(run)]) == 2
+    assert f"holds no {command.IN_A_RUN}" in capsys.readouterr().err
+    saved.rename(run / command.IN_A_RUN)
+    assert main(["inspect", str(run)]) == 0
+
+
+def test_a_run_is_recorded_by_whoever_can_open_it(tmp_path):
+    layer = make_layer().train()
+    x = make_tokens(1, 6, DIM, dtype=torch.float32)
+    modes = []
+
+    def call():
+        modes.append((layer.training, torch.is_grad_enabled()))
+        layer(x)
+
+    recording = command.open_recording(tmp_path, lambda folder: (layer, call))
+    assert recording[0].seen.tolist() == [2]
+    assert modes == [(False, False)]
+    assert layer.training
+    assert layer.memory.training
+
+
+def test_a_run_that_fails_leaves_the_model_in_its_mode(tmp_path):
+    layer = make_layer().train()
+    with pytest.raises(ZeroDivisionError):
+        command.record_call(layer, lambda: 1 / 0)
+    assert layer.training
+    assert not layer._forward_hooks
+
+
+def test_a_recorded_run_can_be_kept(tmp_path, capsys):
+    layer = make_layer()
+    run = tmp_path / "run"
+    run.mkdir()
+    parser = command.argparse.ArgumentParser()
+    command.add_options(parser)
+    options = parser.parse_args([str(run), "--save", str(tmp_path / "kept")])
+    x = make_tokens(1, 6, DIM, dtype=torch.float32)
+    assert command.run_inspect(options, lambda folder: (layer, lambda: layer(x))) == 0
+    assert Recording.load(tmp_path / "kept")[0].seen.tolist() == [2]
+
+
+def test_the_gallery_command_trains_records_and_saves(tmp_path, monkeypatch):
+    target = tmp_path / "docs" / "a.safetensors"
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    gallery = importlib.import_module("gallery")
+    assert gallery.main(["--steps", "1", "--episodes", "1", "--output", str(target)]) == 0
+    recording = Recording.load(target)
+    assert recording.rows == 2
+    assert recording[0].seen.tolist() == [12, 12]
+    assert "? " in recording.text(0, 8)  # after eight writes come four questions
+
+
+def test_the_demo_ends_with_a_page_of_the_memory_it_trained(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    streaming = importlib.import_module("streaming")
+    page = tmp_path / "runs" / "demo.html"
+    options = ["--steps", "1", "--tokens", "30", "--memory", "--page", str(page)]
+    assert streaming.main(options) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"See inside the memory: open {page} in a browser."
+    assert "what is at" in page.read_text(encoding="utf-8")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert "examples/streaming.py --page runs/demo.html" in makefile
+
+
+def test_the_committed_recording_is_the_one_the_pictures_were_drawn_from():
+    recording = Recording.load(ROOT / "docs" / "recordings" / "streaming.safetensors")
+    assert recording.names == ["blocks.0.memory"]
+    drawn = {path.name for path in (ROOT / "docs" / "images" / "inspect").glob("*.png")}
+    kinds = [*(f"{kind}-0" for kind in pictures.OF_A_LAYER), *pictures.OF_ALL]
+    assert drawn == {f"{kind}-{theme}.png" for kind in kinds for theme in ("light", "dark")}
