@@ -17,7 +17,7 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.demo  ## train a small model with and without memory, stream 50,000 tokens
-	$(BIN)/python examples/streaming.py
+	$(BIN)/python examples/streaming.py --page runs/demo.html
 
 test: lint  ## lint, check types, run every test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)

@@ -17,13 +17,22 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tensor_memory import MemoryConfig, MemoryResidual, MemoryState, TensorMemory
+from tensor_memory import (
+    MemoryConfig,
+    MemoryResidual,
+    MemoryState,
+    Recording,
+    TensorMemory,
+    record,
+)
+from tensor_memory.inspect.page import write_page
 from tensor_memory.progress import progress
 from tensor_memory.provenance import write_record
 
@@ -218,6 +227,33 @@ def train(model: Model, steps: int, seed: int, label: str, batch: int = 32) -> N
             advance(note=f"loss {loss.item():.2f}, accuracy {right:.0%}")
 
 
+def record_stream(model: Model, episodes: int, seed: int) -> Recording:
+    """What the memory does in two rows of so many episodes each, token by token."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [one_stream(episodes * EPISODE, generator) for _ in range(2)]
+    tokens = Tokens(*(torch.cat(parts) for parts in zip(*rows, strict=True)))
+    with torch.no_grad(), record(model.eval(), texts=texts_of(tokens)) as recording:
+        state = model.start(2)
+        for at in range(tokens.symbol.shape[1]):
+            _, state = model(tokens[slice(at, at + 1)], state)
+    return recording
+
+
+def texts_of(tokens: Tokens) -> list[list[str]]:
+    """What each token says, per row."""
+    places = [
+        [", ".join(f"{value:+.1f}" for value in point) for point in row]
+        for row in tokens.point.tolist()
+    ]
+    return [
+        [
+            f"what is at ({at})? " if s == ASK else f"{s} at ({at}); "
+            for s, at in zip(*row, strict=True)
+        ]
+        for row in zip(tokens.symbol.tolist(), places, strict=True)
+    ]
+
+
 def uneven_blocks(tokens: int, generator: torch.Generator, largest: int = 700) -> Iterator[slice]:
     """Cut `tokens` positions at random places, episodes or not."""
     start = 0
@@ -300,6 +336,7 @@ def main(argv: list[str] | None = None) -> int:
         help="run only the model with, or only the one without memory (default: both)",
     )
     parser.add_argument("--output", help="also write what came out, and where, to this JSON file")
+    parser.add_argument("--page", type=Path, help="write a page that shows the memory at work")
     options = parser.parse_args(argv)
     if options.steps < 1 or options.tokens < 1:
         parser.error("--steps and --tokens: expected at least 1")
@@ -319,6 +356,11 @@ def main(argv: list[str] | None = None) -> int:
         print("\nstopped before the end; nothing to report", file=sys.stderr)
         return 130
     report(results, options.tokens)
+    if options.page and "with memory" in results:
+        recording = record_stream(results["with memory"][0], episodes=10, seed=options.seed + 3)
+        options.page.parent.mkdir(parents=True, exist_ok=True)
+        write_page(recording, options.page)
+        print(f"See inside the memory: open {options.page} in a browser.")
     if options.output:
         write_record(
             options.output,
