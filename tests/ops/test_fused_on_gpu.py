@@ -4,7 +4,7 @@ import pytest
 import torch
 from scans import Case, as_double, assert_agree, near_the_start, run
 
-from tensor_memory import MemoryConfig, TensorMemory, memory_scan
+from tensor_memory import MemoryConfig, MemoryResidual, TensorMemory, memory_scan
 from tensor_memory.ops.request import Request
 
 pytestmark = pytest.mark.gpu
@@ -72,20 +72,43 @@ def memory_and_tokens() -> tuple[TensorMemory, torch.Tensor]:
     return TensorMemory(32, config).cuda(), torch.randn(2, 24, 32, device="cuda")
 
 
-def test_a_captured_graph_replays_the_scan():
+@pytest.mark.parametrize("flush", [False, 6])
+@pytest.mark.parametrize("layer", [lambda memory: memory, MemoryResidual])
+def test_a_captured_graph_replays_the_scan(flush, layer):
     memory, x = memory_and_tokens()
+    memory = layer(memory).cuda()
     with torch.no_grad():
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
-            memory(x)
+            memory(x, flush=flush)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            m, _ = memory(x)
+            m, _ = memory(x, flush=flush)
         x.copy_(torch.randn_like(x))
         graph.replay()
-        expected, _ = memory(x)
+        expected, _ = memory(x, flush=flush)
     assert torch.equal(m, expected)
+
+
+def test_a_layer_of_real_size_is_the_plain_one(monkeypatch):
+    config = MemoryConfig(backend="triton")
+    layer = MemoryResidual(TensorMemory(384, config)).cuda()
+    x = torch.randn(4, 512, 384, device="cuda")
+
+    def gradients() -> list[torch.Tensor]:
+        layer.zero_grad()
+        given = x.clone().requires_grad_()
+        out, _ = layer(given)
+        out.square().mean().backward()
+        return [out.detach(), given.grad, *(p.grad for p in layer.parameters())]
+
+    fused = gradients()
+    monkeypatch.setattr("tensor_memory.residual.fused_layer", lambda *_: None)
+    monkeypatch.setattr("tensor_memory.module.fused_layer", lambda *_: None)
+    for got, expected in zip(fused, gradients(), strict=True):
+        error = (got - expected).double().square().mean().sqrt()
+        assert error <= 1e-4 * expected.double().square().mean().sqrt()
 
 
 def test_a_compiled_module_gives_what_an_eager_one_gives():
