@@ -20,6 +20,7 @@ MAX_VOXELS = 4096
 MAX_CHANNELS = 128
 SCAN_TILE = {16: 256, 32: 128, 64: 128, 128: 32}  # voxels a program of the scan holds, by C,
 SCAN_WARPS = 8  # with so many warps;
+SCAN_SHARE = 1  # such programs per multiprocessor, all resident at once;
 LEAST_VOXELS = 64  # of a row per such program: fewer, and waiting outweighs the work
 BLOCK_WARPS = 4  # the kernels that treat all steps at once are smaller, so that several programs
 BLOCK_BYTES = 4096  # of so many bytes share a multiprocessor and hide each other's loads
@@ -87,7 +88,8 @@ def plan(request: Request, products: torch.dtype, *, alone: bool = False) -> Pla
     parts = 1
     if hidden.device.type == "cuda" and not alone:
         multiprocessors = torch.cuda.get_device_properties(hidden.device).multi_processor_count
-        while 2 * parts * B <= multiprocessors and 2 * parts * LEAST_VOXELS <= V:
+        room = SCAN_SHARE * multiprocessors
+        while 2 * parts * B <= room and 2 * parts * LEAST_VOXELS <= V:
             parts *= 2
     tile = max(16, min(triton.next_power_of_2(-(-V // parts)), SCAN_TILE[C]))
     low = products == torch.bfloat16
