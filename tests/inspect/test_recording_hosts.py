@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -346,6 +348,54 @@ def test_a_compiled_model_is_refused_because_it_would_run_past_the_hooks():
 def test_what_is_not_a_model_is_refused():
     with pytest.raises(TypeError, match=r"expected a model .* got str"), record("model"):
         pass
+
+
+def fused(device, dtype):
+    torch.manual_seed(2)
+    config = MemoryConfig(channels=8, grid=(3, 3, 3), chunk_size=3, backend="triton")
+    layer = MemoryResidual(TensorMemory(16, config)).to(device, dtype)
+    return layer, torch.randn(2, 8, 16).to(device, dtype)
+
+
+def stream(layer, x, pieces):
+    outputs, state = [], None
+    with torch.no_grad():
+        for part in x.chunk(pieces, dim=1):
+            y, state = layer(part, state)
+            outputs.append(y)
+    return torch.cat(outputs, dim=1)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1",
+    reason="needs a CUDA device or triton's interpreter",
+)
+@pytest.mark.parametrize("pieces", [1, 8], ids=["whole", "token by token"])
+def test_a_fused_layer_stays_fused_while_it_is_recorded(pieces, monkeypatch):
+    layer, x = fused("cuda" if torch.cuda.is_available() else "cpu", torch.float32)
+    ways = []
+    fused_way = MemoryResidual._fused
+
+    def noted(self, *arguments):
+        found = fused_way(self, *arguments)
+        ways.append(found is not None)
+        return found
+
+    monkeypatch.setattr(MemoryResidual, "_fused", noted)
+    alone = stream(layer, x, pieces)
+    with record(layer, dtype=torch.float32) as recording:
+        watched = stream(layer, x, pieces)
+    assert torch.equal(alone, watched)
+    assert all(ways)
+    assert len(ways) == 2 * pieces
+    plain = MemoryResidual(TensorMemory(16, replace(layer.memory.config, backend="reference")))
+    plain.load_state_dict(layer.state_dict())
+    with record(plain.to(x.device), dtype=torch.float32) as expected:
+        stream(plain, x, 1)
+    for name, array in expected[0].arrays().items():
+        torch.testing.assert_close(
+            recording[0].arrays()[name], array, rtol=1e-4, atol=1e-4, equal_nan=True
+        )
 
 
 @pytest.mark.gpu

@@ -257,6 +257,21 @@ def test_a_value_too_large_for_the_kept_type_stays_finite():
     assert recording[0].content_norm.item() == torch.finfo(torch.float16).max
 
 
+@pytest.mark.parametrize("length", [2, 4])
+def test_one_state_continued_twice_gives_two_rows(length):
+    memory = make_memory(OPTIONS["paper"])
+    x = make_tokens(1, 8, DIM)
+    empty = MemoryState.zeros(memory.config, DIM, 1, dtype=torch.float64)
+    with record(memory, dtype=torch.float64) as recording:
+        for _ in range(2):
+            _, state = memory(x[:, :length], empty)
+            memory(x[:, length:], state)
+    layer = recording[0]
+    assert recording.rows == 2
+    assert layer.seen.tolist() == [3, 3]
+    assert torch.equal(layer.span[:, 0], layer.span[:, 1])
+
+
 def test_an_empty_state_given_by_hand_starts_new_rows():
     config = MemoryConfig(channels=2, grid=(3, 2), chunk_size=3)
     memory = make_memory(config)

@@ -78,7 +78,7 @@ class Streams:
         for stream in self:
             for other, progress in stream.layers.items():
                 last = progress.last
-                if last is not None and last.cell.data_ptr() == state.cell.data_ptr():
+                if last is not None and _is_same(last, state):
                     if other != layer and layer not in stream.layers:  # threaded through depth
                         self._join(layer, stream, Progress.begin(given))
                     return stream
@@ -115,6 +115,12 @@ class Streams:
         self.rows += kept
         self.left_out += batch - kept
         return stream
+
+
+def _is_same(one: MemoryState, other: MemoryState) -> bool:
+    """Whether two states are views of one: every token changes the buffer or the grid."""
+    pairs = ((one.cell, other.cell), (one.tokens, other.tokens))
+    return all(a.data_ptr() == b.data_ptr() for a, b in pairs)
 
 
 def _rows_of(state: MemoryState, last: MemoryState | None) -> Tensor | None:
