@@ -113,6 +113,12 @@ def test_a_damaged_description_is_refused(tmp_path, recording):
     save_tensors(path, {k: v for k, v in tensors.items() if k != "description"}, kind=KIND)
     with pytest.raises(ValueError, match="got none; save it again"):
         Recording.load(path)
+    damaged(path, dict(tensors), layers=[{"name": "x", "gate": 1, "config": {"grid": "x"}}])
+    with pytest.raises(ValueError, match="a: expected the fields of a MemoryConfig, got"):
+        Recording.load(path)
+    damaged(path, dict(tensors), layers=[3])
+    with pytest.raises(ValueError, match="expected layers of name, config and gate, got 3"):
+        Recording.load(path)
     damaged(path, dict(tensors), layers=[{"name": "x"}])
     with pytest.raises(ValueError, match="expected layers of name, config and gate"):
         Recording.load(path)
@@ -125,6 +131,7 @@ def test_arrays_that_do_not_fit_the_config_are_refused(tmp_path, recording):
     wrong = {
         "layers.0.gates": (tensors["layers.0.gates"][:, :, :2], "expected gates of shape"),
         "layers.0.use": (tensors["layers.0.use"].long(), "use came as torch.int64"),
+        "frames": (torch.zeros(2, 1), r"expected frames \(B, F, h, w, 3\) in uint8, got \(2, 1\)"),
         "layers.0.other": (torch.zeros(1), r"unknown tensors layers\.0\.other"),
     }
     for name, (tensor, complaint) in wrong.items():

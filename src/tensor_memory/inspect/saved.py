@@ -47,7 +47,7 @@ def load_recording(path: str | os.PathLike[str]) -> Recording:
     frames = tensors.pop(_FRAMES, None)
     layers = []
     for number, values in enumerate(described["layers"]):
-        config = MemoryConfig.from_dict(values["config"])
+        config = _config(values["config"], path)
         arrays = {
             name: tensors.pop(f"layers.{number}.{name}")
             for name in ARRAYS
@@ -58,6 +58,11 @@ def load_recording(path: str | os.PathLike[str]) -> Recording:
         layers.append(LayerRecording(values["name"], config, values["gate"], **arrays))
     if tensors:
         raise ValueError(f"{path}: unknown tensors {', '.join(sorted(tensors))}; save it again")
+    if frames is not None and (frames.dtype != torch.uint8 or frames.ndim != 5):
+        raise ValueError(
+            f"{path}: expected frames (B, F, h, w, 3) in uint8, got {tuple(frames.shape)} in "
+            f"{frames.dtype}; save it again"
+        )
     rest = {name: described[name] for name in _KEYS[2:]}
     return Recording(layers=layers, frames=frames, **rest)
 
@@ -81,11 +86,21 @@ def _description(stored: Tensor | None, path: str | os.PathLike[str]) -> dict[st
             "another version of tensor-memory"
         )
     for layer in described["layers"]:
-        if sorted(layer) != ["config", "gate", "name"]:
+        if not isinstance(layer, dict) or sorted(layer) != ["config", "gate", "name"]:
             raise ValueError(
                 f"{path}: expected layers of name, config and gate, got {layer!r}; save it again"
             )
     return described
+
+
+def _config(values: Any, path: str | os.PathLike[str]) -> MemoryConfig:
+    try:
+        return MemoryConfig.from_dict(values)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path}: expected the fields of a MemoryConfig, got {values!r} ({error}); "
+            "save it again"
+        ) from error
 
 
 def _require_shapes(arrays: dict[str, Tensor], config: MemoryConfig, where: str) -> None:
