@@ -97,6 +97,12 @@ class LanguageModelConfig:
 
     def build(self, task: Task) -> LanguageModel:
         """The model for a task of text: its vocabulary, its window, whether it carries."""
+        if self.non_causal and task.metric == "perplexity":
+            raise ValueError(
+                f"model.method: {self.method} sees the tokens it is scored on, so it has no "
+                "perplexity; expected a task with leak=True, which calls it a score; take the "
+                "recipe language-leak or add --task.leak"
+            )
         facts = task.facts()
         return LanguageModel(
             self, words=facts["vocabulary"], length=facts["window"], carried=task.carries

@@ -62,5 +62,6 @@ def language_leak() -> Language:
     return replace(
         config,
         recipe="language-leak",
+        task=replace(config.task, leak=True),
         model=replace(config.model, method="tensor-depth", non_causal=True),
     )

@@ -15,6 +15,15 @@ import torch
 from torch import Tensor
 
 from tensor_memory.experiments.tasks import Batch, Outputs, Sums
+from tensor_memory.experiments.tasks.scored_tokens import (
+    PREFIX,
+    WINDOW,
+    cut_after,
+    loss_sums,
+    mean_loss,
+    places,
+    scored_at_places,
+)
 from tensor_memory.experiments.tasks.text import Corpus, Level, Protocol, read_corpus
 
 
@@ -33,10 +42,18 @@ class LanguageTaskConfig:
     """Tokens per window."""
     carried: bool = False
     """Whether windows of a row follow each other and the state is carried between them."""
+    leak: bool = False
+    """For models that see the future: the measure is called a score and not a perplexity, and
+    tests also predict single tokens from what is before them alone."""
 
     def __post_init__(self) -> None:
         if self.length < 1:
             raise ValueError(f"task.length: expected 1 or more tokens, got {self.length}")
+        if self.leak and self.carried:
+            raise ValueError(
+                "task.leak: expected windows that start empty, so that what is cut off is gone, "
+                "got carried=True; set one of them to False"
+            )
 
     def build(self, seed: int) -> LanguageTask:
         """Read the text and count it."""
@@ -52,7 +69,6 @@ class LanguageTaskConfig:
 class LanguageTask:
     """A corpus, its windows and their perplexity."""
 
-    metric = "perplexity"
     higher_is_better = False
 
     def __init__(self, config: LanguageTaskConfig, corpus: Corpus, seed: int) -> None:
@@ -60,9 +76,13 @@ class LanguageTask:
         self.vocabulary = corpus.vocabulary
         self.splits = corpus.splits
         self.carries = config.carried
+        self.metric = "score" if config.leak else "perplexity"
         # A carried run is also measured without what it carries, in the same windows.
-        carried = ("test", "test@fresh")
-        self.test_splits: tuple[str, ...] = carried if config.carried else ("test",)
+        self.test_splits: tuple[str, ...] = ("test",)
+        if config.carried:
+            self.test_splits = ("test", "test@fresh")
+        elif config.leak:
+            self.test_splits = ("test", WINDOW, PREFIX)
         unit = "bytes" if config.level == "byte" else config.protocol
         self.name = f"{config.corpus if config.corpus != 'any' else 'text'}/{unit}"
         shortest = min(len(part) for part in self.splits.values())
@@ -77,6 +97,11 @@ class LanguageTask:
     def batch(self, split: str, index: int, size: int) -> Batch:
         """Rows of `ids`, the tokens before, and `targets`, both (B, N); `scored` where real."""
         tokens = self._tokens(split)
+        if split == WINDOW:
+            return scored_at_places(self.batch("test", index, size))
+        if split == PREFIX:
+            ends = places(self.config.length)
+            return cut_after(self.batch("test", index // len(ends), size), ends[index % len(ends)])
         if split == "train":
             starts, fresh = self._training_starts(len(tokens), index, size)
             end = len(tokens)
@@ -93,21 +118,20 @@ class LanguageTask:
         count = len(self._tokens(split))
         if self._is_carried(split):
             return self._windows(-(-count // size))
-        return -(-self._windows(count) // size)
+        cuts = len(places(self.config.length)) if split == PREFIX else 1
+        return -(-self._windows(count) // size) * cuts
 
     def loss(self, outputs: Outputs, batch: Batch) -> Tensor:
         """Mean negative log-likelihood in nats per token."""
-        scored = batch["scored"]
-        return (outputs["nll"] * scored).sum() / scored.sum()
+        return mean_loss(outputs, batch)
 
     def measure(self, outputs: Outputs, batch: Batch) -> Sums:
-        """The loss, summed in float64: 245,569 terms."""
-        scored = batch["scored"]
-        return {"loss": ((outputs["nll"].double() * scored).sum(), scored.sum())}
+        """The loss over scored tokens."""
+        return loss_sums(outputs, batch)
 
     def finish(self, means: dict[str, float]) -> dict[str, float]:
-        """Perplexity, or bits per byte as well where bytes are predicted."""
-        extra = {"perplexity": math.exp(min(means["loss"], 50.0))}
+        """Perplexity (or a score, see `leak`), and bits per byte where bytes are predicted."""
+        extra = {self.metric: math.exp(min(means["loss"], 50.0))}
         if self.config.level == "byte":
             extra["bits_per_byte"] = means["loss"] / math.log(2)
         return means | extra
@@ -145,8 +169,11 @@ class LanguageTask:
 
     def _tokens(self, split: str) -> Tensor:
         name = split.partition("@")[0]
-        if name not in self.splits or split not in (name, "test@fresh"):
-            raise ValueError(f"split: expected train, valid, test or test@fresh, got {split!r}")
+        if name not in self.splits or split not in (name, "test@fresh", WINDOW, PREFIX):
+            raise ValueError(
+                f"split: expected train, valid, test, test@fresh, {WINDOW} or {PREFIX}, "
+                f"got {split!r}"
+            )
         return self.splits[name]
 
     def _is_carried(self, split: str) -> bool:
