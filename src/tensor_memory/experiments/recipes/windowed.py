@@ -150,3 +150,23 @@ def windowed_ablation() -> RunConfig[BindingConfig, ToyModelConfig]:
             ),
         )
     )
+
+
+@recipe("demo", expected="2 min on two CPU cores")
+def demo() -> RunConfig[BindingConfig, ToyModelConfig]:
+    """Windowed binding small enough for a CPU: what `make demo` trains, base and tensor."""
+    return out_of_reach(
+        RunConfig(
+            recipe="demo",
+            task=BindingConfig(
+                writes=8, values=8, noise=0.0, gap=2, valid_rows=512, test_rows=2048
+            ),
+            model=ToyModelConfig(
+                dim=64, layers=2, heads=4, dropout=0.0, window=2, memory_layers=(0,)
+            ),
+            optimizer=LONGER,
+            budget=BudgetConfig(
+                steps=900, batch_size=32, evaluate_every=50, evaluation_batch_size=512
+            ),
+        )
+    )
