@@ -16,8 +16,8 @@ TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.6,torch==2.13.
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.demo  ## train a small model with and without memory, stream 50,000 tokens
-	$(BIN)/python examples/streaming.py --page runs/demo.html
+demo: $(VENV)/.demo  ## train a small model with and without memory: table, curves, a page to look inside
+	$(BIN)/python examples/windowed_binding.py
 
 test: lint  ## lint, check types, run every test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)

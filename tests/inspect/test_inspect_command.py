@@ -163,7 +163,7 @@ def test_the_gallery_command_trains_records_and_saves(tmp_path, monkeypatch):
     assert "? " in recording.text(0, 8)  # after eight writes come four questions
 
 
-def test_the_demo_ends_with_a_page_of_the_memory_it_trained(tmp_path, monkeypatch, capsys):
+def test_the_streaming_example_ends_with_a_page_of_the_memory_it_trained(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(ROOT / "examples")
     streaming = importlib.import_module("streaming")
     page = tmp_path / "runs" / "demo.html"
@@ -172,8 +172,6 @@ def test_the_demo_ends_with_a_page_of_the_memory_it_trained(tmp_path, monkeypatc
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == f"See inside the memory: open {page} in a browser."
     assert "what is at" in page.read_text(encoding="utf-8")
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    assert "examples/streaming.py --page runs/demo.html" in makefile
 
 
 def test_the_committed_recording_is_the_one_the_pictures_were_drawn_from():
