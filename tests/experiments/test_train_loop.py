@@ -80,7 +80,7 @@ def by_hand(config):
         loss = F.cross_entropy(logits, batch["target"])
         optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.8)  # half of the steps are longer
         optimizer.step()
         losses.append(loss.item())
     return losses, model
@@ -89,7 +89,7 @@ def by_hand(config):
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_a_run_computes_what_plain_pytorch_computes(tmp_path, accumulate):
     config = tiny_run(
-        optimizer={"weight_decay": 0.1, "clip": 0.5}, budget={"accumulate": accumulate}, seed=2
+        optimizer={"weight_decay": 0.1, "clip": 0.8}, budget={"accumulate": accumulate}, seed=2
     )
     losses, expected = by_hand(config)
     run(tmp_path / "run", config)

@@ -104,6 +104,15 @@ def test_a_crashed_run_is_continued_with_dropout_memory_and_carry(
     assert_same_runs(tmp_path / "whole", tmp_path / "cut")
 
 
+def test_losses_between_two_lines_outlive_a_crash(tmp_path, monkeypatch):
+    budget = {"evaluate_every": 40, "checkpoint_every": 3, "steps": 22}  # a line every 4 steps
+    config = tiny_run(budget=budget)
+    run(tmp_path / "whole", config)
+    crashed(tmp_path / "cut", monkeypatch, config, 11)
+    run(tmp_path / "cut", config, resume=True)
+    assert_same_runs(tmp_path / "whole", tmp_path / "cut")
+
+
 def test_patience_outlives_a_crash(tmp_path, monkeypatch):
     config = tiny_run(
         optimizer={"lr": 1e-9}, budget={"steps": 60, "patience": 3, "checkpoint_every": 7}
