@@ -12,6 +12,8 @@ nothing scores nearly as well as a trained model.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,6 +22,10 @@ from tensor_memory.experiments.tasks.masking import from_patches, to_patches
 
 WINDOW, SIGMA = 11, 1.5
 """SSIM's Gaussian window, as Wang et al. (2004) and torchmetrics have it."""
+
+_BELL = [math.exp(-(((i - WINDOW // 2) / SIGMA) ** 2) / 2) for i in range(WINDOW)]
+TAPS = tuple(height / sum(_BELL) for height in _BELL)
+"""The window along one axis."""
 
 
 def hidden_pixels(hidden: Tensor, patch: int, height: int, width: int) -> Tensor:
@@ -52,17 +58,6 @@ def decibels(error: Tensor) -> Tensor:
 
 def ssim_map(image: Tensor, target: Tensor) -> Tensor:
     """(B, 3, H, W) structural similarity around every pixel, reflecting borders, range 1."""
-    channels = image.shape[1]
-    x = torch.arange(WINDOW, dtype=image.dtype, device=image.device) - WINDOW // 2
-    line = torch.exp(-(x / SIGMA).square() / 2)
-    line = line / line.sum()
-
-    def blur(values: Tensor) -> Tensor:
-        values = F.pad(values, [WINDOW // 2] * 4, mode="reflect")
-        across = line.reshape(1, 1, 1, -1).expand(channels, 1, 1, -1)
-        down = line.reshape(1, 1, -1, 1).expand(channels, 1, -1, 1)
-        return F.conv2d(F.conv2d(values, across, groups=channels), down, groups=channels)
-
     mean_x, mean_y = blur(image), blur(target)
     variance_x = (blur(image * image) - mean_x**2).clamp(min=0)
     variance_y = (blur(target * target) - mean_y**2).clamp(min=0)
@@ -70,6 +65,23 @@ def ssim_map(image: Tensor, target: Tensor) -> Tensor:
     c1, c2 = 0.01**2, 0.03**2
     similarity = (2 * mean_x * mean_y + c1) * (2 * covariance + c2)
     return similarity / ((mean_x**2 + mean_y**2 + c1) * (variance_x + variance_y + c2))
+
+
+def blur(images: Tensor) -> Tensor:
+    """Every pixel the Gaussian mean of its surroundings, (B, 3, H, W), reflecting borders.
+
+    Shifted and added: a convolution would round to bf16 under autocast and to TF32 on some GPUs,
+    and what SSIM does next, subtracting the square of a mean from the mean of squares, needs every
+    digit.
+    """
+    images = F.pad(images, [WINDOW // 2] * 4, mode="reflect")
+    for axis in (2, 3):
+        length = images.shape[axis] - WINDOW + 1
+        total = TAPS[0] * images.narrow(axis, 0, length)
+        for shift in range(1, WINDOW):
+            total = total.add(images.narrow(axis, shift, length), alpha=TAPS[shift])
+        images = total
+    return images
 
 
 def ssim_hidden(predicted: Tensor, target: Tensor, hidden: Tensor) -> Tensor:

@@ -161,24 +161,23 @@ class MaskedImages:
 
     def measure(self, outputs: Outputs, batch: Batch) -> Sums:
         """PSNR and SSIM over hidden patches, the published metric, and what knows nothing."""
-        with torch.autocast(self.device.type, enabled=False):
-            predicted = self.images(outputs["patches"].float())
-            target = self.images(batch["patches"])
-            hidden = self.hidden(batch["visible"])
-            patch = self.config.patch
-            nothing = image_metrics.mean_of_visible(target, hidden)
-            pasted = image_metrics.compose(nothing, target, hidden)
-            found = {
-                "psnr": image_metrics.psnr_hidden(predicted, target, hidden),
-                "ssim": image_metrics.ssim_hidden(predicted, target, hidden),
-                "psnr_mean_of_visible": image_metrics.psnr_hidden(nothing, target, hidden),
-                "ssim_mean_of_visible": image_metrics.ssim_hidden(nothing, target, hidden),
-                "published_psnr": image_metrics.published_psnr(predicted, target, hidden, patch),
-                "published_psnr_zero": image_metrics.published_zero(target, hidden, patch),
-                "published_psnr_mean_of_visible": image_metrics.psnr_whole(pasted, target),
-            }
-            rows = torch.tensor(len(target), device=self.device)
-            loss = self.loss(outputs, batch) * rows
+        predicted = self.images(outputs["patches"].float())
+        target = self.images(batch["patches"])
+        hidden = self.hidden(batch["visible"])
+        patch = self.config.patch
+        nothing = image_metrics.mean_of_visible(target, hidden)
+        pasted = image_metrics.compose(nothing, target, hidden)
+        found = {
+            "psnr": image_metrics.psnr_hidden(predicted, target, hidden),
+            "ssim": image_metrics.ssim_hidden(predicted, target, hidden),
+            "psnr_mean_of_visible": image_metrics.psnr_hidden(nothing, target, hidden),
+            "ssim_mean_of_visible": image_metrics.ssim_hidden(nothing, target, hidden),
+            "published_psnr": image_metrics.published_psnr(predicted, target, hidden, patch),
+            "published_psnr_zero": image_metrics.published_zero(target, hidden, patch),
+            "published_psnr_mean_of_visible": image_metrics.psnr_whole(pasted, target),
+        }
+        rows = torch.full((), len(target), device=target.device)  # torch.tensor would travel there
+        loss = self.loss(outputs, batch) * rows
         return {"loss": (loss, rows)} | {k: (v.double().sum(), rows) for k, v in found.items()}
 
     def finish(self, means: dict[str, float]) -> dict[str, float]:

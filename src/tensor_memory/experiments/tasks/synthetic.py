@@ -136,7 +136,7 @@ class DrawnTask:
     def measure(self, outputs: Outputs, batch: Batch) -> Sums:
         """Sums over answers: cross-entropy and right answers."""
         logits, target = outputs["logits"].float(), batch["target"]  # (B, Q, classes), (B, Q)
-        count = torch.tensor(target.numel(), device=target.device)
+        count = torch.full((), target.numel(), device=target.device)  # made where it is needed
         loss = functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
         return {
             "loss": (loss, count),

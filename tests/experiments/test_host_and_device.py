@@ -1,0 +1,129 @@
+"""Steps and measures make nothing on the host and ask the device nothing.
+
+A CUDA graph holds a whole step or measurement only then. No GPU is needed to see it: a number made
+into a tensor, or a tensor into a number, goes through a function of torch that can be watched.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from vision_data import CLASSES, write_cub, write_ucf
+
+from tensor_memory import MemoryConfig
+from tensor_memory.experiments.models.image import ImageModelConfig
+from tensor_memory.experiments.models.toy import ToyModelConfig
+from tensor_memory.experiments.models.video import VideoModelConfig
+from tensor_memory.experiments.tasks.binding import BindingConfig
+from tensor_memory.experiments.tasks.masked_images import MaskedImagesConfig
+from tensor_memory.experiments.tasks.video import VideoTaskConfig
+
+MEMORY = MemoryConfig(channels=4, grid=(3, 3, 3), chunk_size=4)
+PASSAGES = (
+    torch.tensor,
+    torch.as_tensor,
+    torch.from_numpy,
+    torch.nonzero,
+    torch.masked_select,
+    torch.unique,
+    Tensor.item,
+    Tensor.tolist,
+    Tensor.cpu,
+    Tensor.numpy,
+    Tensor.nonzero,
+    Tensor.masked_select,
+    Tensor.__bool__,
+    Tensor.__int__,
+    Tensor.__float__,
+    Tensor.__index__,
+)
+"""What waits for a GPU, or sends it something from memory that is not pinned."""
+
+
+class Watched(TorchFunctionMode):
+    """Notes by name what passes between host and device."""
+
+    def __init__(self):
+        super().__init__()
+        self.passages = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        by_mask = func is Tensor.__getitem__ and _is_mask(args[1])
+        if func in PASSAGES or by_mask:
+            self.passages.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_mask(index):
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(part, Tensor) and part.dtype == torch.bool for part in parts)
+
+
+def passages(task, config):
+    """What a step and a measurement hand from host to device or back."""
+    batch, model = task.batch("train", 0, 2), config.build(task).train()
+    with Watched() as watched:
+        outputs, _ = model(batch)
+        task.loss(outputs, batch).backward()
+        task.measure(outputs, batch)
+    return watched.passages
+
+
+@pytest.fixture(scope="module")
+def birds(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("birds")
+    config = MaskedImagesConfig(
+        data_dir=str(write_cub(folder)), cache_dir=str(folder), side=40, crop=32, patch=8
+    )
+    return config.build(0)
+
+
+@pytest.fixture(scope="module")
+def actions(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("actions")
+    config = VideoTaskConfig(
+        data_dir=str(write_ucf(folder, groups=3, clips=1, frames=4)),
+        cache_dir=str(folder),
+        classes=CLASSES[:2],
+        frames=4,
+        cached_frames=4,
+        height=32,
+        width=64,
+        crop=(16, 32),
+        patch=8,
+    )
+    return config.build(0)
+
+
+@pytest.mark.parametrize("method", ["base", "local", "registers", "spatial", "wide"])
+@pytest.mark.parametrize("scope", ["layer", "depth"])
+def test_masked_images_never_wait_for_the_host(birds, method, scope):
+    model = ImageModelConfig(
+        dim=16, heads=2, layers=3, decoder_dim=8, decoder_heads=2, memory=MEMORY
+    )
+    assert passages(birds, replace(model, method=method, scope=scope)) == []
+
+
+@pytest.mark.parametrize("method", ["joint", "frames", "registers", "spatial", "wide"])
+@pytest.mark.parametrize("scope", ["layer", "depth"])
+def test_clips_never_wait_for_the_host(actions, method, scope):
+    model = VideoModelConfig(dim=16, heads=2, layers=2, memory=MEMORY)
+    assert passages(actions, replace(model, method=method, scope=scope)) == []
+
+
+def test_drawn_tasks_never_wait_for_the_host():
+    model = ToyModelConfig(method="tensor", dim=16, heads=2, layers=1, memory=MEMORY)
+    assert passages(BindingConfig(writes=4).build(0), model) == []
+
+
+def test_passages_are_noticed():
+    x = torch.arange(4)
+    with Watched() as watched:
+        torch.tensor(5)
+        torch.full((), 5)
+        x[x > 2]
+        x[torch.tensor([0, 1])]
+        assert x[0] == 0
+    assert watched.passages == ["tensor", "__getitem__", "tensor", "__bool__"]
