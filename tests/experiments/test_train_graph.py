@@ -175,7 +175,7 @@ def stand_in(monkeypatch):
 
     for module in (evaluation, speed):
         monkeypatch.setattr(module, "why_not_graph", lambda device, processes: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(graph, "capture_stream", lambda: None)
     monkeypatch.setattr(graph.GraphStep, "_aside", graph.GraphStep._run)
     monkeypatch.setattr(graph, "no_waiting", nullcontext)
 

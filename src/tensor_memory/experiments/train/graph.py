@@ -8,6 +8,7 @@ without breaking anything. Capturing executes nothing, so nothing has to be put 
 
 from __future__ import annotations
 
+import functools
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -37,7 +38,7 @@ class GraphStep(Step):
     def __init__(self, *arguments: Any, required: bool, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._required = required
-        self._stream = torch.cuda.Stream()
+        self._stream = capture_stream()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._batch: Batch = {}
         self._gradients_kept: list[Tensor | None] = []
@@ -147,7 +148,7 @@ class GraphedMeasure:
 
     def __init__(self, measure: Callable[[Batch], Sums]) -> None:
         self._measure = measure
-        self._stream = torch.cuda.Stream()
+        self._stream = capture_stream()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._batch: Batch = {}
         self._sums: Sums = {}
@@ -189,6 +190,20 @@ class GraphedMeasure:
 
     def _record(self) -> None:
         self._sums = self._measure(self._batch)
+
+
+def capture_stream() -> torch.cuda.Stream:
+    """The stream that this process captures on, one per device.
+
+    cuBLAS keeps a workspace for every stream it has met, for good; a stream per run would fill a
+    GPU in a long sweep.
+    """
+    return _stream_of(torch.cuda.current_device())
+
+
+@functools.cache
+def _stream_of(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def capture(

@@ -77,6 +77,7 @@ class _Run:
         self.main, self.device = accelerator.is_main_process, accelerator.device
         self.began = time.perf_counter()
         if self.device.type == "cuda":
+            torch.cuda.init()
             torch.cuda.reset_peak_memory_stats()
 
         rows = check_batch_size(config.budget, accelerator.num_processes)
