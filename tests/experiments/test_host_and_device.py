@@ -127,3 +127,27 @@ def test_passages_are_noticed():
         x[torch.tensor([0, 1])]
         assert x[0] == 0
     assert watched.passages == ["tensor", "__getitem__", "tensor", "__bool__"]
+
+
+class Sendings(TorchFunctionMode):
+    """Notes what is sent to a device such that the host waits for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.waited, self.sent = 0, 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is Tensor.to and any(isinstance(x, torch.device) for x in (*args, kwargs)):
+            self.sent += 1
+            self.waited += not kwargs.get("non_blocking", False)
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name", ["birds", "actions"])
+def test_training_batches_are_sent_without_waiting(name, request):
+    task = request.getfixturevalue(name)
+    with Sendings() as sendings:
+        task.batch("train", 3, 2)
+    assert sendings.sent > 0
+    assert sendings.waited == 0

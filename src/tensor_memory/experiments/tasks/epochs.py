@@ -9,8 +9,12 @@ from torch import Tensor
 
 from tensor_memory.experiments.tasks.synthetic import generator
 
+CPU = torch.device("cpu")
 
-def epoch_rows(count: int, seed: int, start: int, stop: int) -> Tensor:
+
+def epoch_rows(
+    count: int, seed: int, start: int, stop: int, *, device: torch.device = CPU
+) -> Tensor:
     """Rows number `start` to `stop` of an endless stream that shuffles `count` rows every epoch.
 
     >>> epoch_rows(4, 0, 0, 4).sort().values, epoch_rows(4, 0, 2, 7).shape
@@ -22,16 +26,19 @@ def epoch_rows(count: int, seed: int, start: int, stop: int) -> Tensor:
         last = min(count, first + stop - start)
         parts.append(_shuffled(count, seed, epoch)[first:last])
         start += last - first
-    return torch.cat(parts)
+    return sent(torch.cat(parts), device)
 
 
-def drawn(*shape: int, random: torch.Generator, device: torch.device | str = "cpu") -> Tensor:
-    """Numbers in [0, 1) drawn on the CPU, so that every device gets the same, and sent on.
+def drawn(*shape: int, random: torch.Generator, device: torch.device) -> Tensor:
+    """Numbers in [0, 1), drawn on the CPU, so that every device gets the same, and sent on."""
+    return sent(torch.rand(*shape, generator=random), device)
 
-    From pinned memory where they go to a GPU: it then need not be waited for.
-    """
-    pinned = torch.device(device).type == "cuda"
-    return torch.rand(*shape, generator=random, pin_memory=pinned).to(device, non_blocking=True)
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A CPU tensor on a device; from pinned memory to a GPU, which then need not be waited for."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 @functools.lru_cache(maxsize=4)

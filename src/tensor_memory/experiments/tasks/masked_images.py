@@ -23,6 +23,7 @@ from tensor_memory.experiments.tasks.image_files import (
 )
 from tensor_memory.experiments.tasks.images import ImageStore, centre, load_images
 from tensor_memory.experiments.tasks.masking import (
+    drawn_visible,
     fixed_visible,
     from_patches,
     hidden_mask,
@@ -132,12 +133,10 @@ class MaskedImages:
             at = drawn(size, 2, random=random, device=self.device)
             flip = drawn(size, random=random, device=self.device) < 0.5
             noise = drawn(size, self.patches, random=random, device=self.device)
-            order = epoch_rows(len(self.ids["train"]), self.seed, index * size, (index + 1) * size)
-            rows = self._rows["train"][order.to(self.device)]
-            visible = noise.argsort(dim=1, stable=True)[
-                :, : visible_count(self.patches, c.mask_ratio)
-            ]
-            visible = visible.sort(1).values
+            count, first = len(self.ids["train"]), index * size
+            order = epoch_rows(count, self.seed, first, first + size, device=self.device)
+            rows = self._rows["train"][order]
+            visible = drawn_visible(noise, c.mask_ratio)
         else:
             chosen = slice(index * size, (index + 1) * size)
             rows = self._rows[self._part(split)][chosen]

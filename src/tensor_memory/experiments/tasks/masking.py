@@ -46,10 +46,10 @@ def fixed_visible(ids: Sequence[str], patches: int, ratio: float) -> Tensor:
     return torch.from_numpy(rows)
 
 
-def drawn_visible(count: int, patches: int, ratio: float, generator: torch.Generator) -> Tensor:
-    """(count, v) indices of visible patches in raster order, drawn."""
-    noise = torch.rand(count, patches, generator=generator)
-    return noise.argsort(1)[:, : visible_count(patches, ratio)].sort(1).values
+def drawn_visible(noise: Tensor, ratio: float) -> Tensor:
+    """(B, P) random numbers -> (B, v) visible patches in raster order: those of the smallest."""
+    order = noise.argsort(dim=1, stable=True)
+    return order[:, : visible_count(noise.shape[1], ratio)].sort(1).values
 
 
 def hidden_mask(visible: Tensor, patches: int) -> Tensor:

@@ -148,8 +148,8 @@ class VideoTask:
         if split == "train":
             random = generator(self.seed, "clips", index)
             draws = drawn(size, 4, random=random, device=self.device)
-            count = len(self.names["train"])
-            at = epoch_rows(count, self.seed, index * size, (index + 1) * size).to(self.device)
+            count, first = len(self.names["train"]), index * size
+            at = epoch_rows(count, self.seed, first, first + size, device=self.device)
         else:
             count = len(self.names[self._part(split)])
             at = torch.arange(index * size, min((index + 1) * size, count), device=self.device)
