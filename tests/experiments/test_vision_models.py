@@ -228,16 +228,21 @@ def test_the_mean_readout_weighs_all_frames_alike():
     assert torch.allclose(answer(model, clip), answer(model, clip.flip(1)), atol=1e-6)
 
 
-def test_dropped_paths_take_whole_clips_in_every_method():
-    for method in ("joint", "frames", "spatial"):
-        model = video_model(method=method, drop_path=0.5, dropout=0.0).train()
-        torch.manual_seed(0)
-        shapes = []
-        model.blocks[0].attention_norm.register_forward_pre_hook(
-            lambda _, inputs, shapes=shapes: shapes.append(tuple(inputs[0].shape))
-        )
-        model({"clip": clips()})
-        assert shapes == [(2, 21, 16)]
+@pytest.mark.parametrize(
+    ("method", "scope"),
+    [(m, "layer") for m in VIDEO_METHODS] + [("spatial", "depth")],
+)
+def test_dropped_paths_take_whole_clips_in_every_method(method, scope):
+    """A clip whose sublayers are all dropped answers what its embedding alone would."""
+    model = video_model(
+        method=method, scope=scope, drop_path=0.9, dropout=0.0, layers=1, memory_layers=()
+    ).train()
+    torch.manual_seed(0)
+    x = model.embedded(clips(rows=64))
+    untouched = torch.isclose(model.summaries(x), model.norm(x[:, :, 0])).all(-1)  # (B, T)
+    assert untouched.any()
+    assert not untouched.all()
+    assert torch.equal(untouched.all(1), untouched.any(1))
 
 
 def test_bytes_carried_over_frames():

@@ -26,6 +26,10 @@ LayerState = tuple[Any, Any]
 """What a block carries: its attention's cache and its side path's state, each None where empty."""
 
 
+Paths = tuple[Tensor | None, Tensor | None]
+"""What is kept of a row's attention and MLP, (B, 1, 1) each; None draws it in the call."""
+
+
 class Block(nn.Module):
     """Attention and MLP, each behind a LayerNorm and a residual, and a place for a side path.
 
@@ -75,43 +79,63 @@ class Block(nn.Module):
         self.side = side
 
     def forward(
-        self, x: Tensor, state: LayerState = (None, None), **side_options: Any
+        self,
+        x: Tensor,
+        state: LayerState = (None, None),
+        paths: Paths = (None, None),
+        **side_options: Any,
     ) -> tuple[Tensor, LayerState]:
         """x (B, N, d) -> x (B, N, d), state; options go to the side path."""
         cache, remembered = state
-        x, cache = self.attend(x, cache)
+        x, cache = self.attend(x, cache, paths[0])
         if self.side_place == "after_attention":
             x, remembered = self.remember(x, remembered, **side_options)
-        x = self.transform(x)
+        x = self.transform(x, paths[1])
         if self.side_place == "after_mlp":
             x, remembered = self.remember(x, remembered, **side_options)
         return x, (cache, remembered)
 
-    def attend(self, x: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
+    def draw_paths(self, x: Tensor) -> Paths:
+        """Which rows of x keep attention and MLP: for several calls on parts of the same rows."""
+        first, second = (kept_rows(x, self.drop_path, self) for _ in range(2))
+        return first, second
+
+    def attend(
+        self, x: Tensor, cache: Any = None, path: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
         """x plus its attention."""
         mixed, cache = self.attention(self.attention_norm(x), cache)
         if self.attention_out_norm is not None:
             mixed = self.attention_out_norm(mixed)
-        return x + self._drop(mixed), cache
+        return x + self._drop(mixed, path), cache
 
-    def transform(self, x: Tensor) -> Tensor:
+    def transform(self, x: Tensor, path: Tensor | None = None) -> Tensor:
         """x plus its MLP."""
-        return x + self._drop(self.narrow(F.gelu(self.widen(self.mlp_norm(x)))))
+        return x + self._drop(self.narrow(F.gelu(self.widen(self.mlp_norm(x)))), path)
 
     def remember(self, x: Tensor, state: Any = None, **options: Any) -> tuple[Tensor, Any]:
         """x plus its side path, where there is one."""
         return (x, state) if self.side is None else self.side(x, state, **options)
 
-    def _drop(self, added: Tensor) -> Tensor:
-        return drop_path(F.dropout(added, self.dropout, self.training), self.drop_path, self)
+    def _drop(self, added: Tensor, path: Tensor | None) -> Tensor:
+        added = F.dropout(added, self.dropout, self.training)
+        if path is None:
+            return drop_path(added, self.drop_path, self)
+        return added * path.to(added.dtype)
 
 
 def drop_path(added: Tensor, rate: float, module: nn.Module) -> Tensor:
     """Zero whole rows (B, ...) with probability `rate` in training, and scale up the others."""
+    kept = kept_rows(added, rate, module)
+    return added if kept is None else added * kept.to(added.dtype)
+
+
+def kept_rows(x: Tensor, rate: float, module: nn.Module) -> Tensor | None:
+    """(B, 1, ...) drawn factors, zero where a row of x is dropped; None where none is."""
     if not rate or not module.training:
-        return added
-    kept = torch.rand(added.shape[0], *[1] * (added.ndim - 1), device=added.device) >= rate
-    return added * (kept.to(added.dtype) / (1 - rate))
+        return None
+    kept = torch.rand(x.shape[0], *[1] * (x.ndim - 1), device=x.device) >= rate
+    return kept / (1 - rate)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ Letters: B batch, T frames, P patches per frame, N = 1 + P tokens per frame, d w
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tensor_memory.config import MemoryConfig
 from tensor_memory.experiments.models import Carry, Model
 from tensor_memory.experiments.models.attention import SelfAttention
-from tensor_memory.experiments.models.block import Block, initialise
+from tensor_memory.experiments.models.block import Block, Paths, initialise
 from tensor_memory.experiments.models.stack import memory_bytes
 from tensor_memory.experiments.models.vision import (
     GATE,
@@ -187,12 +187,13 @@ class VideoModel(Model):
 
     def _with_registers(self, x: Tensor) -> Tensor:
         """Registers leave a frame and enter the next."""
+        paths = self._paths(x)
         carried = x.new_zeros(x.shape[0], self.config.registers, x.shape[3])
         summaries = []
         for frame in x.unbind(1):
             y = torch.cat([frame, self.registers + carried], dim=1)
-            for block in self.blocks:
-                y, _ = block(y)
+            for block, path in zip(self.blocks, paths, strict=True):
+                y, _ = block(y, paths=path)
             y = self.norm(y)
             summaries.append(y[:, 0])
             carried = y[:, self.tokens :]
@@ -201,17 +202,21 @@ class VideoModel(Model):
     def _through_depth(self, x: Tensor) -> Tensor:
         """One state goes through all layers of a frame, then into the next frame."""
         state: MemoryState | None = None
-        summaries = []
+        summaries, paths = [], self._paths(x)
         for frame in x.unbind(1):
             y = frame
-            for block in self.blocks:
+            for block, path in zip(self.blocks, paths, strict=True):
                 assert isinstance(block, Block)
                 if block.side is None:
-                    y, _ = block(y)
+                    y, _ = block(y, paths=path)
                 else:
-                    y, (_, state) = block(y, (None, state), flush=True)
+                    y, (_, state) = block(y, (None, state), path, flush=True)
             summaries.append(self.norm(y[:, 0]))
         return torch.stack(summaries, dim=1)
+
+    def _paths(self, x: Tensor) -> list[Paths]:
+        """Drawn once per clip, as where a layer takes all frames at once: x (B, T, N, d)."""
+        return [cast(Block, block).draw_paths(x[:, 0]) for block in self.blocks]
 
     def state_bytes(self) -> int:
         """Bytes carried from frame to frame."""
