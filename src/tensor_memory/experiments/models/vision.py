@@ -6,14 +6,19 @@ Letters: B batch, N tokens, d width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tensor_memory.config import MemoryConfig
-from tensor_memory.experiments.models.attention import SelfAttention, merge_heads, split_heads
+from tensor_memory.experiments.models.attention import (
+    Cache,
+    SelfAttention,
+    merge_heads,
+    split_heads,
+)
 from tensor_memory.experiments.models.block import Block
 from tensor_memory.experiments.models.stack import side_parameters, wide_ratio
 from tensor_memory.module import TensorMemory
@@ -34,7 +39,7 @@ class FrameAttention(SelfAttention):
         super().__init__(dim, heads, causal=False)
         self.tokens = tokens
 
-    def forward(self, x: Tensor, cache: None = None) -> tuple[Tensor, None]:
+    def forward(self, x: Tensor, cache: Any = None) -> tuple[Tensor, None]:
         """x (B, T · tokens, d) -> the same shape."""
         mixed, _ = super().forward(x.reshape(-1, self.tokens, x.shape[2]))
         return mixed.reshape(x.shape), None
@@ -46,7 +51,7 @@ class LocalAttention(SelfAttention):
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__(dim, heads, causal=False)
 
-    def forward(self, x: Tensor, cache: Tensor | None = None) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+    def forward(self, x: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
         """x (B, N, d), cache (B, 1, N, N) bool, true where the row may see the column."""
         q, k, v = split_heads(self.qkv(x), 3, self.heads)
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=cache)
