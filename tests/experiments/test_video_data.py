@@ -149,18 +149,13 @@ def test_a_truncated_video_is_recognised(tmp_path, decoder):
         decode_spread(path, 4, (32, 64), decoder)
 
 
-@pytest.mark.parametrize("codec", ["mpeg4", "libx264"])
-def test_damage_that_the_decoder_would_paint_over_is_an_error(tmp_path, codec):
-    """FFmpeg fills a broken part in from its neighbours and goes on, but for being asked."""
-    path = write_video(tmp_path / "clip.avi", 40, codec=codec)
+def test_damage_that_the_decoder_would_paint_over_is_an_error(tmp_path):
+    """FFmpeg fills a broken part in from its neighbours and goes on; only a mark is left."""
+    path = write_video(tmp_path / "clip.avi", 40)
     broken = bytearray(path.read_bytes())
-    start, stop = broken.index(b"movi"), broken.index(b"idx1")
-    for place in range(start + (stop - start) // 3, stop, (stop - start) // 30):
-        broken[place] ^= 0xFF
+    broken[(broken.index(b"movi") + broken.index(b"idx1")) // 2] ^= 0xFF
     path.write_bytes(broken)
-    with pytest.raises(
-        VideoError, match=r"clip\.avi: (the decoder marks a frame|decoding stopped)"
-    ):
+    with pytest.raises(VideoError, match=r"clip\.avi: the decoder marks a frame at \d+ as corrupt"):
         decode_spread(path, 4, (32, 64), "pyav")
 
 
