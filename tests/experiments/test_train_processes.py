@@ -60,20 +60,19 @@ def test_two_processes_give_the_loss_curve_of_one(tmp_path):
             assert_same(theirs[name], ours[name])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_saves_says_how_to_go_on_and_goes_on(tmp_path, number):
+def test_ctrl_c_saves_says_how_to_go_on_and_ends_with_130(tmp_path):
     folder = tmp_path / "run"
     words = [sys.executable, *command("tiny_runs:long_run", folder)]
     with subprocess.Popen(words, cwd=HERE, env=ENVIRONMENT, stderr=subprocess.PIPE) as process:
         while not (folder / "metrics.jsonl").exists():
             assert process.poll() is None
             time.sleep(0.05)
-        process.send_signal(number)
+        process.send_signal(signal.SIGINT)
         told = process.communicate()[1].decode()
         assert process.returncode == 130, told
     step = lines(folder)[-1]["step"]
     assert step < 3000
-    assert f"{number.name}: saved step " in told
+    assert "SIGINT: saved step " in told
     assert f" of 3000 in {folder}; continue by adding --resume to the same command" in told
     saved = json.loads((folder / "last").read_text())["checkpoint"]
     assert f"saved step {int(saved.removeprefix('step-'))} of" in told
@@ -88,23 +87,24 @@ def test_accelerate_launch_runs_a_recipe(tmp_path):
     assert json.loads((tmp_path / "run" / "result.json").read_text())["finished"]
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_is_resumed_to_the_end_of_an_uninterrupted_one(
-    tmp_path, monkeypatch, capsys
+    tmp_path, monkeypatch, capsys, number
 ):
     config = replace(long_run(), budget=shared_run().budget)
     whole = train(config, RunOptions(tmp_path / "whole", device="cpu", quiet=True))
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.getsignal(number)
     with monkeypatch.context() as patch:
 
         def interrupt(seed, process, step, device):
             seed_step(seed, process, step, device)
             if step == 6:
-                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), number)
 
         patch.setattr("tensor_memory.experiments.train.steps.seed_step", interrupt)
         cut = train(config, RunOptions(tmp_path / "cut", device="cpu", quiet=True))
-    assert signal.getsignal(signal.SIGINT) is before
-    assert "SIGINT: saved step 7 of 20" in capsys.readouterr().err
+    assert signal.getsignal(number) is before
+    assert f"{number.name}: saved step 7 of 20" in capsys.readouterr().err
     assert not cut["finished"]
     assert cut["test"] == {}
     resumed = train(config, RunOptions(tmp_path / "cut", device="cpu", quiet=True, resume=True))

@@ -148,10 +148,11 @@ class _Run:
             processes=self.accelerator.num_processes,
         )
         self.model.train()
+        stopped = False
         try:
             with self._progress() as advance:
                 shown, at = journal.step, time.perf_counter()
-                while journal.step < budget.steps and not journal.stopped_early:
+                while journal.step < budget.steps and not (journal.stopped_early or stopped):
                     self.step(journal.step, batches.take())
                     journal.step += 1
                     note = self._after_step()
@@ -159,10 +160,11 @@ class _Run:
                     if note or now - at > SHOW_EVERY:
                         advance(journal.step - shown, note=note)
                         shown, at = journal.step, now
-                    if self._asked_to_stop():
-                        return self._interrupted()
+                    stopped = self._asked_to_stop()
         finally:
             batches.close()
+        if stopped:
+            return self._interrupted()
         self._save()
         return self._finish()
 
