@@ -5,6 +5,7 @@ tensor-memory leak-check package.module:factory
 tensor-memory bench ...
 tensor-memory inspect RECORDING_OR_CHECKPOINT
 tensor-memory list | run RECIPE ... | sweep RECIPE ... | report PATH ...
+tensor-memory generate RUN_FOLDER ... | positions RUN_FOLDER ...
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ OWN_OPTIONS = {
     "run": "train one model by a recipe",
     "sweep": "train a grid of models, several at once",
     "report": "tables and plots of what runs have left",
+    "generate": "text from a trained language model, as it is drawn",
+    "positions": "loss against position, far beyond the training length",
 }
 """Commands that read their arguments themselves, --help among them."""
 
@@ -105,6 +108,8 @@ def _command(name: str) -> Callable[[list[str]], int]:
         "run": ("run", "run_command"),
         "sweep": ("sweep", "sweep_command"),
         "report": ("report", "report_command"),
+        "generate": ("generate", "generate_command"),
+        "positions": ("positions", "positions_command"),
     }[name]
     commands = importlib.import_module(f"tensor_memory.experiments.commands.{module}")
     return getattr(commands, function)

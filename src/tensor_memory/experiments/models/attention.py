@@ -19,6 +19,10 @@ SMALL = 512
 0.52 for a layer of 32 × 512 tokens and a window of 64, forward and backward, on one H200."""
 
 
+Cache = dict[str, Tensor]
+"""{"keys": (B, h, L, e), "values": (B, h, L, e)} of the tokens before, where one is kept."""
+
+
 class SelfAttention(nn.Module):
     """Queries, keys and values from the same tokens; one product makes all three.
 
@@ -60,9 +64,15 @@ class SelfAttention(nn.Module):
         if length is not None and self._needs_mask(length):
             self.mask = self._make_mask(length)
 
-    def forward(self, x: Tensor, cache: None = None) -> tuple[Tensor, None]:
-        """x (B, N, d), slots included -> the same shape; nothing is carried."""
+    def forward(self, x: Tensor, cache: Cache | None = None) -> tuple[Tensor, Cache | None]:
+        """x (B, N, d), slots included -> the same shape; nothing is carried.
+
+        With a cache (`empty_cache` at first) x goes on where the tokens it holds ended.
+        """
         q, k, v = split_heads(self.qkv(x), 3, self.heads)
+        if cache is not None:
+            mixed, cache = self._attend_further(q, k, v, cache)
+            return self.project(merge_heads(mixed)), cache
         N = x.shape[1] - self.read_slots - self.write_slots
         if not self._needs_mask(N):
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
@@ -75,6 +85,25 @@ class SelfAttention(nn.Module):
 
     def zeros(self, rows: int, like: Tensor) -> None:
         """Nothing is carried."""
+
+    def empty_cache(self, rows: int, like: Tensor) -> Cache:
+        """No tokens before: what reading a window in parts starts with."""
+        if self.read_slots or self.write_slots or not self.causal:
+            raise ValueError("expected causal attention without slots to read a window in parts")
+        width = self.project.in_features // self.heads
+        nothing = like.new_zeros(rows, self.heads, 0, width)
+        return {"keys": nothing, "values": nothing}
+
+    def _attend_further(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: Cache
+    ) -> tuple[Tensor, Cache]:
+        """q, k, v (B, h, N, e) after the cached tokens; keeps what the next token can see."""
+        k = torch.cat([cache["keys"].to(k.dtype), k], dim=2)
+        v = torch.cat([cache["values"].to(v.dtype), v], dim=2)
+        seen = visible(k.shape[2], self.causal, self.window, device=q.device)[-q.shape[2] :]
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        first = 0 if self.window is None else max(k.shape[2] - self.window + 1, 0)
+        return mixed, {"keys": k[:, :, first:], "values": v[:, :, first:]}
 
     def _needs_mask(self, N: int) -> bool:
         slots = self.read_slots + self.write_slots

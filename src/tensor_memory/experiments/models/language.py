@@ -41,6 +41,9 @@ LanguageMethod = Literal[
     "tensor-depth",
 ]
 
+NARROW = 128
+"""Width below which weights start from the larger values that narrow models need."""
+
 
 @dataclass(frozen=True)
 class LanguageModelConfig:
@@ -172,7 +175,7 @@ class LanguageModel(Model):
         self.position = None if relative else nn.Parameter(torch.empty(length, config.dim))
         self.norm = nn.LayerNorm(config.dim)
         self.stack = Stack(config.stack(length, carried))
-        initialise(self)
+        initialise(self, narrow=config.dim < NARROW)
 
     def forward(
         self, batch: Batch, carry: Carry | None = None, *, need_logits: bool = False
@@ -183,24 +186,32 @@ class LanguageModel(Model):
         """
         x, carry = self.hidden(batch["ids"], carry, batch.get("fresh"))
         if need_logits:
-            return {"logits": F.linear(x, self.word.weight)}, carry
-        return {"nll": linear_cross_entropy(x, self.word.weight, batch["targets"])}, carry
+            return {"logits": self.logits(x)}, carry
+        losses = linear_cross_entropy(self.norm(x), self.word.weight, batch["targets"])
+        return {"nll": losses}, carry
 
     def hidden(
         self, ids: Tensor, carry: Carry | None = None, fresh: Tensor | None = None
     ) -> tuple[Tensor, Carry | None]:
-        """Ids (B, N) -> what the head multiplies (B, N, d), and the carry."""
-        x = self.word(ids)
-        if self.position is not None:
-            if ids.shape[1] > self.length:
-                raise ValueError(
-                    f"ids: expected at most {self.length} tokens, for which there are positions, "
-                    f"got {ids.shape[1]}; cut them into windows and carry the state"
-                )
-            x = x + self.position[: ids.shape[1]]
-        x = F.dropout(x, self.config.dropout, self.training)
-        x, carry = self.stack(x, carry, fresh)
-        return self.norm(x), carry
+        """Ids (B, N) -> what the last block leaves (B, N, d), and the carry."""
+        x = F.dropout(self.embed(ids), self.config.dropout, self.training)
+        return self.stack(x, carry, fresh)
+
+    def embed(self, ids: Tensor, first: int = 0) -> Tensor:
+        """Ids (B, N), the first of them at place `first` of its window -> (B, N, d)."""
+        x, end = self.word(ids), first + ids.shape[1]
+        if self.position is None:
+            return x
+        if end > self.length:
+            raise ValueError(
+                f"ids: expected at most {self.length} tokens, for which there are positions, "
+                f"got {end}; cut them into windows and carry the state"
+            )
+        return x + self.position[first:end]
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Blocks' outputs (..., d) -> (..., words)."""
+        return F.linear(self.norm(x), self.word.weight)
 
     def empty_carry(self, rows: int) -> Carry:
         """Zeros to start from where every row of the first batch is fresh."""

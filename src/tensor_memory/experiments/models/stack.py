@@ -119,6 +119,36 @@ class Stack(nn.Module):
         x, after = self._run(x, states)
         return x, self._pack(after, N, carry) if config.carried else None
 
+    def advance(
+        self, x: Tensor, states: list[LayerState] | None = None
+    ) -> tuple[Tensor, list[LayerState]]:
+        """Some tokens of a window, after those that `states` holds: x (B, N, d) -> x, states.
+
+        For generation: reading a window in parts gives what reading it at once gives, and the
+        states hold keys and values instead of what a window's end would carry.
+        """
+        if not self.advances:
+            raise ValueError("expected attention whose past can be cached, without slots")
+        return self._run(x, self.next_window(None, x) if states is None else states)
+
+    @property
+    def advances(self) -> bool:
+        """Whether a window can be read in parts (`advance`)."""
+        config = self.config
+        slots = config.registers or config.recurrent_slots
+        return config.attention != "relative" and not slots and not config.thread_depth
+
+    def next_window(self, states: list[LayerState] | None, like: Tensor) -> list[LayerState]:
+        """What a window starts from after one that ended in `states`: softmax attention anew."""
+        found: list[LayerState] = []
+        for index, block in enumerate(self.blocks):
+            cache, side = (None, None) if states is None else states[index]
+            attention: Any = block.attention
+            if isinstance(attention, SelfAttention):
+                cache = attention.empty_cache(like.shape[0], like)
+            found.append((cache, side))
+        return found
+
     def empty_carry(self, rows: int, like: Tensor) -> Carry:
         """What to start from where every row is marked fresh: zeros of the right shapes."""
         if not self.config.carried:

@@ -1,0 +1,70 @@
+"""`tensor-memory positions RUN_FOLDER …`: loss against position, far beyond the training length."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from tensor_memory.experiments.results import run_name
+from tensor_memory.experiments.results.positions import (
+    draw_positions,
+    positions_table,
+    write_positions,
+)
+from tensor_memory.experiments.results.tables import markdown
+from tensor_memory.experiments.train.positions import loss_by_position
+from tensor_memory.experiments.train.saved_text import load_text_run
+
+
+def positions_command(arguments: Sequence[str]) -> int:
+    """Measure every run, write a record of each and one figure of all."""
+    options = _parser().parse_args(arguments)
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    records = []
+    for folder in options.folders:
+        config, vocabulary, model = load_text_run(
+            folder, options.which, device=device, carried=True
+        )
+        given = config.task
+        if options.data_dir is not None:
+            given = replace(given, data_dir=str(options.data_dir))
+        task = given.build(config.seed).to(torch.device(device))
+        if task.vocabulary != vocabulary:
+            raise ValueError(
+                f"{folder}: expected the text this run was trained on, got one with other words; "
+                "name its folder with --data-dir"
+            )
+        record = loss_by_position(config, task, model, windows=options.times, size=options.rows)
+        write_positions(options.output / f"{run_name(config)}.json", record)
+        records.append(record)
+    files = draw_positions(records, options.output / "positions")
+    print(markdown(positions_table(records)))
+    print(f"{len(records)} runs, written to {options.output}; figure {files[0]}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tensor-memory positions",
+        description="Loss against position in the test text, up to many times the training length, "
+        "the state carried from window to window. The same tokens are scored at every distance. "
+        "Writes a JSON record per run and one figure as PNG and SVG.",
+    )
+    parser.add_argument(
+        "folders", nargs="+", type=Path, metavar="run_folder", help="language runs with checkpoints"
+    )
+    parser.add_argument("--times", type=int, default=16, help="training lengths (default 16)")
+    parser.add_argument("--rows", type=int, default=32, help="read side by side (default 32)")
+    parser.add_argument("--data-dir", type=Path, help="the text, where it has moved since training")
+    parser.add_argument(
+        "--output", type=Path, default=Path("positions"), help="folder to write (positions)"
+    )
+    parser.add_argument("--which", choices=("best", "last"), default="best")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
+    return parser

@@ -1,0 +1,90 @@
+"""The figure of loss against position, and its records on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tensor_memory.experiments.results.plots import LOOKS, OTHERS, _figure, _legend, _save
+from tensor_memory.experiments.results.tables import Table
+from tensor_memory.experiments.results.wording import bytes_text
+from tensor_memory.files import write_whole
+
+Record = Mapping[str, Any]
+
+
+def write_positions(path: Path, record: Record) -> None:
+    """Write a record of kind "positions" as JSON, whole or not at all."""
+    text = json.dumps(record, ensure_ascii=False, indent=1) + "\n"
+
+    def write(at: Path) -> None:
+        at.write_text(text, encoding="utf-8")
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, write)
+
+
+def read_positions(folder: Path) -> list[Record]:
+    """Every record of kind "positions" in a folder, by name of its file."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    return [record for record in found if record.get("kind") == "positions"]
+
+
+def positions_table(records: Sequence[Record]) -> Table:
+    """Loss at the training length and with the longest history, and what that history is worth."""
+    table = []
+    for record in records:
+        last = record["windows"][-1]
+        table.append(
+            {
+                "method": _label(record),
+                "trained": record["trained"],
+                "state": bytes_text(record["state_bytes"]),
+                "loss without history": f"{record['windows'][0]['loss']:.4f}",
+                f"after {last['history']:,} tokens": f"{last['loss']:.4f}",
+                "gain": f"{last['gain']:+.4f} ± {1.96 * last['gain_error']:.4f}",
+            }
+        )
+    return table
+
+
+def draw_positions(records: Sequence[Record], path: Path) -> list[Path]:
+    """Loss of the same tokens against how far into the text they stand; the files written.
+
+    The thin line shows parts of a window, the marks whole windows; the dashed line ends the
+    training length.
+    """
+    with _figure(1) as (figure, (axis,)):
+        for number, (label, record) in enumerate(_labelled(records)):
+            look = LOOKS.get(record["method"], OTHERS[number])
+            colour, dash, marker = look if label == record["method"] else OTHERS[number]
+            N = record["length"]
+            middles = [window["history"] + N / 2 for window in record["windows"]]
+            axis.plot(record["positions"], record["losses"], color=colour, alpha=0.3, linewidth=0.8)
+            axis.plot(middles, [window["loss"] for window in record["windows"]], dash,
+                      color=colour, marker=marker, markersize=4, linewidth=1.5,
+                      label=label)  # fmt: skip
+        axis.axvline(records[0]["length"], color="#555555", linestyle=(0, (4, 3)),
+                     label="training length")  # fmt: skip
+        axis.set_xlabel("position in the text, tokens")
+        axis.set_ylabel("loss of the same tokens, nats")
+        axis.set_xlim(left=0)
+        _legend(figure, [axis])
+        return _save(figure, path)
+
+
+def _labelled(records: Sequence[Record]) -> Iterable[tuple[str, Record]]:
+    """Each record under its method, with its training and seed where methods repeat."""
+    methods = [record["method"] for record in records]
+    for record in records:
+        label = _label(record)
+        if methods.count(record["method"]) > 1:
+            label += f", trained {record['trained']}, seed {record['seed']}"
+        yield label, record
+
+
+def _label(record: Record) -> str:
+    future = " (sees the future)" if record["labels"].get("non_causal") else ""
+    return f"{record['method']}{future}"

@@ -1,0 +1,113 @@
+"""Loss against position: the same tokens at every distance, with what was carried to them."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from tensor_memory import MemoryConfig
+from tensor_memory.cli import main
+from tensor_memory.experiments.models.language import LanguageModel, LanguageModelConfig
+from tensor_memory.experiments.results.positions import draw_positions, read_positions
+from tensor_memory.experiments.run_config import RunConfig
+from tensor_memory.experiments.tasks.language import LanguageTask, LanguageTaskConfig
+from tensor_memory.experiments.tasks.text import Corpus, Vocabulary
+from tensor_memory.experiments.train.positions import loss_by_position, window_losses
+from tolerances import assert_same
+
+WORDS, N = 11, 6
+
+
+def made(method, *, carried=True, tokens=45):
+    config = RunConfig(
+        recipe="language",
+        task=LanguageTaskConfig(corpus="any", length=N, carried=carried),
+        model=LanguageModelConfig(
+            method=method, dim=8, layers=2, heads=2, dropout=0.1, window=3,
+            memory=MemoryConfig(channels=4, grid=(3, 3), chunk_size=4),
+        ),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LanguageModel(config.model, WORDS, N, carried=True)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1 and "memory" not in name:
+            nn.init.normal_(parameter, std=0.5)
+    words = ("<eos>", "<unk>", *(str(i) for i in range(2, WORDS)))
+    splits = {s: torch.randint(WORDS, (tokens,)) for s in ("train", "valid", "test")}
+    task = LanguageTask(config.task, Corpus(Vocabulary(words), splits), 0)
+    return config, task, model.double().eval()
+
+
+@pytest.mark.parametrize("method", ["tensor-local", "linear", "xl", "local"])
+@pytest.mark.parametrize("size", [2, 32])
+def test_every_window_is_scored_after_each_length_of_history(method, size):
+    config, task, model = made(method)
+    H, tokens = 3, task.splits["test"]
+    found = window_losses(config, task, model, windows=H, size=size)
+    W = len(tokens) // N
+    assert found.shape == (H, W - H + 1, N)
+    before = torch.cat([torch.tensor([task.vocabulary.start]), tokens[:-1]])
+    for j in range(H - 1, W):
+        for h in range(H):
+            carry = None
+            for window in range(j - h, j + 1):
+                part = slice(window * N, (window + 1) * N)
+                given = {"ids": before[None, part], "targets": tokens[None, part]}
+                outputs, carry = model(given, carry)
+            assert_same(found[h, j - H + 1], outputs["nll"][0].detach())
+
+
+def test_a_model_that_carries_nothing_gains_nothing():
+    record = loss_by_position(*made("local"), windows=4)
+    assert [window["gain"] for window in record["windows"]] == [0.0] * 4
+    record = loss_by_position(*made("tensor-local"), windows=4)
+    assert all(window["gain"] != 0 for window in record["windows"][1:])
+
+
+def test_a_record_holds_means_over_windows_and_over_parts_of_them():
+    config, task, model = made("tensor-local")
+    record = loss_by_position(config, task, model, windows=4)
+    nll = window_losses(config, task, model, windows=4, size=32)
+    assert [w["history"] for w in record["windows"]] == [0, 6, 12, 18]
+    assert record["windows"][2]["loss"] == pytest.approx(nll[2].mean().item())
+    assert record["windows"][2]["gain"] == pytest.approx((nll[0] - nll[2]).mean().item())
+    assert record["positions"][:2] == [0.5, 1.5]
+    assert record["losses"][:2] == pytest.approx(nll[0, :, :2].mean(0).tolist())
+    assert record["tokens"] == 4 * N
+    assert {"commit", "versions", "hardware"} <= record.keys()
+    assert json.loads(json.dumps(record)) == record
+
+
+def test_a_text_too_short_is_refused():
+    with pytest.raises(ValueError, match="at least 9 windows of 6 tokens, got 7; ask for fewer"):
+        loss_by_position(*made("local"), windows=9)
+
+
+def test_the_command_measures_draws_and_records(tmp_path, capsys):
+    data = tmp_path / "data"
+    data.mkdir()
+    for split in ("train", "valid", "test"):
+        (data / f"{split}.txt").write_text(" the cat sat on the mat . \n" * 60)
+    flags = (
+        f"--task.data-dir {data} --task.corpus any --task.length 16 --model.dim 16 "
+        "--model.layers 2 --model.heads 2 --model.memory.grid 3 3 --model.memory.channels 4 "
+        "--budget.steps 2 --budget.batch-size 4 --precision float32 --device cpu --quiet"
+    ).split()
+    for recipe, method in (("language-carried", "tensor-local"), ("language", "local")):
+        output = ["--model.method", method, "--output", f"{tmp_path}/{method}"]
+        assert main(["run", recipe, *flags, *output]) == 0
+    moved = data.rename(tmp_path / "moved")
+    command = ["positions", f"{tmp_path}/tensor-local", f"{tmp_path}/local", "--device", "cpu"]
+    out = ["--output", f"{tmp_path}/out", "--data-dir", str(moved)]
+    assert main([*command, *out]) == 0
+    assert "after 240 tokens" in capsys.readouterr().out
+    records = read_positions(tmp_path / "out")
+    assert {record["method"] for record in records} == {"local", "tensor-local"}
+    assert all(len(record["windows"]) == 16 for record in records)
+    assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".json", ".png", ".svg"}
+    again = draw_positions(records, tmp_path / "again")[1].read_text()
+    assert "training length" in again
+    (moved / "train.txt").write_text(" other words \n" * 60)
+    assert main([*command, *out]) == 2
+    assert "expected the text this run was trained on" in capsys.readouterr().err
