@@ -62,7 +62,11 @@ def runs() -> list[tuple[str, str]]:
     return [(name, method) for name, method in found if (name, method) not in NOT_ASKED]
 
 
-NOT_ASKED = {("language-leak", "tensor"), ("language-carried", "tensor")}
+NOT_ASKED = {
+    ("language-leak", "tensor"),
+    ("language-carried", "tensor"),
+    ("leak-demo", "tensor"),
+}
 """Recipes whose own method is a memory already."""
 
 
