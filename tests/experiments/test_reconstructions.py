@@ -69,6 +69,8 @@ def test_the_command_draws_finished_runs(config, tmp_path, capsys):
     assert "input, masked, base, spatial, target" in capsys.readouterr().out
     with Image.open(output) as image:
         assert image.size == (5 * 34 - 2, 14 + 2 * 34 - 2)
+    with pytest.raises(ValueError, match="differ in more than their seed, got base again"):
+        main([runs[0], runs[0], "--output", str(output)])
 
 
 def test_a_run_of_another_kind_is_refused(tmp_path):

@@ -116,7 +116,12 @@ def load_runs(folders: Sequence[Path]) -> tuple[MaskedImages, dict[str, Model]]:
         task = task or found
         name = config.model.method
         labels = ", ".join(f"{key} {value}" for key, value in model.labels().items())
-        models[f"{name} ({labels})" if name in models else name] = model
+        name = f"{name} ({labels})" if name in models and labels else name
+        if name in models:
+            raise ValueError(
+                f"{folder}: expected runs that differ in more than their seed, got {name} again"
+            )
+        models[name] = model
     assert task is not None
     return task, models
 
