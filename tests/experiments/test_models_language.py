@@ -15,6 +15,8 @@ from tensor_memory.experiments.models.language import (
     LanguageModel,
     LanguageModelConfig,
 )
+from tensor_memory.experiments.tasks.language import LanguageTask, LanguageTaskConfig
+from tensor_memory.experiments.tasks.text import Corpus, Vocabulary
 from tolerances import assert_same
 
 METHODS = get_args(LanguageMethod)
@@ -82,8 +84,39 @@ def test_the_depth_threaded_model_sees_the_future():
 def test_the_depth_threaded_model_is_built_only_by_name_and_labelled():
     with pytest.raises(ValueError, match="its first token sees the last; expected non_causal=True"):
         LanguageModelConfig(method="tensor-depth")
-    assert tiny("tensor-depth").labels() == {"non_causal": True}
+    assert tiny("tensor-depth").labels()["non_causal"] is True
     assert all(not tiny(method).labels().get("non_causal") for method in CAUSAL)
+
+
+@pytest.mark.parametrize(
+    ("method", "carried", "context"),
+    [
+        ("base", True, "window 12"),
+        ("local", True, "4 per layer within window 12"),
+        ("tensor-local", True, "4 per layer within window 12, carried"),
+        ("tensor-local", False, "4 per layer within window 12"),
+        ("xl", True, "segment 4, 2 before it per layer, carried"),
+        ("recurrent-slots", True, "segment 4, 2 slots before it, carried"),
+        ("tensor-depth", False, "all of 12, later tokens too"),
+    ],
+)
+def test_the_context_of_a_prediction_is_told(method, carried, context):
+    model = tiny(method, carried=carried, cache=2 if method == "xl" else None)
+    assert model.labels()["context"] == context
+
+
+def test_what_sees_the_future_is_not_built_for_a_task_of_perplexity():
+    splits = {s: torch.arange(40) for s in ("train", "valid", "test")}
+    words = ("<eos>", "<unk>", *map(str, range(38)))
+
+    def task(**options):
+        given = LanguageTaskConfig(corpus="any", length=8, **options)
+        return LanguageTask(given, Corpus(Vocabulary(words), splits), 0)
+
+    with pytest.raises(ValueError, match=r"so it has no perplexity; expected a task with leak=Tr"):
+        config("tensor-depth").build(task())
+    assert config("tensor-depth").build(task(leak=True)).labels()["non_causal"]
+    assert config("tensor").build(task()).config.method == "tensor"
 
 
 @pytest.mark.parametrize("method", CAUSAL)

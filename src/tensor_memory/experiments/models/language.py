@@ -222,11 +222,17 @@ class LanguageModel(Model):
         return self.stack.state_bytes()
 
     def labels(self) -> dict[str, Any]:
-        """What tables must say: that a model sees the future, or how far back xl looks."""
+        """What tables must say: the context a prediction has, and that a model sees the future."""
+        stack, method = self.stack.config, self.config.method
         if self.config.non_causal:
-            return {"non_causal": True}
-        if self.config.method == "xl":
-            return {"cache_tokens": self.stack.config.cache}
-        if self.config.method == "recurrent-slots":
-            return {"slots": self.stack.config.recurrent_slots}
-        return {}
+            return {"non_causal": True, "context": f"all of {self.length}, later tokens too"}
+        context = f"window {self.length}"
+        if stack.window is not None:
+            context = f"{stack.window} per layer within {context}"  # no token before the window
+        if method == "xl":
+            context = f"segment {stack.segment or self.length}, {stack.cache} before it per layer"
+        if method == "recurrent-slots":
+            context = f"segment {stack.segment}, {stack.recurrent_slots} slots before it"
+        if stack.carried and self.state_bytes():
+            context += ", carried"
+        return {"context": context}

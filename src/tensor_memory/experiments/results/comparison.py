@@ -26,6 +26,9 @@ NEUTRAL = (
 )
 """Fields that change no number beyond rounding, or that are averaged over."""
 
+FUTURE = "sees the future"
+"""What stands beside the name of a method that is not causal, in every table and legend."""
+
 METHODS = (
     "base", "joint", "frames", "base-sln", "wide", "local", "linear", "linear-local", "xl",
     "registers", "slots", "slots-matched", "recurrent-slots", "tensor", "spatial", "tensor-local",
@@ -47,8 +50,11 @@ class Row:
 
     @property
     def label(self) -> str:
-        """The method, and the variant where there is one."""
-        return f"{self.method} ({self.variant})" if self.variant else self.method
+        """The method, the variant where there is one, and that it sees the future if it does."""
+        parts = [self.variant] if self.variant else []
+        if any(record["labels"].get("non_causal") for record in self.records):
+            parts.append(FUTURE)
+        return f"{self.method} ({', '.join(parts)})" if parts else self.method
 
     def measure(self, split: str, name: str) -> Estimate | None:
         """A measure over seeds; None where this row does not have it."""

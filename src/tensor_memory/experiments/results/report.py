@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tensor_memory.experiments.results import plots, tables
 from tensor_memory.experiments.results.comparison import Comparison, Record, compare
+from tensor_memory.experiments.results.gap import gap_table
 from tensor_memory.files import write_whole
 
 
@@ -47,6 +48,10 @@ def _section(comparison: Comparison, folder: Path, measures: Sequence[str]) -> I
     yield f"## {comparison.title}\n"
     yield tables.markdown(tables.result_table(comparison, measures))
     yield tables.caption(comparison) + "\n"
+    closed = gap_table(comparison)
+    if closed:
+        yield "What is closed of the gap between local and full attention:\n"
+        yield tables.markdown(closed)
     memory = tables.memory_table(comparison)
     if memory:
         yield "What the memory does at test, and what is left without it:\n"

@@ -1,0 +1,87 @@
+"""The share of the gap between local and full attention, and step times beside it."""
+
+from dataclasses import replace
+
+import pytest
+
+from tensor_memory.experiments.recipes.language import language_carried
+from tensor_memory.experiments.results import config_dict
+from tensor_memory.experiments.results.comparison import compare
+from tensor_memory.experiments.results.gap import gap_rows, gap_table
+from tensor_memory.experiments.results.report import write_report
+
+
+def record(method, perplexity, *, seed=0, step_ms=20.0, shared=False, labels=None, **model):
+    """A run of language-carried that was never run."""
+    config = language_carried()
+    model = replace(config.model, method=method, **model)
+    config = replace(config, seed=seed, model=model)
+    return {
+        "kind": "run",
+        "recipe": config.recipe,
+        "config": config_dict(config),
+        "task": "wikitext-2/standard",
+        "method": method,
+        "seed": seed,
+        "metric": "perplexity",
+        "labels": labels or {},
+        "parameters": 25_912_704,
+        "state_bytes": 0,
+        "steps_per_second": 50.0,
+        "step_ms": step_ms,
+        "shared_device": shared,
+        "peak_memory_bytes": 4 * 2**30,
+        "curve": [],
+        "valid": {"perplexity": perplexity + 5},
+        "test": {s: {"perplexity": perplexity, "loss": 4.7} for s in ("test", "test@fresh")},
+        "ceiling": {"test": None, "test@fresh": None},
+        "memory": None,
+        "finished": True,
+        "hardware": {"gpu": "H200", "cpu": "x"},
+        "commit": "0123456789abcdef",
+    }
+
+
+def table():
+    return [
+        record("base", 100.0, step_ms=18.0),
+        record("local", 120.0, step_ms=20.0),
+        record("tensor-local", 110.0, seed=0, step_ms=24.0),
+        record("tensor-local", 112.0, seed=1, step_ms=28.0),
+        record("tensor-local", 90.0, step_ms=99.0, shared=True, placement="after_attention"),
+        record("local", 110.0, window=128),
+        record("tensor-local", 111.0, window=128),
+    ]
+
+
+def test_shares_are_measured_against_local_of_the_same_window():
+    (comparison,) = compare(table())
+    found = {row["method"]: row for row in gap_table(comparison)}
+    assert found["base"]["gap closed"] == "100 %"
+    assert found["local"]["gap closed"] == "0 %"
+    assert found["tensor-local"]["gap closed"] == "45 %"  # (120 - 111) / (120 - 100)
+    assert found["tensor-local"]["step time of local"] == "1.30×"
+    assert found["tensor-local (window=128)"]["gap closed"] == "-10 %"
+    assert found["tensor-local (placement=after_attention)"]["step time of local"] == "–"
+    assert found["tensor-local (placement=after_attention)"]["gap closed"] == "150 %"
+
+
+def test_a_missing_end_of_the_gap_leaves_the_share_out():
+    rows = gap_rows([("tensor-local", [record("tensor-local", 110.0)])])
+    assert (rows[0].share, rows[0].step_ratio) == (None, None)
+    (comparison,) = compare(table()[1:])
+    assert gap_table(comparison) == []
+
+
+def test_a_report_shows_the_gap_where_both_ends_were_run(tmp_path):
+    text = write_report(table(), tmp_path)
+    assert "What is closed of the gap between local and full attention" in text
+    assert "45 %" in text
+    assert "gap" not in write_report(table()[1:2], tmp_path)
+
+
+@pytest.mark.parametrize("non_causal", [True, False])
+def test_what_sees_the_future_is_named_so_in_every_table(tmp_path, non_causal):
+    future = record("tensor-depth", 30.0, labels={"non_causal": True}, non_causal=True)
+    text = write_report([future] if non_causal else table()[:1], tmp_path)
+    assert ("tensor-depth (sees the future)" in text) == non_causal
