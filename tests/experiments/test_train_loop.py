@@ -1,9 +1,11 @@
 """The loop trains, evaluates and writes down what came out."""
 
 import functools
+import gc
 import itertools
 import json
 import math
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -39,6 +41,22 @@ def test_a_run_learns_and_leaves_its_record(tmp_path):
     assert record["valid"]["accuracy"] == max(e["valid"]["accuracy"] for e in record["curve"])
     written = json.loads((tmp_path / "run" / "result.json").read_text())
     assert written == json.loads(json.dumps(record))
+
+
+def test_what_an_earlier_run_held_is_gone_when_the_next_begins(tmp_path):
+    """Captured graphs and their models hold each other; left lying they count in the next peak."""
+
+    class Held:
+        def __init__(self):
+            self.itself = self
+
+    gc.disable()
+    try:
+        left = weakref.ref(Held())
+        run(tmp_path / "run", tiny_run(budget={"steps": 1}))
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 def test_the_record_says_everything_a_table_needs(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import math
 import shutil
 import sys
@@ -76,6 +77,7 @@ class _Run:
         self.folder, self.interruption = folder, interruption
         self.main, self.device = accelerator.is_main_process, accelerator.device
         self.began = time.perf_counter()
+        gc.collect()  # what an earlier run in this process held would count in this one's peak
         if self.device.type == "cuda":
             torch.cuda.init()
             torch.cuda.reset_peak_memory_stats()
