@@ -23,10 +23,14 @@ def test_a_committed_report_is_made_from_the_committed_runs(name, title, tmp_pat
     assert drawn == {path.name for path in folder.glob("*.png")}
 
 
-def test_what_the_diagnostics_page_quotes_stands_in_the_report():
-    page = (DOCS / "diagnostics.md").read_text(encoding="utf-8")
-    quoted = page.partition("## Measured so far")[2].partition("\n## ")[0]
+@pytest.mark.parametrize(
+    ("page", "heading", "least"),
+    [("docs/diagnostics.md", "## Measured so far", 14), ("README.md", "## Does it help?", 11)],
+)
+def test_what_a_page_quotes_of_the_diagnostics_stands_in_their_report(page, heading, least):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    quoted = text.partition(heading)[2].partition("\n## ")[0]
     report = (DOCS / "reports" / "diagnostics" / "report.md").read_text(encoding="utf-8")
     numbers = re.findall(r"\d+\.\d ± \d+\.\d %", quoted)
-    assert len(numbers) >= 14
+    assert len(numbers) >= least
     assert [number for number in numbers if number not in report] == []
