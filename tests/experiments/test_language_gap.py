@@ -1,45 +1,11 @@
 """The share of the gap between local and full attention, and step times beside it."""
 
-from dataclasses import replace
-
 import pytest
+from language_records import record
 
-from tensor_memory.experiments.recipes.language import language_carried
-from tensor_memory.experiments.results import config_dict
 from tensor_memory.experiments.results.comparison import compare
 from tensor_memory.experiments.results.gap import gap_rows, gap_table
 from tensor_memory.experiments.results.report import write_report
-
-
-def record(method, perplexity, *, seed=0, step_ms=20.0, shared=False, labels=None, **model):
-    """A run of language-carried that was never run."""
-    config = language_carried()
-    model = replace(config.model, method=method, **model)
-    config = replace(config, seed=seed, model=model)
-    return {
-        "kind": "run",
-        "recipe": config.recipe,
-        "config": config_dict(config),
-        "task": "wikitext-2/standard",
-        "method": method,
-        "seed": seed,
-        "metric": "perplexity",
-        "labels": labels or {},
-        "parameters": 25_912_704,
-        "state_bytes": 0,
-        "steps_per_second": 50.0,
-        "step_ms": step_ms,
-        "shared_device": shared,
-        "peak_memory_bytes": 4 * 2**30,
-        "curve": [],
-        "valid": {"perplexity": perplexity + 5},
-        "test": {s: {"perplexity": perplexity, "loss": 4.7} for s in ("test", "test@fresh")},
-        "ceiling": {"test": None, "test@fresh": None},
-        "memory": None,
-        "finished": True,
-        "hardware": {"gpu": "H200", "cpu": "x"},
-        "commit": "0123456789abcdef",
-    }
 
 
 def table():

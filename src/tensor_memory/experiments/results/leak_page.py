@@ -1,0 +1,133 @@
+"""The tables and figures of docs/leak.md, made from the records of runs.
+
+    python -m tensor_memory.experiments.results.leak_page results docs/leak.md
+
+The folder holds `leak-demo` (throws of a die) and `language/leak` (WikiText-2). Each run was scored
+in whole windows (`test`), at some tokens of them (`test@window`), and at the same tokens with
+everything after them cut off (`test@prefix`).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from tensor_memory.experiments.results.comparison import Comparison, Record, Row, compare
+from tensor_memory.experiments.results.language_page import figures_of, write_page
+from tensor_memory.experiments.results.plots import (
+    BLUE,
+    LOOKS,
+    OTHERS,
+    VERMILLION,
+    _figure,
+    _legend,
+    _save,
+)
+from tensor_memory.experiments.results.records import read_results
+from tensor_memory.experiments.results.tables import Table, caption, markdown
+from tensor_memory.experiments.results.wording import estimate_text
+
+SPLITS = {
+    "test": "all tokens, whole windows",
+    "test@window": "some tokens, whole windows",
+    "test@prefix": "the same tokens, the future cut off",
+}
+"""What the three scores are, by the split that holds them."""
+
+SCORE = "score"
+FLOOR = "floor of what sees only the past"
+
+
+def leak_table(comparison: Comparison) -> Table:
+    """A row per method, a column per way of scoring; the floor where it is known."""
+    table = []
+    for row in comparison.rows:
+        line = {"method": row.label, "seeds": str(len(row.records))}
+        for split, heading in SPLITS.items():
+            found = row.measure(split, SCORE)
+            line[heading] = "–" if found is None else estimate_text(found, SCORE)
+        floor = row.records[0]["ceiling"].get("test")
+        if floor is not None:
+            line[FLOOR] = f"{floor:.2f}"
+        table.append(line)
+    return table
+
+
+def draw_leak(comparison: Comparison, path: Path) -> list[Path]:
+    """Left the score while training, a line per run; right the same tokens with and without the
+    future, means over seeds."""
+    with _figure(2) as (figure, (left, right)):
+        for number, row in enumerate(comparison.rows):
+            colour, dash, _ = LOOKS.get(row.method, OTHERS[number])
+            for index, record in enumerate(row.records):
+                points = [entry for entry in record["curve"] if SCORE in (entry["valid"] or {})]
+                steps = [entry["step"] for entry in points]
+                left.plot(steps, [entry["valid"][SCORE] for entry in points], dash, color=colour,
+                          linewidth=1.2, label=row.label if index == 0 else None)  # fmt: skip
+        floor = comparison.records[0]["ceiling"].get("test")
+        if floor is not None:
+            for axis in (left, right):
+                axis.axhline(floor, color="#555555", linestyle=(0, (1, 2)), label=FLOOR)
+        left.set_xlabel("steps")
+        left.set_ylabel("score on valid, whole windows")
+        for offset, (split, colour) in enumerate(
+            (("test@window", VERMILLION), ("test@prefix", BLUE))
+        ):
+            heights = [_mean(row, split) for row in comparison.rows]
+            places = [place + 0.38 * (offset - 0.5) for place in range(len(heights))]
+            bars = right.bar(places, heights, 0.36, color=colour, label=SPLITS[split])
+            right.bar_label(bars, fmt="%.3g", fontsize=8)
+        right.set_xticks(range(len(comparison.rows)), [row.method for row in comparison.rows])
+        right.set_ylabel("score on test")
+        for axis in (left, right):
+            axis.set_yscale("log")
+            axis.set_ylim(bottom=1)
+            axis.yaxis.set_major_formatter("{x:g}")
+        left.yaxis.set_minor_formatter("{x:g}")
+        _legend(figure, [left, right])
+        return _save(figure, path)
+
+
+def blocks(folder: Path, figures: Path) -> dict[str, str]:
+    """Markdown by the name of its place in the page, of what there are records for."""
+    texts: dict[str, str] = {}
+    for name, where in (("dice", "leak-demo"), ("wikitext", "language/leak")):
+        records = _finished(folder / where)
+        if not records:
+            continue
+        (comparison,) = compare(records)
+        files = draw_leak(comparison, figures / f"leak-{name}")
+        texts[name] = (
+            f"![Scores with the future and without it](images/{files[0].name})\n\n"
+            f"{markdown(leak_table(comparison))}\n{caption(comparison)}\n"
+        )
+    return texts
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Fill the page from a folder of results."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tensor_memory.experiments.results.leak_page",
+        description="Fill the tables and figures of the page about the leak from results.",
+    )
+    parser.add_argument("results", type=Path, help="folder with leak-demo and language/leak")
+    parser.add_argument("page", type=Path, help="Markdown file with marked places")
+    options = parser.parse_args(argv)
+    write_page(options.page, blocks(options.results, figures_of(options.page)))
+    return 0
+
+
+def _finished(folder: Path) -> list[Record]:
+    if not folder.is_dir():
+        return []
+    return [record for record in read_results([folder]) if record["finished"]]
+
+
+def _mean(row: Row, split: str) -> float:
+    found = row.measure(split, SCORE)
+    return float("nan") if found is None else found.mean
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
