@@ -1,0 +1,51 @@
+"""The diagnostics page shows the committed records, all of them and nothing else."""
+
+from pathlib import Path
+
+import pytest
+
+from tensor_memory.experiments.recipes import load_recipes
+from tensor_memory.experiments.results import diagnostics_page, read_results
+from tensor_memory.experiments.results.vision_page import fill
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "diagnostics.md"
+RESULTS = ROOT / "results" / "diagnostics"
+
+
+@pytest.fixture(scope="module")
+def records():
+    return read_results([RESULTS])
+
+
+def test_the_committed_page_is_what_its_records_fill_it_with(records):
+    text = PAGE.read_text(encoding="utf-8")
+    assert fill(text, diagnostics_page.blocks(records)) == text
+
+
+def test_every_place_of_the_page_is_a_recipe(records):
+    names = {line[5:-4] for line in PAGE.read_text().splitlines() if line.startswith("<!-- ")}
+    opened = {name for name in names if not name.startswith("/")}
+    assert {name[1:] for name in names - opened} == opened
+    assert opened <= set(load_recipes())
+    assert {record["recipe"] for record in records} <= opened
+
+
+def test_a_page_is_filled_and_its_figures_drawn(tmp_path, capsys):
+    recipe = "windowed-binding"
+    source = next(iter(sorted(RESULTS.glob(f"{recipe}-tensor-*-s0.json"))))
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / source.name).write_text(source.read_text())
+    page = tmp_path / "page.md"
+    page.write_text(f"# A page\n\n<!-- {recipe} -->\n<!-- /{recipe} -->\n")
+    assert diagnostics_page.main([str(tmp_path / "results"), str(page)]) == 0
+    assert f"filled {recipe}" in capsys.readouterr().out
+    text = page.read_text()
+    assert "| tensor | 1 |" in text
+    assert f"![accuracy against steps](images/diagnostics-{recipe}-curves.png)" in text
+    assert (tmp_path / "images" / f"diagnostics-{recipe}-curves.png").stat().st_size > 1000
+
+
+def test_records_without_a_place_are_an_error(records):
+    with pytest.raises(ValueError, match=r"expected <!-- .* -->"):
+        fill("# A page without places\n", diagnostics_page.blocks(records))
