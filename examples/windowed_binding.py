@@ -55,23 +55,9 @@ def watch(folder: Path, rows: int = 4) -> Recording:
     """What the trained memory does with the first rows of the test data, token by token."""
     _, task, model = load_run(folder)
     batch = task.batch("test", 0, rows)
-    with torch.no_grad(), record(model, texts=texts_of(batch)) as recording:
+    with torch.no_grad(), record(model, **task.describe(batch)) as recording:
         model(batch)
     return recording
-
-
-def texts_of(batch: dict[str, torch.Tensor]) -> list[list[str]]:
-    """What each token says, per row."""
-    rows = []
-    for kinds, places, values in zip(batch["kind"], batch["place"], batch["value"], strict=True):
-        row = []
-        for kind, place, value in zip(
-            kinds.tolist(), places.tolist(), values.tolist(), strict=True
-        ):
-            at = ", ".join(f"{x:+.1f}" for x in place)
-            row.append((f"{value} at ({at}); ", f"what is at ({at})? ", "pause; ")[kind])
-        rows.append(row)
-    return rows
 
 
 def show(records: dict[str, dict[str, Any]]) -> None:

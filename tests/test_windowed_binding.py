@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "windowed_binding.py"
 
@@ -69,14 +68,3 @@ def test_a_demo_of_no_steps_is_refused(example, capsys):
         example.main(["--steps", "0"])
     assert stopped.value.code == 2
     assert "--steps: expected 1 or more, got 0" in capsys.readouterr().err
-
-
-def test_texts_say_what_each_token_is(example):
-    batch = {
-        "kind": torch.tensor([[0, 2, 1]]),
-        "place": torch.tensor([[[0.5, -0.25, 1.0], [0.0, 0.0, 0.0], [0.5, -0.25, 1.0]]]),
-        "value": torch.tensor([[7, 0, 0]]),
-    }
-    assert example.texts_of(batch) == [
-        ["7 at (+0.5, -0.2, +1.0); ", "pause; ", "what is at (+0.5, -0.2, +1.0)? "]
-    ]

@@ -9,7 +9,7 @@ order.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypedDict, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -82,6 +82,25 @@ class KeepsAssets(Protocol):
 
     def assets(self) -> dict[str, str]:
         """Text files by name, written into the run's folder."""
+        ...
+
+
+class Annotations(TypedDict, total=False):
+    """What the tokens of a batch were, as `Recording.annotate` takes it."""
+
+    texts: list[list[str]]
+    """Per row, the text of every token."""
+    frames: Tensor
+    """(B, F, h, w, 3) uint8: the pictures that tokens were cut from."""
+    tokens_per_frame: int
+
+
+@runtime_checkable
+class Describes(Protocol):
+    """A task that can say, in words or pictures, what the tokens of its batches were."""
+
+    def describe(self, batch: Batch) -> Annotations:
+        """For whoever looks inside a model that was given this batch."""
         ...
 
 

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tensor_memory.experiments.tasks import Batch
+from tensor_memory.experiments.tasks import Annotations, Batch
 from tensor_memory.experiments.tasks.synthetic import DrawnConfig, DrawnTask
 
 WRITE, QUERY, BLANK = 0, 1, 2
@@ -92,6 +92,17 @@ class Binding(DrawnTask):
         ask = torch.arange(first, self.length).expand(rows, -1).contiguous()
         target = values.gather(1, answer)
         return {"kind": kind, "place": place, "value": value, "ask": ask, "target": target}
+
+    def describe(self, batch: Batch) -> Annotations:
+        """What is where, and what is asked for."""
+        rows, named = [], (batch[name].tolist() for name in ("kind", "place", "value"))
+        for tokens in zip(*named, strict=True):
+            row = []
+            for kind, place, value in zip(*tokens, strict=True):
+                at = ", ".join(f"{x:+.1f}" for x in place)
+                row.append((f"{value} at ({at}); ", f"what is at ({at})? ", "pause; ")[kind])
+            rows.append(row)
+        return {"texts": rows}
 
     def ceiling(self, split: str) -> float:
         """1 for the nearest write; for the source, the most probable value's score (simulated)."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensor_memory.experiments.tasks import Batch, Outputs, Sums
+from tensor_memory.experiments.tasks import Annotations, Batch, Outputs, Sums
 from tensor_memory.experiments.tasks.scored_tokens import (
     PREFIX,
     WINDOW,
@@ -100,6 +100,12 @@ class Dice(DrawnTask):
     def finish(self, means: dict[str, float]) -> dict[str, float]:
         """The score: the number of sides a die would have that is as hard to predict."""
         return means | {"score": math.exp(min(means["loss"], 50.0))}
+
+    def describe(self, batch: Batch) -> Annotations:
+        """The throws as they lie on the table, from 1."""
+        start = self.config.sides
+        rows = batch["ids"].tolist()
+        return {"texts": [[f"{i + 1} " if i < start else "start " for i in row] for row in rows]}
 
     def ceiling(self, split: str) -> float:
         """The number of sides: nothing that sees only the past comes below it."""

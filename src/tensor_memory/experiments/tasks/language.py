@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tensor_memory.experiments.tasks import Batch, Outputs, Sums
+from tensor_memory.experiments.tasks import Annotations, Batch, Outputs, Sums
 from tensor_memory.experiments.tasks.scored_tokens import (
     PREFIX,
     WINDOW,
@@ -157,6 +157,11 @@ class LanguageTask:
             "evaluation": f"{context}; every token scored once",
             "chance": float(len(self.vocabulary)),
         }
+
+    def describe(self, batch: Batch) -> Annotations:
+        """The tokens read, with the blanks and line ends between them."""
+        piece = self.vocabulary.piece
+        return {"texts": [[piece(number) for number in row] for row in batch["ids"].tolist()]}
 
     def assets(self) -> dict[str, str]:
         """Text files that a run keeps beside its weights: the words by id, one per line."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tensor_memory.experiments.tasks import Batch
+from tensor_memory.experiments.tasks import Annotations, Batch
 from tensor_memory.experiments.tasks.synthetic import DrawnConfig, DrawnTask
 
 FEATURES = 7
@@ -77,6 +77,20 @@ class MapBuilding(DrawnTask):
         ask = torch.arange(first, self.length).expand(rows, -1).contiguous()
         target = cells.gather(1, asked[..., 0] * c.side + asked[..., 1])
         return {"features": features, "ask": ask, "target": target}
+
+    def describe(self, batch: Batch) -> Annotations:
+        """The patches with their place, row by row, and the cells asked for."""
+        cells = batch["features"][..., :4].long().tolist()
+        place = (batch["features"][..., 4:6] + 1) * ((self.config.side - 1) / 2)
+        places, flags = place.round().long().tolist(), batch["features"][..., 6].long().tolist()
+        rows = []
+        for tokens in zip(cells, places, flags, strict=True):
+            row = []
+            for (a, b, c, d), (down, across), flag in zip(*tokens, strict=True):
+                at = f"row {down}, column {across}"
+                row.append((f"{a}{b}/{c}{d} at {at}; ", f"{at}? ", "pause; ")[flag])
+            rows.append(row)
+        return {"texts": rows}
 
     def _place(self, cell: torch.Tensor) -> torch.Tensor:
         """Row and column as numbers from -1 to 1."""

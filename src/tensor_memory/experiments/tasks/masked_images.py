@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tensor_memory.experiments.tasks import Batch, Outputs, Sums, image_metrics
+from tensor_memory.experiments.tasks import Annotations, Batch, Outputs, Sums, image_metrics
 from tensor_memory.experiments.tasks.epochs import drawn, epoch_rows
 from tensor_memory.experiments.tasks.image_files import (
     Source,
@@ -201,6 +201,16 @@ class MaskedImages:
             "ssim": "map of the composed image, averaged over hidden pixels, then over images",
             "published_psnr": "whole image, visible patches pasted, true mean of each hidden patch",
         }
+
+    def describe(self, batch: Batch) -> Annotations:
+        """The image with what is hidden in grey: one picture for a summary token and all patches.
+
+        Tokens are the visible patches alone, in raster order.
+        """
+        visible = batch["visible"]
+        shown = self.images(batch["patches"]).masked_fill(self.hidden(visible)[:, None], 0.5)
+        frames = (shown.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
+        return {"frames": frames[:, None], "tokens_per_frame": 1 + visible.shape[1]}
 
     def images(self, patches: Tensor) -> Tensor:
         """Normalised patches (B, P, values) -> images (B, 3, H, W) on the scale [0, 1]."""

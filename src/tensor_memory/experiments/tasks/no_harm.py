@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tensor_memory.experiments.tasks import Batch
+from tensor_memory.experiments.tasks import Annotations, Batch
 from tensor_memory.experiments.tasks.synthetic import DrawnConfig, DrawnTask
 
 
@@ -63,6 +63,10 @@ class NoHarm(DrawnTask):
             "ask": ask,
             "target": symbols[:, : c.tokens - c.lag].contiguous(),
         }
+
+    def describe(self, batch: Batch) -> Annotations:
+        """The symbols by number."""
+        return {"texts": [[f"{symbol} " for symbol in row] for row in batch["symbols"].tolist()]}
 
     def ceiling(self, split: str) -> float:
         """Everything needed is in the row."""

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tensor_memory.experiments.tasks import Batch
+from tensor_memory.experiments.tasks import Annotations, Batch
 from tensor_memory.experiments.tasks.synthetic import DrawnConfig, DrawnTask
 
 SIDE = 16
@@ -115,6 +115,12 @@ class Occlusion(DrawnTask):
         sign = torch.randint(2, (rows, 1, 2), generator=random) * 2 - 1
         time = torch.arange(self.config.frames)[:, None]  # (T, 1)
         return fold(start + time * speed * sign)
+
+    def describe(self, batch: Batch) -> Annotations:
+        """The frames, in grey."""
+        grey = (batch["frames"].clamp(0, 1) * 255).round().to(torch.uint8)
+        frames = grey[..., None].expand(-1, -1, -1, -1, 3)
+        return {"frames": frames, "tokens_per_frame": TOKENS_PER_FRAME}
 
     def ceiling(self, split: str) -> float:
         """What the exact extrapolation of the visible frames scores on the test clips."""

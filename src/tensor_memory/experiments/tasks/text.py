@@ -74,6 +74,16 @@ class Vocabulary:
         text = " ".join(self.words[i] for i in ids)
         return text.replace(f" {END} ", "\n").replace(f" {END}", "\n").replace(f"{END} ", "\n")
 
+    def piece(self, number: int) -> str:
+        """One token as it stands in a text: a blank and its word, a line end, or a byte.
+
+        >>> Vocabulary(("<eos>", "a")).piece(1), Vocabulary().piece(65), Vocabulary().piece(200)
+        (' a', 'A', '\\\\xc8')
+        """
+        if self.words:
+            return "\n" if self.words[number] == END else f" {self.words[number]}"
+        return chr(number) if number < 128 else f"\\x{number:02x}"
+
     def tokenize(self, text: str) -> list[int]:
         """Ids of a text, with `<eos>` at line ends where the vocabulary has it."""
         if not self.words:

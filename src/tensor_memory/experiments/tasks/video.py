@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tensor_memory.experiments.tasks import Batch, Outputs, Sums
+from tensor_memory.experiments.tasks import Annotations, Batch, Outputs, Sums
 from tensor_memory.experiments.tasks.epochs import drawn, epoch_rows
 from tensor_memory.experiments.tasks.masked_images import MEAN
 from tensor_memory.experiments.tasks.synthetic import generator
@@ -208,6 +208,10 @@ class VideoTask:
             "decoder": c.decoder,
             "resident_bytes": self.store.frames.numel(),
         }
+
+    def describe(self, batch: Batch) -> Annotations:
+        """The frames as the model sees them, each a summary token and its patches."""
+        return {"frames": batch["clip"], "tokens_per_frame": 1 + self.grid[0] * self.grid[1]}
 
     def _cut(self, rows: Tensor, draws: Tensor) -> Tensor:
         """Clips (B, T, h, w, 3) by four numbers in [0, 1) each: start, top, left, flip."""
