@@ -14,10 +14,11 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensor_memory
 from tensor_memory.doctor import run_doctor
-from tensor_memory.inspect.command import add_options, run_inspect
+from tensor_memory.inspect.command import OpenedRun, add_options, run_inspect
 from tensor_memory.leak_check import run_leak_check
 
 MISTAKES = (ValueError, TypeError, OSError, ImportError)
@@ -82,10 +83,11 @@ def _parser() -> argparse.ArgumentParser:
         "inspect",
         help="look inside a memory: a table, figures, a page for a browser",
         description="Show what a recording of a memory holds, draw its figures, and write a page "
-        "that opens in a browser from disk.",
+        "that opens in a browser from disk. Of a run's folder, its trained model is recorded on "
+        "some of its test data.",
     )
     add_options(inspect)
-    inspect.set_defaults(run=run_inspect)
+    inspect.set_defaults(run=lambda options: run_inspect(options, _open_run))
 
     for name, purpose in OWN_OPTIONS.items():
         commands.add_parser(name, help=purpose, add_help=False)
@@ -98,11 +100,6 @@ def _command(name: str) -> Callable[[list[str]], int]:
         from tensor_memory.bench import main as run_bench
 
         return run_bench
-    if importlib.util.find_spec("tyro") is None:
-        raise ModuleNotFoundError(
-            f"tensor-memory {name} needs what experiments need; install it with: "
-            "pip install tensor-memory[experiments]"
-        )
     module, function = {
         "list": ("listing", "list_command"),
         "run": ("run", "run_command"),
@@ -111,6 +108,20 @@ def _command(name: str) -> Callable[[list[str]], int]:
         "generate": ("generate", "generate_command"),
         "positions": ("positions", "positions_command"),
     }[name]
+    return _experiments(name, module, function)
+
+
+def _open_run(options: argparse.Namespace) -> OpenedRun:
+    return _experiments("inspect RUN_FOLDER", "inspect_run", "open_run")(options)
+
+
+def _experiments(command: str, module: str, function: str) -> Callable[..., Any]:
+    """A function of `experiments.commands`, or an error that says what to install."""
+    if importlib.util.find_spec("tyro") is None:
+        raise ModuleNotFoundError(
+            f"tensor-memory {command} needs what experiments need; install it with: "
+            "pip install tensor-memory[experiments]"
+        )
     commands = importlib.import_module(f"tensor_memory.experiments.commands.{module}")
     return getattr(commands, function)
 

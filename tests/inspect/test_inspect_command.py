@@ -18,6 +18,12 @@ def make_layer():
     return MemoryResidual(make_memory(OPTIONS["paper"], dtype=torch.float32))
 
 
+def parsed(*arguments):
+    parser = command.argparse.ArgumentParser()
+    command.add_options(parser)
+    return parser.parse_args(arguments)
+
+
 @pytest.fixture
 def saved(tmp_path):
     layer = make_layer()
@@ -107,11 +113,35 @@ def test_chunks_are_a_start_and_a_stop(saved, capsys, text):
     assert f"expected START:STOP, such as 0:12, got '{text}'" in capsys.readouterr().err
 
 
-def test_a_folder_is_shown_by_the_recording_it_holds(saved, tmp_path, capsys):
+def test_a_page_that_is_too_large_can_be_made_smaller_as_the_message_says(tmp_path, capsys):
+    layer = make_layer()
+    with record(layer) as recording:
+        layer(make_tokens(2, 3 * 400, DIM, dtype=torch.float32))
+    recording.save(tmp_path / "a")
+    page = tmp_path / "page.html"
+    command_line = ["inspect", str(tmp_path / "a"), "--html", str(page), "--limit-mb", "0.13"]
+    assert main(command_line) == 2
+    complaint = capsys.readouterr().err
+    assert "(--every, --rows, --limit-mb on the command line)" in complaint
+    every = complaint.split("every=")[1].split(",")[0]
+    for advice in (["--every", every], ["--rows", "1"], ["--limit-mb", "1"]):
+        assert main([*command_line, *advice]) == 0
+        assert f"page: {page}" in capsys.readouterr().out
+        page.unlink()
+
+
+@pytest.mark.parametrize("option", ["--every", "--rows"])
+def test_a_count_is_at_least_one(saved, capsys, option):
+    with pytest.raises(SystemExit):
+        main(["inspect", str(saved), option, "0"])
+    assert "expected an integer of at least 1, got '0'" in capsys.readouterr().err
+
+
+def test_a_folder_is_shown_by_the_recording_it_holds(saved, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
-    assert main(["inspect", str(run)]) == 2
-    assert f"holds no {command.IN_A_RUN}" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=f"holds no {command.IN_A_RUN}; save one there with"):
+        command.open_recording(parsed(str(run)))
     saved.rename(run / command.IN_A_RUN)
     assert main(["inspect", str(run)]) == 0
 
@@ -125,7 +155,12 @@ def test_a_run_is_recorded_by_whoever_can_open_it(tmp_path):
         modes.append((layer.training, torch.is_grad_enabled()))
         layer(x)
 
-    recording = command.open_recording(tmp_path, lambda folder: (layer, call))
+    texts = [[str(token) for token in range(6)]]
+    options = parsed(str(tmp_path))
+    recording = command.open_recording(
+        options, lambda given: command.OpenedRun(layer, call, {"texts": texts})
+    )
+    assert recording.texts == texts
     assert recording[0].seen.tolist() == [2]
     assert modes == [(False, False)]
     assert layer.training
@@ -144,11 +179,10 @@ def test_a_recorded_run_can_be_kept(tmp_path, capsys):
     layer = make_layer()
     run = tmp_path / "run"
     run.mkdir()
-    parser = command.argparse.ArgumentParser()
-    command.add_options(parser)
-    options = parser.parse_args([str(run), "--save", str(tmp_path / "kept")])
+    options = parsed(str(run), "--save", str(tmp_path / "kept"))
     x = make_tokens(1, 6, DIM, dtype=torch.float32)
-    assert command.run_inspect(options, lambda folder: (layer, lambda: layer(x))) == 0
+    opened = command.OpenedRun(layer, lambda: layer(x))
+    assert command.run_inspect(options, lambda given: opened) == 0
     assert Recording.load(tmp_path / "kept")[0].seen.tolist() == [2]
 
 
@@ -163,7 +197,7 @@ def test_the_gallery_command_trains_records_and_saves(tmp_path, monkeypatch):
     assert "? " in recording.text(0, 8)  # after eight writes come four questions
 
 
-def test_the_streaming_example_ends_with_a_page_of_the_memory_it_trained(tmp_path, monkeypatch, capsys):
+def test_the_streaming_example_ends_with_a_page_of_its_memory(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(ROOT / "examples")
     streaming = importlib.import_module("streaming")
     page = tmp_path / "runs" / "demo.html"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from tensor_memory.inspect.page import LIMIT_MB, write_page
 from tensor_memory.inspect.pictures import THEMES, write_figures
 from tensor_memory.inspect.recorder import record
 from tensor_memory.inspect.recording import Recording
@@ -17,9 +18,22 @@ from tensor_memory.inspect.recording import Recording
 IN_A_RUN = "recording.safetensors"
 """The recording that a run's folder may hold."""
 
-OpenRun = Callable[[Path], tuple[nn.Module, Callable[[], Any]]]
-"""From a run's folder: its trained model, and a function that runs the model on some of its task's
-data."""
+RUN_ROWS = 4
+"""Rows of its data that the model of a run is watched on."""
+
+
+class OpenedRun(NamedTuple):
+    """A trained model and something for it to do."""
+
+    model: nn.Module
+    call: Callable[[], Any]
+    """Runs the model on some of its task's data."""
+    annotations: Mapping[str, Any] = {}
+    """What the tokens of that data were, for `Recording.annotate`."""
+
+
+OpenRun = Callable[[argparse.Namespace], OpenedRun]
+"""From the options, `source` a run's folder among them."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -39,12 +53,46 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--theme", choices=[*THEMES, "both"], default="light", help="of the figures (default light)"
     )
-    parser.add_argument("--save", type=Path, metavar="FILE", help="keep a run's recording there")
+    page = parser.add_argument_group("what goes on the page")
+    page.add_argument(
+        "--rows",
+        type=_positive,
+        metavar="N",
+        help=f"the first so many rows (default: all; of a run, {RUN_ROWS} are recorded)",
+    )
+    page.add_argument(
+        "--every", type=_positive, default=1, metavar="N", help="one recorded chunk in N"
+    )
+    page.add_argument(
+        "--limit-mb",
+        type=float,
+        default=LIMIT_MB,
+        metavar="MB",
+        help=f"refuse a larger page (default {LIMIT_MB:g})",
+    )
+    run = parser.add_argument_group("where a run is given, what its model is watched doing")
+    run.add_argument(
+        "--split", help="of the task's data (default: test, or the first split of that name)"
+    )
+    run.add_argument(
+        "--data-dir", type=Path, metavar="FOLDER", help="where the data have moved since training"
+    )
+    run.add_argument(
+        "--windows",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="so many, one after the other, where the task carries its state on (default 1)",
+    )
+    run.add_argument(
+        "--which", choices=("best", "last"), default="best", help="checkpoint (default best)"
+    )
+    run.add_argument("--save", type=Path, metavar="FILE", help="keep the recording there")
 
 
 def run_inspect(options: argparse.Namespace, open_run: OpenRun | None = None) -> int:
     """Show what a recording holds, and write what was asked for; exit status 0."""
-    recording = open_recording(options.source, open_run)
+    recording = open_recording(options, open_run)
     print(summary(recording))
     if options.save:
         recording.save(options.save)
@@ -61,15 +109,20 @@ def run_inspect(options: argparse.Namespace, open_run: OpenRun | None = None) ->
         )
         print(f"figures: {len(written)} in {options.figures}")
     if options.html:
-        from tensor_memory.inspect.page import write_page
-
-        write_page(recording, options.html)
+        write_page(
+            recording,
+            options.html,
+            every=options.every,
+            rows=options.rows,
+            limit_mb=options.limit_mb,
+        )
         print(f"page: {options.html}")
     return 0
 
 
-def open_recording(source: Path, open_run: OpenRun | None = None) -> Recording:
+def open_recording(options: argparse.Namespace, open_run: OpenRun | None = None) -> Recording:
     """A saved recording, that of a run's folder, or one made of its model."""
+    source: Path = options.source
     if not source.exists():
         raise FileNotFoundError(
             f"{source}: no such file or folder; expected a recording, or the folder of a run"
@@ -83,7 +136,8 @@ def open_recording(source: Path, open_run: OpenRun | None = None) -> Recording:
             f"{source}: the folder holds no {IN_A_RUN}; save one there with "
             "`with record(model) as recording: ...` and recording.save(...)"
         )
-    return record_call(*open_run(source))
+    model, call, annotations = open_run(options)
+    return record_call(model, call, **annotations)
 
 
 def record_call(model: nn.Module, call: Callable[[], Any], **options: Any) -> Recording:
@@ -151,6 +205,12 @@ def _chunks(text: str) -> slice:
     if not colon:
         raise argparse.ArgumentTypeError(f"expected START:STOP, such as 0:12, got {text!r}")
     return slice(*numbers)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
+    return int(text)
 
 
 def _layer(text: str) -> int | str:

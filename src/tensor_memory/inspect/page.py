@@ -109,7 +109,7 @@ def page(
             f"page: expected at most {limit_mb:g} MB, got {size:.1f} MB for {len(layers)} layers, "
             f"{shown_rows} rows and {chunks} chunks; put fewer chunks on it with "
             f"every={every * min(math.ceil(share), max(chunks, 1))}, fewer rows with rows=1, "
-            "or raise limit_mb"
+            "or raise limit_mb (--every, --rows, --limit-mb on the command line)"
         )
     return text
 

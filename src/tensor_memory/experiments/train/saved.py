@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -20,11 +21,13 @@ def load_run(
     which: Literal["best", "last"] = "best",
     *,
     device: torch.device | str = "cpu",
+    data_dir: str | os.PathLike[str] | None = None,
 ) -> tuple[RunConfig[Any, Any], Task, Model]:
     """The config, the task and the model of a run, with its best or its last weights.
 
-    The model is on `device` and in evaluation mode. A config class that is not of this package
-    must have been registered (`results.register_config`).
+    The model is on `device` and in evaluation mode. `data_dir` names the data where they have moved
+    since training. A config class that is not of this package must have been registered
+    (`results.register_config`).
     """
     if which not in ("best", "last"):
         raise ValueError(f"which: expected 'best' or 'last', got {which!r}")
@@ -35,7 +38,15 @@ def load_run(
         )
     config = config_from_dict(read_json(run.config, "the config of a run"))
     _, weights = Checkpoints(run, fingerprint(config)).weights(which)
-    task = config.task.build(config.seed).to(torch.device(device))
+    given = config.task
+    if data_dir is not None:
+        if not hasattr(given, "data_dir"):
+            raise ValueError(
+                f"data_dir: expected none for {type(given).__name__}, whose data are drawn, "
+                f"got {os.fspath(data_dir)!r}"
+            )
+        given = replace(given, data_dir=os.fspath(data_dir))
+    task = given.build(config.seed).to(torch.device(device))
     with torch.random.fork_rng():
         model = config.model.build(task)
     load_weights(model, weights, str(run.path / which))
