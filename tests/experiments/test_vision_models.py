@@ -9,7 +9,7 @@ from tensor_memory import MemoryConfig
 from tensor_memory.experiments.models.image import ImageModel, ImageModelConfig
 from tensor_memory.experiments.models.video import VideoModel, VideoModelConfig
 from tensor_memory.experiments.models.vision import window_mask
-from tensor_memory.experiments.tasks.masking import fixed_visible
+from tensor_memory.experiments.tasks.masking import drawn_visible, fixed_visible, hidden_mask
 
 TINY_MEMORY = MemoryConfig(channels=4, grid=(3, 3, 3), chunk_size=2)
 TINY_IMAGE = ImageModelConfig(
@@ -143,6 +143,35 @@ def test_local_attention_reaches_its_square_and_no_further():
         )
     moved = (before - after).abs().amax(1) > 0
     assert moved.nonzero().flatten().tolist() == [0, 1, 4, 5]
+
+
+def test_hidden_patches_are_soon_told_by_their_neighbours():
+    """Pictures of four quarters, each of one shade: answering the mean shade leaves about 0.9."""
+    torch.manual_seed(0)
+    small = {"dim": 32, "layers": 2, "decoder_dim": 16, "memory_layers": (0,), "drop_path": 0.0}
+    model = ImageModel(replace(TINY_IMAGE, **small), (6, 6), 4).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    losses = []
+    for _ in range(150):
+        shades = torch.randn(64, 2, 2).repeat_interleave(3, 1).repeat_interleave(3, 2)
+        patches = shades.reshape(64, 36, 1).expand(-1, -1, 4)
+        visible = drawn_visible(torch.rand(64, 36), 0.75)
+        outputs, _ = model({"patches": patches, "visible": visible})
+        hidden = hidden_mask(visible, 36)
+        loss = (outputs["patches"] - patches)[hidden].square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert sum(losses[:25]) / 25 > 0.8
+    assert sum(losses[-25:]) / 25 < 0.4
+
+
+def test_places_start_far_enough_apart_to_be_told():
+    image, video = image_model(), video_model()
+    for table in (image.position[1:], image.decoder_position[1:], video.place):
+        apart = torch.cdist(table, table) + torch.eye(len(table)) * 9
+        assert apart.min() > 0.5
 
 
 @pytest.mark.parametrize("scope", ["layer", "depth"])

@@ -25,6 +25,7 @@ from tensor_memory.experiments.models.vision import (
     matched_ratio,
     put_memory,
     summary_first,
+    waves,
     window_mask,
 )
 from tensor_memory.experiments.tasks import Batch
@@ -131,7 +132,10 @@ class ImageModel(Model):
                 dropout=c.dropout,
                 drop_path=c.drop_path,
             )
-        initialise(self)
+        initialise(self, narrow=True)
+        with torch.no_grad():
+            self.position[1:] = waves(*grid, c.dim)
+            self.decoder_position[1:] = waves(*grid, c.decoder_dim)
 
     def forward(
         self, batch: Batch, carry: Carry | None = None

@@ -29,6 +29,7 @@ from tensor_memory.experiments.models.vision import (
     matched_ratio,
     put_memory,
     summary_first,
+    waves,
 )
 from tensor_memory.experiments.tasks import Batch
 from tensor_memory.experiments.tasks.masked_images import DEVIATION, MEAN
@@ -147,7 +148,9 @@ class VideoModel(Model):
                 dropout=c.dropout,
                 drop_path=c.drop_path,
             )
-        initialise(self)
+        initialise(self, narrow=True)
+        with torch.no_grad():
+            self.place.copy_(waves(*grid, c.dim))
 
     def forward(
         self, batch: Batch, carry: Carry | None = None
