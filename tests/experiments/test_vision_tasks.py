@@ -54,6 +54,15 @@ def test_they_are_tasks(config):
     assert isinstance(task.to(torch.device("cpu")), Task)
 
 
+def test_clips_that_stay_on_the_host_make_their_batches_there(actions):
+    task = replace(actions, resident="host").build(0).to(torch.device("meta"))
+    assert {x.device.type for x in task.batch("train", 0, 2).values()} == {"cpu"}
+    assert task.facts()["resident_bytes"] == 0
+    there = actions.build(0).to(torch.device("meta"))
+    assert there.device.type == "meta"
+    assert there.facts()["resident_bytes"] == 24 * 16 * 32 * 64 * 3
+
+
 def test_a_batch_is_a_function_of_seed_and_number(config):
     first, second = config.build(0), config.build(0)
     second.batch("train", 0, 3)  # history changes nothing
