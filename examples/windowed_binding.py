@@ -90,7 +90,8 @@ def show(records: dict[str, dict[str, Any]]) -> None:
         f"Every answer lies more than two tokens back, where attention cannot reach; "
         f"{facts['test_rows'] * facts['queries']:,} questions that neither model was trained on. "
         "The task is made to show this one thing; it says nothing about tasks that attention can "
-        "solve.",
+        "solve. The memory's forget gate starts open (bias 4): at the paper's 0 it takes twice the "
+        "steps.",
         highlight=False,
     )
 
