@@ -61,6 +61,55 @@ def test_a_finished_run_is_continued_only_when_told(capsys):
     assert main([*arguments, "--resume"]) == 0
 
 
+def test_an_interrupted_run_leaves_no_result_and_says_so(tmp_path):
+    tests = str(Path(__file__).parent)
+    command = ["run", SIGN, "--device", "cpu", "--output", "here", "--results", "kept"]
+    command += ["--budget.steps", "10000000", "--budget.evaluate-every", "100"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tensor_memory.cli", *command],
+        env=os.environ | {"PYTHONPATH": tests, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while not Path("here", "metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "continue by adding --resume" in error
+    assert out == ""
+    assert not list(Path("kept").iterdir())
+
+
+@pytest.mark.parametrize("command", ["run", "sweep"])
+def test_a_results_folder_that_cannot_be_is_refused_before_anything_is_trained(capsys, command):
+    Path("taken").write_text("a file")
+    assert main([command, SIGN, "--device", "cpu", "--results", "taken"]) == 2
+    error = capsys.readouterr().err
+    assert "taken: cannot be made a folder for results (File exists)" in error
+    assert not list(Path().glob("runs/*"))
+
+
+def test_a_sweep_with_a_wrong_device_or_folder_stops_before_its_first_run(capsys):
+    assert main(["sweep", SIGN, "--device", "cpu,gpu"]) == 2
+    assert "device: expected auto, cpu, cuda or cuda:N, got 'gpu'" in capsys.readouterr().err
+    assert not Path("runs").exists()
+    Path("taken").write_text("a file")
+    assert main(["sweep", SIGN, "--device", "cpu", "--output", "taken"]) == 2
+    assert "taken: cannot be made a folder for runs (File exists)" in capsys.readouterr().err
+
+
+def test_a_result_that_is_cut_short_is_named_before_a_sweep_goes_on(capsys):
+    folder = Path("runs", run_name(sign()))
+    folder.mkdir(parents=True)
+    (folder / "result.json").write_text('{"finished": tr')
+    assert main(["sweep", SIGN, "--dry-run"]) == 2
+    error = capsys.readouterr().err
+    assert f"{folder / 'result.json'}: expected the result of a run as JSON" in error
+
+
 def test_an_unknown_recipe_is_refused_with_the_nearest(capsys, only_sign):
     assert main(["run", "sing", "--seed", "1"]) == 2
     error = capsys.readouterr().err

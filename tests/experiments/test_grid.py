@@ -75,7 +75,9 @@ def test_an_unknown_field_ends_with_status_2_and_the_nearest_name(capsys):
     with pytest.raises(SystemExit) as ended:
         expand([Stage([SIGN], {"task.nubmers": [1]})])
     assert ended.value.code == 2
-    assert "--task.numbers" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "--task.numbers" in error
+    assert f"tensor-memory run {SIGN} --help" in error  # sweep has no help of a recipe's fields
 
 
 PLAN = """
@@ -122,6 +124,10 @@ def test_flags_beside_a_plan_are_stronger_than_what_it_sets(tmp_path: Path):
         ("[[stage]]\nover = {seed = [1]}", r"stage 1: expected recipes = \[\"name\", ...\]"),
         ("[[stage]]\nrecipes=['a']\nover={seed = 1}", "expected a list of values for 'seed', got"),
         ("timeout = 3", r"expected at least one \[\[stage\]\]"),
+        ("timeout = 'x'\n[[stage]]\nrecipes=['a']", "expected timeout in seconds, got 'x'"),
+        ("[[stage]]\nrecipes=['a']\ntimeout = 0", "stage 1: expected timeout in seconds, got 0"),
+        ("[[stage]]\nrecipes=['a']\nset = 3", "stage 1: expected a table for 'set', got 3"),
+        ("[[stage]]\nrecipes=['a']\nover = ['b']", r"expected a table for 'over', got \['b'\]"),
         ("stage = 3", r"expected at least one \[\[stage\]\]"),
         ("stage = [3]", "stage 1: expected a table, got 3"),
         ("[[stage", "expected TOML, or JSON in a .json file"),

@@ -89,9 +89,8 @@ def expand(stages: Sequence[Stage]) -> list[PlannedRun]:
     runs: dict[str, PlannedRun] = {}
     for stage in stages:
         planned = [run for name in stage.recipes for run in _runs(name, stage)]
-        for run in sorted(
-            planned, key=lambda run: -run.work
-        ):  # stable: equal ones keep their order
+        # The sort is stable: equal ones keep their order.
+        for run in sorted(planned, key=lambda run: -run.work):
             first = runs.setdefault(run.name, run)
             if first.config != run.config:
                 raise ValueError(
@@ -106,7 +105,8 @@ def _runs(name: str, stage: Stage) -> Iterable[PlannedRun]:
     for values in itertools.product(*stage.over.values()):
         chosen = list(zip(stage.over, values, strict=True))
         flags = [flag for field, value in chosen for flag in _flag(field, value)]
-        filled, _ = apply_flags(config, [*stage.flags, *flags], prog=f"tensor-memory sweep {name}")
+        # `run`, since its --help is the one that shows a recipe's fields.
+        filled, _ = apply_flags(config, [*stage.flags, *flags], prog=f"tensor-memory run {name}")
         changes = tuple(f"{field}={_text(value)}" for field, value in chosen)
         yield PlannedRun(filled, changes, stage.timeout)
 
@@ -150,6 +150,12 @@ def _stage(values: Any, where: str, timeout: float | None, flags: Sequence[str])
         raise ValueError(f"{where}: expected a table, got {values!r}")
     _check_keys(values, ("recipes", "set", "over", "timeout"), where)
     recipes, over = values.get("recipes"), values.get("over", {})
+    fixed, timeout = values.get("set", {}), values.get("timeout", timeout)
+    for name, table in (("set", fixed), ("over", over)):
+        if not isinstance(table, dict):
+            raise ValueError(f"{where}: expected a table for {name!r}, got {table!r}")
+    if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
+        raise ValueError(f"{where}: expected timeout in seconds, got {timeout!r}")
     if isinstance(recipes, str):
         recipes = [recipes]
     if not isinstance(recipes, list) or not recipes:
@@ -157,8 +163,8 @@ def _stage(values: Any, where: str, timeout: float | None, flags: Sequence[str])
     for name, options in over.items():
         if not isinstance(options, list) or not options:
             raise ValueError(f"{where}: expected a list of values for {name!r}, got {options!r}")
-    fixed = [flag for name, value in values.get("set", {}).items() for flag in _flag(name, value)]
-    return Stage(recipes, over, [*fixed, *flags], values.get("timeout", timeout))
+    set_flags = [flag for name, value in fixed.items() for flag in _flag(name, value)]
+    return Stage(recipes, over, [*set_flags, *flags], timeout)
 
 
 def _check_keys(values: Mapping[str, Any], known: Sequence[str], where: str) -> None:

@@ -33,6 +33,8 @@ def run_command(arguments: Sequence[str]) -> int:
     from tensor_memory.experiments.train import RunOptions, train  # not for --help
 
     folder = settings.output or RUNS / run_name(config)
+    if settings.results is not None:
+        make_folder(settings.results, "results")  # now, and not after hours of training
     record = train(
         config,
         RunOptions(
@@ -44,12 +46,24 @@ def run_command(arguments: Sequence[str]) -> int:
             quiet=settings.quiet,
         ),
     )
+    if not record["finished"]:  # the loop has said how to go on
+        return 130
     if is_main_process():
         if settings.results is not None:
             write_result(settings.results, record)
         print(summary(record))
         print(f"{folder / 'result.json'}")
-    return 0 if record["finished"] else 130
+    return 0
+
+
+def make_folder(path: Path, what: str) -> None:
+    """Make a folder where there is none; an error that says what it was for."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(
+            f"{path}: cannot be made a folder for {what} ({error.strerror}); choose another"
+        ) from error
 
 
 def summary(record: Mapping[str, Any]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import signal
 import sys
 import threading
@@ -21,12 +20,14 @@ from tensor_memory.experiments.commands.grid import (
     parse_over,
     read_plan,
 )
-from tensor_memory.experiments.commands.run import RUNS
+from tensor_memory.experiments.commands.run import RUNS, make_folder
 from tensor_memory.experiments.commands.workers import Job, Outcome, run_jobs
 from tensor_memory.experiments.results import write_result
 from tensor_memory.experiments.results.wording import measure_text
 from tensor_memory.experiments.run_config import RunConfig
 from tensor_memory.experiments.train import RunOptions, train
+from tensor_memory.experiments.train.folder import read_json
+from tensor_memory.experiments.train.processes import find_device
 from tensor_memory.progress import progress
 
 Train = Callable[[RunConfig[Any, Any], RunOptions], dict[str, Any]]
@@ -45,6 +46,11 @@ def sweep_command(arguments: Sequence[str], *, trainer: Train = train) -> int:
             print(f"{states[run.name]:<10} {run.name}  {' '.join(run.changes)}".rstrip())
         print(f"{len(runs)} runs, {sum(s == 'finished' for s in states.values())} of them finished")
         return 0
+    for device in options.device.split(","):
+        find_device(device)  # wrong for one run is wrong for all
+    make_folder(options.output, "runs")
+    if options.results is not None:
+        make_folder(options.results, "results")
     todo = [run for run in runs if states[run.name] != "finished"]
     skipped = len(runs) - len(todo)
     print(f"{len(runs)} runs, {skipped} of them finished already", flush=True)
@@ -181,14 +187,14 @@ def _state(run: PlannedRun, output: Path, results: Path | None) -> str:
 
 
 def _is_finished(path: Path) -> bool:
-    return path.is_file() and bool(json.loads(path.read_text(encoding="utf-8")).get("finished"))
+    return path.is_file() and bool(read_json(path, "the result of a run").get("finished"))
 
 
 def _copy_result(folder: Path, results: Path) -> None:
     """Bring a result that an earlier sweep left in its run folder into the results folder."""
     path = folder / "result.json"
     if path.is_file():
-        write_result(results, json.loads(path.read_text(encoding="utf-8")))
+        write_result(results, read_json(path, "the result of a run"))
 
 
 def _parser() -> argparse.ArgumentParser:

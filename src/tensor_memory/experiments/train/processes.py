@@ -23,7 +23,7 @@ def make_accelerator(options: RunOptions) -> Accelerator:
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 
-    device = _device(options.device)
+    device = find_device(options.device)
     known = PartialState._shared_state
     if known and (known["device"].type == "cpu") != (device == "cpu"):
         if known["num_processes"] > 1:
@@ -51,7 +51,8 @@ def make_accelerator(options: RunOptions) -> Accelerator:
     return accelerator
 
 
-def _device(name: str) -> str:
+def find_device(name: str) -> str:
+    """What "auto" stands for here, or the name itself; an error where there is no such device."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, number = name.partition(":")
