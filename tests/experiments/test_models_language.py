@@ -1,5 +1,7 @@
 """The compared decoders: their sizes, their causality, their losses."""
 
+import math
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -15,8 +17,9 @@ from tensor_memory.experiments.models.language import (
     LanguageModel,
     LanguageModelConfig,
 )
+from tensor_memory.experiments.recipes.language import language_paper
 from tensor_memory.experiments.tasks.language import LanguageTask, LanguageTaskConfig
-from tensor_memory.experiments.tasks.text import Corpus, Vocabulary
+from tensor_memory.experiments.tasks.text import WIKITEXT_2, Corpus, Vocabulary
 from tolerances import assert_same
 
 METHODS = get_args(LanguageMethod)
@@ -141,6 +144,35 @@ def test_the_memorys_count_is_the_papers_without_the_biases_we_leave_out():
         model = LanguageModel(LanguageModelConfig(method="tensor"), PAPER_WORDS, 512)
     biases = 384 + 3 + 32 + 3 * 64 + 384  # summary, coordinates, content, taps, output
     assert count(model) + biases == 28_314_156
+
+
+@pytest.mark.parametrize(
+    ("method", "millions"), [("base", 25.9), ("base-sln", 25.9), ("local", 25.9), ("tensor", 28.3)]
+)
+def test_the_papers_protocol_rounds_to_the_papers_column(method, millions):
+    recipe = language_paper()
+    assert recipe.task.protocol == "paper"
+    model = replace(recipe.model, method=method)
+    with torch.device("meta"):
+        found = count(LanguageModel(model, WIKITEXT_2["paper"]["words"], recipe.task.length))
+    assert round(found / 1e6, 1) == millions
+
+
+@pytest.mark.parametrize(("dim", "std"), [(16, 0.25), (64, 0.125), (384, 0.02)])
+def test_the_first_loss_is_near_that_of_a_uniform_guess(dim, std):
+    torch.manual_seed(0)
+    model = LanguageModel(LanguageModelConfig(dim=dim, heads=2, layers=2), 1000, LENGTH).eval()
+    assert model.word.weight.std().item() == pytest.approx(std, rel=0.02)
+    given = {name: torch.randint(1000, (8, LENGTH)) for name in ("ids", "targets")}
+    assert model(given)[0]["nll"].mean().item() == pytest.approx(math.log(1000), abs=1.0)
+
+
+def test_all_methods_start_from_the_same_words():
+    found = []
+    for method in METHODS:
+        torch.manual_seed(5)
+        found.append(LanguageModel(config(method), WORDS, LENGTH).word.weight)
+    assert all(torch.equal(words, found[0]) for words in found)
 
 
 @pytest.mark.parametrize("dim", [32, 64, 96, 192, 384, 512])

@@ -176,6 +176,9 @@ class LanguageModel(Model):
         self.norm = nn.LayerNorm(config.dim)
         self.stack = Stack(config.stack(length, carried))
         initialise(self, narrow=config.dim < NARROW)
+        if config.dim < NARROW:  # the table is the head too: logits must not start large
+            with torch.no_grad():
+                self.word.weight.mul_(config.dim**-0.5 / self.word.weight.std())
 
     def forward(
         self, batch: Batch, carry: Carry | None = None, *, need_logits: bool = False
