@@ -23,8 +23,9 @@ NEUTRAL = (
     "budget.checkpoint_every",
     "budget.accumulate",
     "budget.evaluation_batch_size",
+    "model.non_causal",
 )
-"""Fields that change no number beyond rounding, or that are averaged over."""
+"""Fields that change no number beyond rounding, are averaged over, or go with the method."""
 
 FUTURE = "sees the future"
 """What stands beside the name of a method that is not causal, in every table and legend."""

@@ -58,6 +58,7 @@ def draw_leak(comparison: Comparison, path: Path) -> list[Path]:
     """Left the score while training, a line per run; right the same tokens with and without the
     future, means over seeds."""
     with _figure(2) as (figure, (left, right)):
+        figure.set_size_inches(10.5, 3.4)
         for number, row in enumerate(comparison.rows):
             colour, dash, _ = LOOKS.get(row.method, OTHERS[number])
             for index, record in enumerate(row.records):
