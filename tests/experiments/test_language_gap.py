@@ -3,6 +3,7 @@
 import pytest
 from language_records import record
 
+from tensor_memory.experiments.commands.run import summary
 from tensor_memory.experiments.results.comparison import compare
 from tensor_memory.experiments.results.gap import gap_rows, gap_table
 from tensor_memory.experiments.results.report import write_report
@@ -51,3 +52,16 @@ def test_what_sees_the_future_is_named_so_in_every_table(tmp_path, non_causal):
     future = record("tensor-depth", 30.0, labels={"non_causal": True}, non_causal=True)
     text = write_report([future] if non_causal else table()[:1], tmp_path)
     assert ("tensor-depth (sees the future)" in text) == non_causal
+
+
+def test_the_protocol_stands_with_the_numbers(tmp_path):
+    labels = {"context": "64 per layer within window 512"}
+    run = record("local", 120.0, labels=labels) | {
+        "facts": {"evaluation": "windows of 512, each from an empty state"},
+        "best_step": 2400,
+    }
+    told = summary(run)
+    assert "windows of 512, each from an empty state; context: 64 per layer within window" in told
+    text = write_report([run], tmp_path)
+    assert "Evaluation: windows of 512, each from an empty state" in text
+    assert "context: 64 per layer within window 512" in text

@@ -86,6 +86,10 @@ def summary(record: Mapping[str, Any]) -> str:
     if record.get("best_step") is not None:
         parts.append(f"best at step {record['best_step']:,}")
     lines = [f"{record['task']}, {record['method']}, seed {record['seed']}: {', '.join(parts)}"]
+    protocol = (record.get("facts") or {}).get("evaluation")
+    context = (record.get("labels") or {}).get("context")
+    if protocol:
+        lines.append(f"  {protocol}" + (f"; context: {context}" if context else ""))
     for split, measures in record["test"].items():
         shown = ", ".join(f"{name} {measure_text(value, name)}" for name, value in measures.items())
         ceiling = record["ceiling"].get(split)

@@ -97,6 +97,10 @@ def caption(comparison: Comparison) -> str:
     parts.append(f"Hardware: {listing(_hardware(records))}")
     parts.append(f"Commit: {listing(_commits(records))}")
     parts.append(f"Budget: {_budget_text(comparison.budget)}")
+    protocols = dict.fromkeys((record.get("facts") or {}).get("evaluation") for record in records)
+    told = [protocol for protocol in protocols if protocol]
+    if told:
+        parts.append(f"Evaluation: {listing(told)}")
     if comparison.unfinished:
         parts.append(f"{comparison.unfinished} unfinished runs are left out")
     notes = {
