@@ -36,11 +36,14 @@ def opened(browser, tmp_path):
     """Opens the page of a recording; in the end no page has complained or asked for anything."""
     contexts, complaints, requests = [], [], []
 
-    def open_page(recording: Recording, *, size=DESKTOP, scheme="light", **options):
+    def open_page(recording: Recording, *, size=DESKTOP, scheme="light", touch=False, **options):
         path = tmp_path / f"{len(contexts)}.html"
         write_page(recording, path, **options)
         context = browser.new_context(
-            viewport={"width": size[0], "height": size[1]}, color_scheme=scheme
+            viewport={"width": size[0], "height": size[1]},
+            color_scheme=scheme,
+            has_touch=touch,
+            is_mobile=touch,
         )
         contexts.append(context)
         page = context.new_page()

@@ -53,6 +53,14 @@ def test_a_sphere_grows_with_the_spread(opened):
     assert widths[1] / widths[0] == pytest.approx(2, rel=0.06)
 
 
+def test_a_state_that_grows_is_shown_from_its_quiet_part_on(opened):
+    recording = invented(1, chunks=10, rows=1)
+    recording[0].hidden_norm[5:] += 4
+    page = opened(recording)
+    slide(page, "#time", 4)
+    assert 5 < int(text(page, "#shown").split()[0]) < 100
+
+
 @pytest.mark.parametrize(
     ("grid", "voxel", "at"),
     [

@@ -49,7 +49,8 @@ def record(
 
     Args:
         model: a `TensorMemory`, a `MemoryResidual`, a host that `attach` was called on, or any
-            module that holds one of them.
+            module that holds one of them. A memory inside a `MemoryResidual` is recorded where the
+            residual is called; calls of that memory itself, past its residual, are not.
         every: keep one chunk in so many.
         max_chunks: chunks kept per row and layer. One more, and every second is forgotten and
             `every` doubled, as `Recording.every` then says.

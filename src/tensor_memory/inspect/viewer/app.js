@@ -46,8 +46,7 @@ function start() {
     find("trail").value = state.trail;
     find("scale-top").textContent = number(chosen.top);
     find("scale-middle").textContent = number(chosen.top / 2);
-    // In a volume the weaker voxels hide the stronger ones; on a plane nothing is hidden.
-    if (!thresholdChosen) state.threshold = chosen.axes > 2 ? quantile(chosen.levels, 0.7) : 0;
+    if (!thresholdChosen) state.threshold = usualThreshold(chosen);
     if (scene.axes !== chosen.axes) scene.resetView(chosen.axes);
     find("threshold").value = state.threshold;
     state.t = Math.min(state.t, Math.max(0, chosen.chunks - 1));
@@ -256,6 +255,19 @@ function showEmpty() {
 
 const count = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
 const number2 = (value) => (Number.isFinite(value) ? (value === 0 || value === 1 ? String(value) : value.toFixed(2)) : "–");
+
+// In a volume the weaker voxels hide the stronger ones; on a plane nothing is hidden. Where a state
+// grows over the stream, half of the moments still show their strongest twentieth.
+function usualThreshold(layer) {
+  if (layer.axes < 3) return 0;
+  const size = layer.voxels * layer.slices.length;
+  const moments = [];
+  layer.flags.forEach((flags, at) => {
+    if (flags & 1) moments.push(quantile(layer.levels.subarray(at * size, (at + 1) * size), 0.95));
+  });
+  moments.sort((a, b) => a - b);
+  return Math.min(quantile(layer.levels, 0.7), moments[(moments.length - 1) >> 1] ?? 0);
+}
 
 function quantile(levels, share) {
   const counts = new Uint32Array(256);
