@@ -323,6 +323,15 @@ def test_every_figure_is_written_in_both_themes(tmp_path, recording, monkeypatch
         assert path.read_bytes() == (tmp_path / "a" / path.name).read_bytes()
 
 
+def test_single_figures_can_be_asked_for(tmp_path, recording, monkeypatch):
+    monkeypatch.setattr(pictures, "DPI", 30)
+    asked = {"layers": [2], "kinds": ["gates", "use"]}
+    files = pictures.write_figures(recording, tmp_path, **asked)
+    assert [path.name for path in files] == ["gates-2-light.png", "use-light.png"]
+    with pytest.raises(ValueError, match=r"kinds: expected some of slices, .*, got 'gate'"):
+        pictures.write_figures(recording, tmp_path, kinds=["gates", "gate"])
+
+
 def test_a_row_or_a_layer_that_is_not_there_is_named(tmp_path, recording):
     with pytest.raises(ValueError, match="row: expected one of 0 to 1, got 2"):
         pictures.write_figures(recording, tmp_path, row=2)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tensor_memory.inspect.page import LIMIT_MB, write_page
-from tensor_memory.inspect.pictures import THEMES, write_figures
+from tensor_memory.inspect.pictures import KINDS, THEMES, write_figures
 from tensor_memory.inspect.recorder import record
 from tensor_memory.inspect.recording import Recording
 
@@ -43,6 +43,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page for a browser")
     parser.add_argument("--figures", type=Path, metavar="FOLDER", help="draw every figure there")
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=KINDS,
+        metavar="NAME",
+        help=f"draw this figure alone, or several by several --only: {', '.join(KINDS)}",
+    )
     parser.add_argument("--row", type=int, default=0, help="row that figures show (default 0)")
     parser.add_argument(
         "--layer", action="append", help="number or name of a layer to draw (default: all)"
@@ -106,6 +113,7 @@ def run_inspect(options: argparse.Namespace, open_run: OpenRun | None = None) ->
             layers=layers,
             chunks=options.chunks,
             themes=THEMES if options.theme == "both" else (options.theme,),
+            kinds=options.only,
         )
         print(f"figures: {len(written)} in {options.figures}")
     if options.html:

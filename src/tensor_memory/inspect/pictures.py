@@ -49,6 +49,8 @@ OF_ALL = {
     "state-norm": Picture(figures.draw_state_norm, lambda _: 1.9),
 }
 
+KINDS = (*OF_A_LAYER, *OF_ALL)
+
 
 def write_figures(
     recording: Recording,
@@ -58,6 +60,7 @@ def write_figures(
     layers: Sequence[int | str] | None = None,
     chunks: slice = slice(None),
     themes: Sequence[str] = ("light",),
+    kinds: Sequence[str] | None = None,
 ) -> list[Path]:
     """Draw everything into `folder` as PNG: `NAME-LAYER-THEME.png`, or `NAME-THEME.png` of all.
 
@@ -68,6 +71,7 @@ def write_figures(
         layers: numbers or names of the layers to draw one by one; all by default.
         chunks: the kept chunks to show, such as `slice(0, 12)`.
         themes: "light", "dark" or both.
+        kinds: names of the figures to draw, such as "projection"; all by default.
 
     Returns:
         The files written.
@@ -80,6 +84,9 @@ def write_figures(
         raise ValueError(f"row: expected one of 0 to {recording.rows - 1}, got {row}")
     chosen = range(len(recording)) if layers is None else [_number(recording, n) for n in layers]
     shown = Recording([layer[chunks] for layer in recording.layers], every=recording.every)
+    wanted = KINDS if kinds is None else tuple(kinds)
+    if unknown := [kind for kind in wanted if kind not in KINDS]:
+        raise ValueError(f"kinds: expected some of {', '.join(KINDS)}, got {unknown[0]!r}")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     written = []
@@ -88,6 +95,8 @@ def write_figures(
             for number in chosen:
                 layer = shown.layers[number]
                 for kind, picture in OF_A_LAYER.items():
+                    if kind not in wanted:
+                        continue
                     options = {} if kind == "saturation" else {"row": row}
                     if kind == "mask":
                         chunk = _first_written(layer, row)
@@ -97,7 +106,7 @@ def write_figures(
                     at = folder / f"{kind}-{number}-{name}.png"
                     written.append(_write(at, picture, layer, layer, options))
             for kind, picture in OF_ALL.items():
-                if not shown.layers:
+                if not shown.layers or kind not in wanted:
                     continue
                 options = {} if kind == "use" else {"row": row}
                 at = folder / f"{kind}-{name}.png"
