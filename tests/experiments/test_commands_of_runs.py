@@ -264,18 +264,45 @@ def test_a_sweep_that_is_stopped_saves_its_run_and_would_resume_it(tmp_path, cap
     command += ["--budget.evaluate-every", "100", "--budget.checkpoint-every", "10000000"]
     environment = os.environ | {"PYTHONPATH": tests, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "tensor_memory.cli", *command], env=environment, cwd=tmp_path
+        [sys.executable, "-m", "tensor_memory.cli", *command],
+        env=environment,
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     deadline = time.monotonic() + 120
     while not list(tmp_path.glob("runs/*/metrics.jsonl")) and time.monotonic() < deadline:
         time.sleep(0.1)
     process.send_signal(sent)
-    assert process.wait(timeout=120) == 130
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert error.endswith("sweep: interrupted; the same command continues it\n")
+    (log,) = tmp_path.glob("runs/*.log")
+    assert "saved step" in log.read_text()
+    assert "Traceback" not in error + log.read_text()
     (folder,) = (path for path in tmp_path.glob("runs/*") if path.is_dir())
     assert (folder / "last").exists()
     assert not (folder / "result.json").exists()
     assert main([*command, "--dry-run"]) == 0
     assert capsys.readouterr().out.startswith(f"unfinished {folder.name}")
+
+
+def test_workers_that_are_stopped_while_they_start_go_without_a_word(tmp_path):
+    command = ["sweep", SIGN, "--over", "seed=0,1", "--jobs", "2", "--device", "cpu"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tensor_memory.cli", *command, "--budget.steps", "10000000"],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while len(list(tmp_path.glob("runs/*.log"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)  # they are importing now
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert error == "sweep: interrupted; the same command continues it\n"
 
 
 def test_runs_of_the_real_loop_end_in_a_report(capsys):

@@ -14,7 +14,9 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -88,7 +90,9 @@ class _Worker:
         self.process = context.Process(
             target=_serve, args=(theirs, self.device, self.threads), daemon=True
         )
-        self.process.start()
+        resource_tracker.ensure_running()  # its start would end what is held back
+        with _held_back(signal.SIGINT):  # until the worker can take one without a traceback
+            self.process.start()
         theirs.close()  # so that its death is seen as the end of the pipe
 
     def give(self, job: Job) -> None:
@@ -151,6 +155,19 @@ class _Worker:
             self.process.join()
 
 
+@contextmanager
+def _held_back(number: signal.Signals) -> Iterator[None]:
+    """Let a signal wait, in this process and, for as long as they like, in those it starts."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+
+
 def _last_words(log: Path, status: int | None) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     if status is not None and status < 0:
@@ -164,20 +181,30 @@ def _serve(pipe: Connection, device: str, threads: int) -> None:
 
     import torch
 
+    signal.signal(signal.SIGINT, _leave)  # a run takes it over and saves itself
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if hasattr(os, "setpgrp"):
         os.setpgrp()  # a Ctrl-C at the terminal reaches the parent alone, which passes it on once
     torch.set_num_threads(threads)
     while True:
         try:
             job: Job = pipe.recv()
-        except EOFError:
+            pipe.send(None)
+        except (EOFError, OSError):  # nobody gives out runs any more
             return
-        pipe.send(None)
         _redirect(job.log)
         faulthandler.enable()
         record = job.run(device)
         sys.stdout.flush()
-        pipe.send(record)
+        try:
+            pipe.send(record)
+        except OSError:  # it has been interrupted, and saved itself
+            return
+
+
+def _leave(*_: object) -> None:
+    raise SystemExit(128 + signal.SIGINT)
 
 
 def _redirect(log: Path) -> None:
