@@ -62,6 +62,11 @@ class BudgetConfig:
         for name in ("steps", "batch_size", "accumulate", "evaluate_every", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"budget.{name}: expected 1 or more, got {getattr(self, name)}")
+        for name in ("evaluation_batches", "evaluation_batch_size", "patience"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(
+                    f"budget.{name}: expected 1 or more, or None, got {getattr(self, name)}"
+                )
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tensor_memory.experiments.results import write_result
+from tensor_memory.experiments.results.wording import measure_text
 from tensor_memory.experiments.run_config import RunConfig
 from tensor_memory.experiments.train.batches import TrainingBatches, check_batch_size, rows_of
 from tensor_memory.experiments.train.checkpoints import (
@@ -180,6 +181,7 @@ class _Run:
         if evaluates and budget.patience is not None and journal.waited >= budget.patience:
             journal.stopped_early = not last
         if step % budget.checkpoint_every == 0:
+            self._read_loss()  # waits for the device: the pause must not take its steps' time
             with self.watch.pause():
                 self._save()
         return note
@@ -204,7 +206,8 @@ class _Run:
             self.trackers.log(entry)
         metric = self.task.metric
         known = journal.curve[-1]["valid"][metric] if journal.curve else None
-        return f"loss {loss:.4g}" + ("" if known is None else f", {metric} {known:.4g}")
+        shown = "" if known is None else f", {metric} {measure_text(known, metric)}"
+        return f"loss {loss:.4g}{shown}"
 
     def _read_loss(self) -> float:
         """The summed loss, averaged over processes; the device has caught up afterwards."""
