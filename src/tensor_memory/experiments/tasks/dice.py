@@ -53,7 +53,7 @@ class Dice(DrawnTask):
 
     metric = "score"
     higher_is_better = False
-    test_splits = ("test", WINDOW, PREFIX)
+    test_splits: tuple[str, ...] = ("test", WINDOW, PREFIX)
     inputs = "dice"
 
     def __init__(self, config: DiceConfig, seed: int) -> None:
