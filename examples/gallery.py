@@ -1,40 +1,117 @@
-r"""Record a small trained memory at work, for the pictures in docs/inspect.md.
+"""Make everything that docs/inspect.md shows: train, record, draw, photograph the viewer.
 
-    python examples/gallery.py                       # trains for about a minute, then records
-    tensor-memory inspect docs/recordings/streaming.safetensors \
-        --figures docs/images/inspect --chunks 0:12 --theme both
+    python examples/gallery.py --data-dir wikitext-2   # half an hour on one CPU core, or
+    python examples/gallery.py --draw                  # from the recordings there are, in a minute
 
-The model is that of examples/streaming.py: values are written at points of space, then asked for.
+Models are trained only where their runs are not there yet. Without --data-dir (a folder with
+train.txt, valid.txt and test.txt of WikiText-2) the model of text keeps the recording it has. The
+viewer is photographed where there is a chromium and playwright to drive it.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import shutil
 from pathlib import Path
 
-import torch
+from tensor_memory import Recording
+from tensor_memory.cli import main as tensor_memory
+from tensor_memory.inspect.page import write_page
 
-from streaming import MEMORY, Model, record_stream, train
+RECIPES = {
+    "binding": "demo --model.method tensor",
+    "language": "language-carried --task.level byte --task.length 128 --model.method tensor-local "
+    "--model.window 32 --model.dim 128 --model.layers 2 --model.heads 4 --model.dropout 0 "
+    "--model.memory.grid 6 6 6 --model.memory.channels 16 --model.memory.chunk-size 8 "
+    "--optimizer.lr 2e-3 --optimizer.warmup 100 --budget.steps 1500 --budget.batch-size 16 "
+    "--budget.evaluate-every 500 --precision float32",
+}
+"""What `tensor-memory run` trains."""
+
+WATCHED = {"binding": ["--rows", "2"], "language": ["--rows", "2", "--windows", "4"]}
+"""What `tensor-memory inspect` records of it."""
+
+FIGURES = {
+    "binding": ["slices", "projection", "mask", "trajectories", "gates", "state-norm"],
+    "language": ["projection", "gates", "use", "saturation"],
+}
+"""What is drawn of its first memory layer."""
+TITLES = {"binding": "Windowed binding", "language": "Bytes of WikiText-2"}
+
+VIEWS = {
+    "binding": [("binding", (1280, 800), 7), ("phone", (390, 844), 11)],
+    "language": [("language", (1280, 800), 40)],
+}
+"""Photographs of a page: name, size of the window, the chunk shown."""
+
+
+def record_run(name: str, runs: Path, recordings: Path, data: Path | None) -> None:
+    """Train the model where it is not trained, and record what it does with test data."""
+    folder = runs / name
+    if not (folder / "result.json").exists():
+        where = [] if data is None else ["--task.data-dir", str(data)]
+        resumed = ["--resume"] if folder.exists() else []
+        arguments = [*RECIPES[name].split(), *where, *resumed, "--device", "cpu"]
+        if tensor_memory(["run", *arguments, "--output", str(folder)]):
+            raise SystemExit(f"{name}: stopped before the end; the same command goes on")
+    moved = [] if data is None else ["--data-dir", str(data)]
+    kept = str(recordings / f"{name}.safetensors")
+    if tensor_memory(["inspect", str(folder), *WATCHED[name], *moved, "--save", kept]):
+        raise SystemExit(f"{name}: could not be recorded")
+
+
+def draw(name: str, recordings: Path, images: Path) -> None:
+    """Every figure of FIGURES, light and dark."""
+    only = [part for kind in FIGURES[name] for part in ("--only", kind)]
+    where = ["--figures", str(images / name), "--theme", "both", "--layer", "0"]
+    if tensor_memory(["inspect", str(recordings / f"{name}.safetensors"), *where, *only]):
+        raise SystemExit(f"{name}: could not be drawn")
+
+
+def photograph(name: str, recordings: Path, images: Path, page: Path) -> None:
+    """The viewer as a browser shows it, light and dark."""
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+    if found is None or importlib.util.find_spec("playwright") is None:
+        print(f"{name}: no chromium, or no playwright: the viewer is not photographed")
+        return
+    from playwright.sync_api import sync_playwright
+
+    recording = Recording.load(recordings / f"{name}.safetensors")
+    page.parent.mkdir(parents=True, exist_ok=True)
+    write_page(recording, page, title=TITLES[name])
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        for view, (width, height), chunk in VIEWS[name]:
+            for theme in ("light", "dark"):
+                opened = browser.new_page(
+                    viewport={"width": width, "height": height}, color_scheme=theme
+                )
+                opened.goto(page.resolve().as_uri())
+                opened.locator("#time").fill(str(chunk))
+                opened.wait_for_timeout(500)
+                opened.screenshot(path=images / f"viewer-{view}-{theme}.png")
+                opened.close()
+        browser.close()
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train, record, save."""
+    """Train, record, draw."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=600, help="training steps (default 600)")
-    parser.add_argument("--episodes", type=int, default=10, help="episodes recorded (default 10)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and data")
-    parser.add_argument(
-        "--output", type=Path, default=Path("docs/recordings/streaming.safetensors")
-    )
+    parser.add_argument("--draw", action="store_true", help="from the recordings there are")
+    parser.add_argument("--data-dir", type=Path, help="folder of WikiText-2")
+    parser.add_argument("--runs", type=Path, default=Path("runs/gallery"), help="trained models")
+    parser.add_argument("--docs", type=Path, default=Path("docs"), help="where pictures go")
     options = parser.parse_args(argv)
-    torch.set_num_threads(1)  # on tensors this small more threads cost more than they give
-    torch.manual_seed(options.seed)
-    model = Model(MEMORY)
-    train(model, options.steps, options.seed + 1, "with memory")
-    recording = record_stream(model, options.episodes, options.seed + 2)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    recording.save(options.output)
-    print(f"{recording}, written to {options.output}")
+    recordings, images = options.docs / "recordings", options.docs / "images" / "inspect"
+    recordings.mkdir(parents=True, exist_ok=True)
+    for name in RECIPES:
+        data = options.data_dir if name == "language" else None
+        if not options.draw and (name != "language" or data is not None):
+            record_run(name, options.runs, recordings, data)
+        if (recordings / f"{name}.safetensors").exists():
+            draw(name, recordings, images)
+            photograph(name, recordings, images, options.runs / f"{name}.html")
     return 0
 
 

@@ -186,17 +186,6 @@ def test_a_recorded_run_can_be_kept(tmp_path, capsys):
     assert Recording.load(tmp_path / "kept")[0].seen.tolist() == [2]
 
 
-def test_the_gallery_command_trains_records_and_saves(tmp_path, monkeypatch):
-    target = tmp_path / "docs" / "a.safetensors"
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    gallery = importlib.import_module("gallery")
-    assert gallery.main(["--steps", "1", "--episodes", "1", "--output", str(target)]) == 0
-    recording = Recording.load(target)
-    assert recording.rows == 2
-    assert recording[0].seen.tolist() == [12, 12]
-    assert "? " in recording.text(0, 8)  # after eight writes come four questions
-
-
 def test_the_streaming_example_ends_with_a_page_of_its_memory(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(ROOT / "examples")
     streaming = importlib.import_module("streaming")
@@ -206,11 +195,3 @@ def test_the_streaming_example_ends_with_a_page_of_its_memory(tmp_path, monkeypa
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == f"See inside the memory: open {page} in a browser."
     assert "what is at" in page.read_text(encoding="utf-8")
-
-
-def test_the_committed_recording_is_the_one_the_pictures_were_drawn_from():
-    recording = Recording.load(ROOT / "docs" / "recordings" / "streaming.safetensors")
-    assert recording.names == ["blocks.0.memory"]
-    drawn = {path.name for path in (ROOT / "docs" / "images" / "inspect").glob("*.png")}
-    kinds = [*(f"{kind}-0" for kind in pictures.OF_A_LAYER), *pictures.OF_ALL]
-    assert drawn == {f"{kind}-{theme}.png" for kind in kinds for theme in ("light", "dark")}

@@ -100,6 +100,17 @@ def test_tokens_are_shown_as_text_whatever_they_contain(opened):
     assert page.locator("h3, #text img, #text script, h1 i").count() == 0
 
 
+@pytest.mark.parametrize(("length", "near"), [(1, 24), (20, 6)])
+def test_as_much_text_before_a_chunk_is_shown_as_can_be_read_at_once(opened, length, near):
+    recording = invented(1, chunks=40, rows=1, chunk_size=1, texts=False)
+    recording.annotate(texts=[[chr(65 + at % 26) * length for at in range(40)]])
+    page = opened(recording)
+    slide(page, "#time", 30)
+    shown = page.locator("#text span").all_text_contents()
+    assert shown == recording.texts[0][30 - near : 31]  # pyright: ignore[reportOptionalSubscript]
+    assert page.locator("#text .here").all_text_contents() == shown[-1:]
+
+
 def test_a_chunk_that_was_not_written_or_is_missing_is_said_so(opened):
     recording = invented(1, chunks=3, rows=2)
     layer = recording[0]

@@ -2,7 +2,8 @@
 
 const find = (id) => document.getElementById(id);
 
-const NEAR = 10; // tokens before the chunk, for the reader
+const NEAR = 24; // tokens before the chunk, for the reader, at most,
+const ROOM = 140; // and about as many characters
 const POINTS = 4; // writes, and reads, that get a line of the table
 const visible = (text) => text.replace(/\n/g, "↵\n").replace(/\r/g, "␍").replace(/\t/g, "⇥");
 
@@ -54,7 +55,9 @@ function percent(value) {
 
 function showText(present, row, start, stop) {
   const box = find("text");
-  const texts = present ? tokenTexts(row, Math.max(0, start - NEAR), stop) : [];
+  let room = ROOM;
+  const known = present ? tokenTexts(row, Math.max(0, start - NEAR), stop) : [];
+  const texts = known.reverse().filter(([at, text]) => at >= start || (room -= text.length) > 0).reverse();
   box.hidden = recording.texts === null;
   box.replaceChildren(...texts.map(([at, text]) => {
     return element("span", visible(text), at < start ? "near" : "here");

@@ -1,0 +1,89 @@
+"""The gallery of docs/inspect.md: made by one command, shown in full, and true."""
+
+import importlib
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tensor_memory import Recording
+from tensor_memory.experiments.commands.arguments import parse_run
+from tensor_memory.inspect import pictures
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+@pytest.fixture
+def gallery(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.setattr(pictures, "DPI", 30)
+    return importlib.import_module("gallery")
+
+
+def drawn(images: Path) -> set[str]:
+    return {str(path.relative_to(images)) for path in images.rglob("*.png")}
+
+
+def test_one_command_trains_records_and_draws(gallery, tmp_path, monkeypatch, capsys):
+    short = "--budget.steps 1 --budget.evaluate-every 1 --task.valid-rows 4 --task.test-rows 8"
+    recipe = f"{gallery.RECIPES['binding']} {short} --quiet"
+    monkeypatch.setitem(gallery.RECIPES, "binding", recipe)
+    monkeypatch.setitem(gallery.FIGURES, "binding", ["gates"])
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    options = ["--runs", str(tmp_path / "runs"), "--docs", str(tmp_path / "docs")]
+    assert gallery.main(options) == 0
+    assert "binding: no chromium" in capsys.readouterr().out
+    recording = Recording.load(tmp_path / "docs" / "recordings" / "binding.safetensors")
+    assert recording.rows == 2
+    assert "? " in recording.text(0, 13)
+    images = tmp_path / "docs" / "images" / "inspect"
+    assert drawn(images) == {"binding/gates-0-light.png", "binding/gates-0-dark.png"}
+    weights = (tmp_path / "runs" / "binding" / "best").read_bytes()
+    assert gallery.main(options) == 0  # what is trained is not trained again
+    assert (tmp_path / "runs" / "binding" / "best").read_bytes() == weights
+
+
+def test_the_recordings_can_be_drawn_again_without_training(gallery, tmp_path):
+    pytest.importorskip("playwright.sync_api", reason="the viewer needs playwright")
+    if not (shutil.which("chromium") or shutil.which("chromium-browser")):
+        pytest.skip("no chromium here: the viewer is not photographed (apt-get install chromium)")
+    shutil.copytree(DOCS / "recordings", tmp_path / "docs" / "recordings")
+    options = ["--draw", "--runs", str(tmp_path / "runs"), "--docs", str(tmp_path / "docs")]
+    assert gallery.main(options) == 0
+    images = tmp_path / "docs" / "images" / "inspect"
+    assert drawn(images) == drawn(DOCS / "images" / "inspect")
+
+
+def test_every_committed_picture_is_shown_and_every_shown_one_is_there():
+    text = (DOCS / "inspect.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"images/inspect/([\w/-]+\.png)", text))
+    assert shown == drawn(DOCS / "images" / "inspect")
+
+
+def test_what_the_gallery_trains_can_be_trained(gallery):
+    for name, recipe in gallery.RECIPES.items():
+        config, _ = parse_run(recipe.split()[0], recipe.split()[1:])
+        assert config.model.method == {"binding": "tensor", "language": "tensor-local"}[name]
+
+
+def test_questions_read_where_their_values_were_written():
+    recording = Recording.load(DOCS / "recordings" / "binding.safetensors")
+    layer, near = recording[0], []
+    for row in range(2):
+        for question in range(10, 14):
+            place = re.search(r"\(.*\)", recording.text(0, question, row))[0]
+            asked = next(t for t in range(8) if place in recording.text(0, t, row))
+            apart = layer.read_at[question, row, 0].float() - layer.write_at[:8, row, 0].float()
+            distance = apart.norm(dim=-1)
+            near.append(bool(distance[asked] < 0.1) and int(distance.argmin()) == asked)
+    assert near == [True] * 7 + [False]
+
+
+def test_writes_of_text_cover_the_whole_grid():
+    recording = Recording.load(DOCS / "recordings" / "language.safetensors")
+    for layer in recording.layers:
+        assert float(layer.spread.float().mean()) > 4
+        norm = layer.hidden_norm.float().flatten(2)
+        assert float((norm.std(-1) / norm.mean(-1)).median()) < 0.1
