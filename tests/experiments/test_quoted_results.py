@@ -1,9 +1,10 @@
-"""Numbers that the README quotes of the diagnostics stand in the tables made from their records."""
+"""Numbers that the README quotes of runs are those of their committed records."""
 
 import re
 from pathlib import Path
 
 from tensor_memory.experiments.results import diagnostics_page, read_results
+from tensor_memory.experiments.results.intervals import estimate
 
 ROOT = Path(__file__).parents[2]
 
@@ -16,3 +17,16 @@ def test_what_the_readme_says_of_the_diagnostics_was_measured():
     numbers = re.findall(r"\d+\.\d ± \d+\.\d %", quoted)
     assert len(numbers) >= 11
     assert [number for number in numbers if number not in tables] == []
+
+
+def test_what_the_readme_says_of_the_leak_was_measured():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    records = read_results([ROOT / "results" / "leak-demo"])
+    scores = {
+        method: estimate([r["test"]["test"]["score"] for r in records if r["method"] == method])
+        for method in ("tensor", "base", "tensor-depth")
+    }
+    leaking = scores["tensor-depth"]
+    assert f"{leaking.mean:.2f} ± {leaking.half_width:.2f}" in text
+    assert {f"{scores[method].mean:.2f}" for method in ("base", "tensor")} == {"6.00"}
+    assert "causal models score 6.00" in text
