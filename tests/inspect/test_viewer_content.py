@@ -100,7 +100,7 @@ def test_tokens_are_shown_as_text_whatever_they_contain(opened):
     assert page.locator("h3, #text img, #text script, h1 i").count() == 0
 
 
-@pytest.mark.parametrize(("length", "near"), [(1, 24), (20, 6)])
+@pytest.mark.parametrize(("length", "near"), [(1, 24), (20, 3)])
 def test_as_much_text_before_a_chunk_is_shown_as_can_be_read_at_once(opened, length, near):
     recording = invented(1, chunks=40, rows=1, chunk_size=1, texts=False)
     recording.annotate(texts=[[chr(65 + at % 26) * length for at in range(40)]])

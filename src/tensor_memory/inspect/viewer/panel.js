@@ -3,7 +3,7 @@
 const find = (id) => document.getElementById(id);
 
 const NEAR = 24; // tokens before the chunk, for the reader, at most,
-const ROOM = 140; // and about as many characters
+const ROOM = 80; // and about as many characters
 const POINTS = 4; // writes, and reads, that get a line of the table
 const visible = (text) => text.replace(/\n/g, "↵\n").replace(/\r/g, "␍").replace(/\t/g, "⇥");
 
