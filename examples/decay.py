@@ -1,0 +1,99 @@
+"""How long a write lasts before anything is learned, by where the forget gate starts.
+
+    python examples/decay.py            # a minute on a CPU core, draws docs/images/decay.png
+
+A memory can only learn to keep what still reaches the loss. At the start of training the forget
+gate is σ(forget bias) everywhere, so what a token wrote fades by that factor with every later
+write. Measured is ‖∂m_t / ∂x_s‖, how much the read of token t still depends on token s, over the
+distance t - s, with the weights a new `TensorMemory` has. The paper's bias is 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from tensor_memory import MemoryConfig, TensorMemory
+
+DIM = 64
+ROWS = 16
+BIASES = (0.0, 1.0, 3.0, 5.0)
+DISTANCES = (1, 2, 4, 8, 16, 32, 64, 128)
+ASKED = {"windowed-binding": (3, 13), "windowed-map": (10, 48), "windowed-binding-long": (125, 147)}
+"""Tokens from a question back to what may answer it, nearest and farthest."""
+
+
+def influence(forget_bias: float, distances: Sequence[int], seeds: int = 3) -> list[float]:
+    """‖∂m_t / ∂x_s‖ at each distance t - s: geometric mean over `seeds` new memories.
+
+    Tokens are normal, as behind a LayerNorm. The Frobenius norm is estimated from the gradient of
+    one random direction of m per row.
+    """
+    logs = torch.zeros(len(distances), dtype=torch.float64)
+    for seed in range(seeds):
+        torch.manual_seed(seed)
+        config = MemoryConfig(channels=16, grid=(6, 6, 6), chunk_size=1, forget_bias=forget_bias)
+        memory = TensorMemory(DIM, config).double()  # float32 would end at 1e-38
+        x = torch.randn(ROWS, max(distances) + 1, DIM, dtype=torch.float64, requires_grad=True)
+        m, _ = memory(x)  # (B, N, d)
+        direction = torch.randn(ROWS, DIM, dtype=torch.float64)
+        for index, distance in enumerate(distances):
+            along = (m[:, distance] * direction).sum()
+            (gradient,) = torch.autograd.grad(along, x, retain_graph=True)
+            logs[index] += gradient[:, 0].square().sum(-1).mean().sqrt().log() / seeds
+    return logs.exp().tolist()
+
+
+def draw(found: dict[float, list[float]], distances: Sequence[int], path: Path) -> None:
+    """One line per bias, relative to the read right after the write."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    axis = figure.subplots()
+    colours = ("#D55E00", "#E69F00", "#009E73", "#0072B2")
+    for (bias, values), colour, marker in zip(found.items(), colours, "osDX", strict=False):
+        kept = 1 / (1 + math.exp(-bias))
+        label = f"bias {bias:g}: keeps {kept:.3g} per token"
+        relative = [value / values[0] for value in values]
+        axis.plot(distances, relative, color=colour, marker=marker, markersize=4, label=label)
+    for height, (name, (near, far)) in zip((1e4, 1e7, 1e4), ASKED.items(), strict=True):
+        axis.plot([near, far], [height, height], color="#555555", linewidth=5)
+        side = "left" if near < 64 else "right"
+        at = near if side == "left" else far
+        axis.text(at, 5 * height, f"asked in {name}", ha=side, va="center", size=8)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(distances, [str(distance) for distance in distances])
+    axis.set_yscale("log")
+    axis.set_yticks([10.0**power for power in range(-12, 4, 3)])
+    axis.set_ylim(1e-13, 1e9)
+    axis.grid(color="#dddddd")
+    axis.set_xlabel("tokens between write and read")
+    axis.set_ylabel("‖∂read / ∂write‖, relative")
+    axis.legend(frameon=False, loc="lower left", fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, print a table, draw."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path("docs/images/decay.png"))
+    parser.add_argument("--seeds", type=int, default=3, help="new memories to average over")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    found = {bias: influence(bias, DISTANCES, options.seeds) for bias in BIASES}
+    print("distance   " + "  ".join(f"{distance:>7}" for distance in DISTANCES))
+    for bias, values in found.items():
+        shown = "  ".join(f"{value / values[0]:7.0e}" for value in values)
+        print(f"bias {bias:<5g} {shown}")
+    draw(found, DISTANCES, options.output)
+    print(options.output)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,38 @@
+"""How far a write reaches before training, and the figure of it."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from tensor_memory.experiments.recipes import find_recipe
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "decay.py"
+spec = importlib.util.spec_from_file_location("example_decay", EXAMPLE)
+decay = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(decay)
+
+
+def test_a_write_fades_with_the_starting_forget_gate():
+    half = decay.influence(0.0, (1, 9, 17, 33), seeds=1)
+    assert half[1] < half[0] / 10  # σ(0) = 1/2 at every token
+    assert half[2] < half[0] / 1e2
+    assert half[3] < half[0] / 1e5
+    wide = decay.influence(3.0, (1, 33), seeds=1)
+    assert wide[1] > wide[0] / 3  # σ(3)³² = 0.21, and more through the gates
+
+
+@pytest.mark.parametrize("name", decay.ASKED)
+def test_the_distances_drawn_are_those_of_the_recipes(name):
+    task = find_recipe(name)().task.build(0)
+    asked = task.batch("valid", 0, 1)["ask"][0]
+    assert decay.ASKED[name] == (task.distance, int(asked[-1]))  # the first token may answer
+    assert int(asked[0]) - task.distance > 0
+
+
+def test_the_figure_is_drawn_and_the_numbers_are_printed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(decay, "DISTANCES", (1, 2, 4))
+    assert decay.main(["--seeds", "1", "--output", str(tmp_path / "made" / "decay.png")]) == 0
+    assert (tmp_path / "made" / "decay.png").stat().st_size > 10_000
+    shown = capsys.readouterr().out
+    assert [line.split()[1] for line in shown.splitlines()[1:5]] == ["0", "1", "3", "5"]
