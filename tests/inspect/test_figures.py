@@ -11,9 +11,11 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from torch import nn
 
-from memories import OPTIONS, make_memory, make_tokens
+from memories import DIM, OPTIONS, make_memory, make_tokens
 from tensor_memory import MemoryConfig, MemoryResidual, Recording, record
 from tensor_memory.inspect import figures, pictures
+from tensor_memory.inspect.command import summary
+from tensor_memory.inspect.page import page
 from tensor_memory.inspect.theme import DARK, LIGHT, WIDTH, is_dark, palette, theme
 
 CONFIGS = {
@@ -321,6 +323,29 @@ def test_every_figure_is_written_in_both_themes(tmp_path, recording, monkeypatch
     again = pictures.write_figures(shown, tmp_path / "b", themes=("light",), row=1)
     for path in again:  # the same recording gives the same file
         assert path.read_bytes() == (tmp_path / "a" / path.name).read_bytes()
+
+
+@pytest.mark.parametrize("broken", ["gate", "weights", "tokens"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_model_that_has_come_to_nothing_can_still_be_looked_at(
+    tmp_path, broken, dtype, monkeypatch
+):
+    monkeypatch.setattr(pictures, "DPI", 30)
+    layer = MemoryResidual(make_memory(OPTIONS["paper"], dtype=torch.float32))
+    x = make_tokens(1, 9, DIM, dtype=torch.float32)
+    with torch.no_grad():
+        if broken == "tokens":
+            x[0, 4:] = float("inf")
+        else:
+            spoiled = layer.gate if broken == "gate" else layer.memory.mix.weight
+            spoiled.fill_(float("nan"))
+        with record(layer, dtype=dtype) as recording:
+            layer(x)
+    assert len(pictures.write_figures(recording, tmp_path)) == 9
+    assert "NaN" not in page(recording).split('id="recording">')[1].split("</script>")[0]
+    assert "nan" not in summary(recording)
+    recording.save(tmp_path / "a")
+    assert Recording.load(tmp_path / "a").names == recording.names
 
 
 def test_single_figures_can_be_asked_for(tmp_path, recording, monkeypatch):

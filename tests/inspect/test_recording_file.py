@@ -61,6 +61,14 @@ def test_every_kind_of_memory_comes_back(tmp_path, name):
     assert (recording[0].spread is None) == (name == "nearest")
 
 
+def test_a_part_of_a_recording_can_be_saved(tmp_path, recording):
+    part = Recording([recording[0, 1:, 1:]], every=2, frames=recording.frames[:, ::2])
+    part.save(tmp_path / "part")
+    again = Recording.load(tmp_path / "part")
+    assert torch.equal(again[0].span, recording[0].span[1:, 1:])
+    assert torch.equal(again.frames, recording.frames[:, ::2])
+
+
 def test_a_recording_without_layers_comes_back(tmp_path):
     Recording().save(tmp_path / "none")
     assert Recording.load(tmp_path / "none").layers == []
@@ -116,6 +124,13 @@ def test_a_damaged_description_is_refused(tmp_path, recording):
     damaged(path, dict(tensors), layers=[{"name": "x", "gate": 1, "config": {"grid": "x"}}])
     with pytest.raises(ValueError, match="a: expected the fields of a MemoryConfig, got"):
         Recording.load(path)
+    for name, value in (("layers", 3), ("every", 0), ("texts", ["ab"]), ("rows_left_out", None)):
+        damaged(path, dict(tensors), **{name: value})
+        with pytest.raises(ValueError, match=rf"a: expected an? .* as {name}, got "):
+            Recording.load(path)
+    damaged(path, dict(tensors), texts=[["a"]])
+    with pytest.raises(ValueError, match="expected texts of 2 rows, got 1; save it again"):
+        Recording.load(path)
     damaged(path, dict(tensors), layers=[3])
     with pytest.raises(ValueError, match="expected layers of name, config and gate, got 3"):
         Recording.load(path)
@@ -124,17 +139,26 @@ def test_a_damaged_description_is_refused(tmp_path, recording):
         Recording.load(path)
 
 
+def test_layers_of_different_rows_are_refused(tmp_path, recording):
+    layer = recording.layers[0]
+    Recording([layer, layer[:, :1]]).save(tmp_path / "a")
+    with pytest.raises(ValueError, match=r"expected layers with the same rows, got \[1, 2\]"):
+        Recording.load(tmp_path / "a")
+
+
 def test_arrays_that_do_not_fit_the_config_are_refused(tmp_path, recording):
     path = tmp_path / "a"
     recording.save(path)
     tensors = load_file(path)
-    wrong = {
-        "layers.0.gates": (tensors["layers.0.gates"][:, :, :2], "expected gates of shape"),
-        "layers.0.use": (tensors["layers.0.use"].long(), "use came as torch.int64"),
-        "frames": (torch.zeros(2, 1), r"expected frames \(B, F, h, w, 3\) in uint8, got \(2, 1\)"),
-        "layers.0.other": (torch.zeros(1), r"unknown tensors layers\.0\.other"),
-    }
-    for name, (tensor, complaint) in wrong.items():
+    wrong = [
+        ("layers.0.gates", tensors["layers.0.gates"][:, :, :2], "expected gates of shape"),
+        ("layers.0.use", tensors["layers.0.use"].long(), "use came as torch.int64"),
+        ("layers.0.present", tensors["layers.0.present"].byte(), r"present came as torch\.uint8"),
+        ("frames", tensors["frames"][:1], "expected frames of 2 rows, got 1; save it again"),
+        ("frames", torch.zeros(2, 1), r"expected frames \(B, F, h, w, 3\) in uint8, got \(2, 1\)"),
+        ("layers.0.other", torch.zeros(1), r"unknown tensors layers\.0\.other"),
+    ]
+    for name, tensor, complaint in wrong:
         save_tensors(path, tensors | {name: tensor}, kind=KIND)
         with pytest.raises(ValueError, match=complaint):
             Recording.load(path)

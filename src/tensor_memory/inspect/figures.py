@@ -68,6 +68,8 @@ def draw_trajectories(
                 _sphere(axis, at, radius, writes_in, late)
         reads = _in_space(layer.read_at[chunk, row].float())  # (Q, 3)
         reads = reads[~reads.isnan().any(1)]
+        if not len(reads):  # where the model's values were not finite
+            continue
         axis.scatter(*reads.t().numpy(), color=reads_in, s=9, alpha=late, depthshade=False)
         if before is not None:
             axis.plot(

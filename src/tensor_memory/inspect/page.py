@@ -142,7 +142,7 @@ def _encoded_layer(layer: LayerRecording) -> dict[str, Any]:
         "points": points,
         "blocks": blocks,
         "channels": layer.config.channels,
-        "gate": layer.gate,
+        "gate": "–" if layer.gate is not None and not math.isfinite(layer.gate) else layer.gate,
         "tokenReads": layer.config.reads == "token",
         "heads": layer.config.read_heads,
         "chunks": len(layer),

@@ -17,7 +17,15 @@ KIND = "tensor-memory recording"
 
 _FORMAT = 1
 _DESCRIPTION, _FRAMES = "description", "frames"
-_KEYS = ("format", "layers", "every", "asked_every", "rows_left_out", "texts", "tokens_per_frame")
+_PLAIN = {
+    "layers": "a list",
+    "every": "a number from 1",
+    "asked_every": "a number from 1",
+    "rows_left_out": "a number from 0",
+    "texts": "a list of texts per row or none",
+    "tokens_per_frame": "a number from 1",
+}
+_KEYS = ("format", *_PLAIN)
 
 
 def save_recording(recording: Recording, path: str | os.PathLike[str]) -> None:
@@ -36,7 +44,8 @@ def save_recording(recording: Recording, path: str | os.PathLike[str]) -> None:
         tensors[_FRAMES] = recording.frames
     for number, layer in enumerate(recording.layers):
         for name, array in layer.arrays().items():
-            tensors[f"layers.{number}.{name}"] = array
+            # A copy: safetensors refuses tensors that share memory, as slices of a layer do.
+            tensors[f"layers.{number}.{name}"] = array.clone()
     save_tensors(path, tensors, kind=KIND)
 
 
@@ -58,6 +67,16 @@ def load_recording(path: str | os.PathLike[str]) -> Recording:
         layers.append(LayerRecording(values["name"], config, values["gate"], **arrays))
     if tensors:
         raise ValueError(f"{path}: unknown tensors {', '.join(sorted(tensors))}; save it again")
+    rows = {layer.rows for layer in layers}
+    if len(rows) > 1:
+        raise ValueError(
+            f"{path}: expected layers with the same rows, got {sorted(rows)}; save it again"
+        )
+    for name, found in (("texts", described["texts"]), ("frames", frames)):
+        if found is not None and len(found) < max(rows, default=0):
+            raise ValueError(
+                f"{path}: expected {name} of {max(rows)} rows, got {len(found)}; save it again"
+            )
     if frames is not None and (frames.dtype != torch.uint8 or frames.ndim != 5):
         raise ValueError(
             f"{path}: expected frames (B, F, h, w, 3) in uint8, got {tuple(frames.shape)} in "
@@ -85,12 +104,31 @@ def _description(stored: Tensor | None, path: str | os.PathLike[str]) -> dict[st
             f"{path}: expected format {_FORMAT}, got {described['format']!r}; it was written by "
             "another version of tensor-memory"
         )
+    for name in _KEYS[1:]:
+        if not _is_plain(name, described[name]):
+            raise ValueError(
+                f"{path}: expected {_PLAIN[name]} as {name}, got {described[name]!r:.80}; "
+                "save it again"
+            )
     for layer in described["layers"]:
         if not isinstance(layer, dict) or sorted(layer) != ["config", "gate", "name"]:
             raise ValueError(
                 f"{path}: expected layers of name, config and gate, got {layer!r}; save it again"
             )
     return described
+
+
+def _is_plain(name: str, value: Any) -> bool:
+    """Whether a value of the description is what `_PLAIN` says."""
+    if name == "layers":
+        return isinstance(value, list)
+    if name == "texts":
+        rows = value if isinstance(value, list) else [value]
+        return value is None or all(
+            isinstance(row, list) and all(isinstance(text, str) for text in row) for row in rows
+        )
+    least = 0 if name == "rows_left_out" else 1
+    return isinstance(value, int) and value >= least
 
 
 def _config(values: Any, path: str | os.PathLike[str]) -> MemoryConfig:
@@ -131,5 +169,6 @@ def _require_shapes(arrays: dict[str, Tensor], config: MemoryConfig, where: str)
                 f"{where}: expected {name} of shape {expected[name]}, got {tuple(array.shape)}; "
                 "save it again"
             )
-        if array.is_floating_point() != (name in FLOATS):
+        whole = torch.bool if name in ("written", "present") else torch.int64
+        if not (array.is_floating_point() if name in FLOATS else array.dtype == whole):
             raise ValueError(f"{where}: {name} came as {array.dtype}; save it again")

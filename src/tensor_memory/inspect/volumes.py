@@ -90,6 +90,9 @@ def _draw_tiles(
     title: str,
     unit: str,
 ) -> None:
+    if not any(bool(plane.isfinite().any()) for plane in planes):
+        nothing(axis, f"no value of {unit} is finite")
+        return
     grid = layer.config.grid
     spans = layer.span[chunks, row]
     heads = [f"after {int(stop)}" for stop in spans[:, 1]]
@@ -98,9 +101,9 @@ def _draw_tiles(
     axis.set_title(f"{title}, after so many tokens", loc="left", pad=16)
 
 
-def nothing(axis: Any) -> None:
+def nothing(axis: Any, why: str = "nothing recorded") -> None:
     """Say that there is nothing to draw."""
-    axis.text(0.5, 0.5, "nothing recorded", ha="center", va="center", transform=axis.transAxes)
+    axis.text(0.5, 0.5, why, ha="center", va="center", transform=axis.transAxes)
     axis.set_axis_off()
 
 
@@ -130,7 +133,7 @@ def _tile(
         done += high + gap
     columns = len(lines[0])
     image = torch.cat(rows)[:-gap]
-    known = image[~image.isnan()]
+    known = image[image.isfinite()]
     most = top or max(float(known.max()), 1e-12)
     shown = axis.imshow(image.numpy(), cmap=VOLUME, vmin=0, vmax=most, interpolation="nearest")
     axis.set_anchor("W")
