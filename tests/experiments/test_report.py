@@ -149,7 +149,7 @@ def test_the_caption_says_seeds_hardware_commit_and_budget():
     (comparison,) = compare(records)
     assert tables.caption(comparison) == (
         "Seeds 0 and 1 (1 to 2 per row); mean ± half of the 95 % interval (Student t). "
-        "Hardware: a CPU. Commit: 0123456789 and fedcba9876 with changes. "
+        "Chance: 50.0 %. Hardware: a CPU. Commit: 0123456789 and fedcba9876 with changes. "
         "Budget: 4 steps of 8 rows, AdamW, rate 0.1 constant, weight decay 0.01."
     )
 
@@ -169,6 +169,9 @@ def test_the_papers_number_stands_beside_ours_where_the_setting_is_the_same():
     ours = [binding("tensor", writes=20, noise=0.1), binding("linear", writes=20, noise=0.1)]
     with_paper, without = table(ours)[::-1]
     assert with_paper["paper: accuracy"] == "94.8 %"
+    (comparison,) = compare(ours)
+    note = "Paper's numbers: one seed, 2,000 steps of 128 rows at 3e-4."
+    assert tables.caption(comparison).endswith(note)
     assert without["paper: accuracy"] == "–"
     assert table([binding("tensor", writes=100)])[0]["paper: accuracy"] == "75.0–91.0 %"
     assert "paper: accuracy" not in table([binding("tensor", writes=20, noise=0.05)])[0]
@@ -209,8 +212,37 @@ def test_what_a_memory_does_has_a_table_of_its_own():
     assert line["σ(γ) per layer"] == "0.5, 0.7"
     assert line["‖σ(γ)m‖/‖x‖ per layer"] == "0.1, 0.2"
     assert line["accuracy without memory"] == "25.0 %"
+    assert (line["loss"], line["loss without memory"]) == ("0.5000", "2.000")
     (plain,) = compare([run()])
     assert tables.memory_table(plain) == []
+
+
+def test_a_memory_that_is_never_called_has_no_use():
+    layers = [{"name": "0", "gate": 0.5, "use": 0.1}, {"name": "1", "gate": 0.7, "use": None}]
+    memory = {"layers": layers, "test_without_memory": {}}
+    (comparison,) = compare([run(TENSOR, memory=memory)])
+    (line,) = tables.memory_table(comparison)
+    assert line["‖σ(γ)m‖/‖x‖ per layer"] == "0.1, –"
+
+
+def test_no_two_lines_of_a_figure_look_alike():
+    def toy(method: str, **changes: Any) -> dict[str, Any]:
+        model = ToyModelConfig(method=method, window=2, **changes)  # pyright: ignore
+        return record(RunConfig(recipe="binding", task=BindingConfig(), model=model))
+
+    memories = [MemoryConfig(channels=16, forget_bias=bias) for bias in (0.0, 1.0, 3.0, 5.0, 8.0)]
+    methods = ("base", "wide", "slots", "slots-matched", "tensor", "xl", "linear")
+    found = [toy(method, memory=memories[0]) for method in methods]
+    found += [toy("tensor", memory=memory) for memory in memories[1:]]
+    found.append(toy("recurrent-slots", slots=16, memory=memories[0]))
+    (comparison,) = compare(found)
+    looks = plots.looks(comparison)
+    assert len(looks) == len(found)
+    assert len({(colour, dash) for colour, dash, _ in looks.values()}) == len(found)
+    assert looks["tensor"] == plots.LOOKS["tensor"]
+    # The only kind of its method is drawn as its method everywhere.
+    assert looks["recurrent-slots (slots=16)"] == plots.LOOKS["recurrent-slots"]
+    assert looks["tensor (forget_bias=3)"][0] == plots.BLUE
 
 
 @settings(max_examples=30, deadline=None)

@@ -73,12 +73,15 @@ def draw_curves(comparison: Comparison, path: Path) -> list[Path]:
     for row in comparison.rows:
         panels.setdefault(row.setting, []).append(row)
     with _figure(len(panels)) as (figure, axes):
+        found = looks(comparison)
         for axis, (setting, rows) in zip(axes, panels.items(), strict=True):
-            for number, row in enumerate(rows):
+            for row in rows:
                 steps, means, halves = _curve(row, comparison.metric)
-                _line(axis, steps, means, halves, row, number, comparison.metric, markers=False)
+                colour, dash, _ = found[row.label]
+                look = (colour, dash, None)
+                _line(axis, steps, means, halves, row.label, look, comparison.metric)
             _ceiling(axis, rows[0], comparison)
-            axis.set_title(_title(setting), fontsize=9)
+            axis.set_title(_title(setting) or rows[0].records[0]["task"], fontsize=9)
             axis.set_xlabel("steps")
         axes[0].set_ylabel(_axis_name(comparison.metric, "valid"))
         _legend(figure, axes)
@@ -104,13 +107,14 @@ def draw_sweep(comparison: Comparison, field: str, path: Path) -> list[Path]:
         rest = tuple(pair for pair in row.setting if pair[0] != field)
         panels.setdefault(rest, {}).setdefault(row.label, []).append(row)
     with _figure(len(panels)) as (figure, axes):
+        look = looks(comparison)
         for axis, (rest, methods) in zip(axes, panels.items(), strict=True):
-            for number, rows in enumerate(methods.values()):
+            for label, rows in methods.items():
                 places = [dict(row.setting)[field] for row in rows]
                 found = [row.measure(split, comparison.metric) for row in rows]
                 means = [math.nan if one is None else one.mean for one in found]
                 halves = [None if one is None else one.half_width for one in found]
-                _line(axis, places, means, halves, rows[0], number, comparison.metric)
+                _line(axis, places, means, halves, label, look[label], comparison.metric)
             axis.set_title(_title(rest), fontsize=9)
             _draw_ceilings(axis, [row for rows in methods.values() for row in rows], field,
                            split, comparison.metric)  # fmt: skip
@@ -145,20 +149,18 @@ def _line(
     places: Sequence[float],
     means: Sequence[float],
     halves: Sequence[float | None],
-    row: Row,
-    number: int,
+    label: str,
+    look: tuple[str, str, str | None],
     metric: str,
-    *,
-    markers: bool = True,
 ) -> None:
     scale = 100.0 if metric in PERCENT else 1.0
-    colour, dash, marker = _look(row, number)
+    colour, dash, marker = look
     order = sorted(range(len(places)), key=lambda index: places[index])
     at = [places[index] for index in order]
     middle = [scale * means[index] for index in order]
     width = [scale * (halves[index] or 0.0) for index in order]
-    axis.plot(at, middle, dash, color=colour, label=row.label, linewidth=1.5,
-              marker=marker if markers else None, markersize=4)  # fmt: skip
+    axis.plot(at, middle, dash, color=colour, label=label, linewidth=1.5, marker=marker,
+              markersize=4)  # fmt: skip
     low = [m - w for m, w in zip(middle, width, strict=True)]
     high = [m + w for m, w in zip(middle, width, strict=True)]
     if metric in PERCENT:
@@ -166,12 +168,22 @@ def _line(
     axis.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
 
 
-def _look(row: Row, number: int) -> tuple[str, str, str]:
-    """Colour, dash and marker of row number `number` of a panel."""
-    method = SAME.get(row.method, row.method)
-    if method in LOOKS and not row.variant:
-        return LOOKS[method]
-    return OTHERS[number % len(OTHERS)]
+def looks(comparison: Comparison) -> dict[str, tuple[str, str, str]]:
+    """Colour, dash and marker of every label of a comparison, no two of them alike.
+
+    A method as it is has its own look, and so has a variant where it is the only one of its
+    method; further variants take other dashes of their method's colour, then what is left.
+    """
+    found: dict[str, tuple[str, str, str]] = {}
+    for row in sorted(comparison.rows, key=lambda row: bool(row.variant)):
+        if row.label in found:
+            continue
+        own = LOOKS.get(SAME.get(row.method, row.method))
+        kin = [] if own is None else [own, *((own[0], dash, own[2]) for dash in ("--", ":", "-."))]
+        taken = {look[:2] for look in found.values()}
+        free = [look for look in (*kin, *OTHERS) if look[:2] not in taken]
+        found[row.label] = free[0] if free else OTHERS[len(found) % len(OTHERS)]
+    return found
 
 
 def _ceiling(axis: Any, row: Row, comparison: Comparison) -> None:

@@ -11,6 +11,7 @@ from tensor_memory.experiments.results.comparison import Comparison, Record, Row
 from tensor_memory.experiments.results.intervals import estimate
 from tensor_memory.experiments.results.paper import Published, published
 from tensor_memory.experiments.results.wording import (
+    PERCENT,
     bytes_text,
     estimate_text,
     listing,
@@ -70,16 +71,16 @@ def memory_table(comparison: Comparison) -> Table:
         line |= {"method": row.label, "seeds": str(len(memories))}
         layers = [memory["layers"] for memory in memories]
         for key, heading in (("gate", "σ(γ) per layer"), ("use", "‖σ(γ)m‖/‖x‖ per layer")):
-            means = [
-                sum(found[index][key] for found in layers) / len(layers)
-                for index in range(len(layers[0]))
-            ]
-            line[heading] = ", ".join(f"{mean:.3g}" for mean in means)
-        for split in comparison.splits:
-            heading = _heading(split, comparison.metric, comparison)
-            found = row.measure(split, comparison.metric)
-            line[heading] = "–" if found is None else estimate_text(found, comparison.metric)
-            line[f"{heading} without memory"] = _without(memories, split, comparison.metric)
+            per_layer = [[found[i][key] for found in layers] for i in range(len(layers[0]))]
+            line[heading] = ", ".join(
+                "–" if None in values else f"{sum(values) / len(values):.3g}"
+                for values in per_layer
+            )
+        measures = [comparison.metric, *(["loss"] if comparison.metric in PERCENT else [])]
+        for split, name in ((split, name) for split in comparison.splits for name in measures):
+            heading, found = _heading(split, name, comparison), row.measure(split, name)
+            line[heading] = "–" if found is None else estimate_text(found, name)
+            line[f"{heading} without memory"] = _without(memories, split, name)
         table.append(line)
     return table
 
@@ -94,6 +95,10 @@ def caption(comparison: Comparison) -> str:
     if len(counts) > 1:
         parts[0] += f" ({min(counts)} to {max(counts)} per row)"
     parts[0] += "; mean ± half of the 95 % interval (Student t)" if max(counts) > 1 else ""
+    chances = sorted({r["facts"]["chance"] for r in records if "chance" in r.get("facts", {})})
+    if chances and comparison.metric in PERCENT:
+        shown = listing([measure_text(chance, comparison.metric) for chance in chances])
+        parts.append(f"Chance: {shown}")
     parts.append(f"Hardware: {listing(_hardware(records))}")
     parts.append(f"Commit: {listing(_commits(records))}")
     parts.append(f"Budget: {_budget_text(comparison.budget)}")
