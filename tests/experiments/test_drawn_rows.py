@@ -1,6 +1,7 @@
 """Rows of the drawn tasks are numbered: the same whoever asks, in batches of whatever size."""
 
 import math
+import threading
 
 import pytest
 import torch
@@ -45,6 +46,25 @@ def test_two_batches_are_the_batch_of_twice_the_size(config):
     halves = [task.batch("train", index, size) for index in (2, 3)]
     joined = {name: torch.cat([half[name] for half in halves]) for name in halves[0]}
     assert same(joined, task.batch("train", 1, 2 * size))
+
+
+def test_a_block_is_drawn_while_the_one_before_it_is_used():
+    plain, ahead = BindingConfig().build(0), BindingConfig().build(0)
+    ahead.draws_ahead = True  # as on a GPU
+    drawers, draw = [], ahead.draw
+
+    def watched(rows, random):
+        drawers.append(threading.current_thread().name)
+        return draw(rows, random)
+
+    ahead.draw = watched
+    for index in (0, 1, 2, 3, 4, 0, 1, 9, 10):  # in order, back, and forth
+        assert same(ahead.batch("train", index, 768), plain.batch("train", index, 768))
+        assert same(ahead.batch("valid", 0, 768), plain.batch("valid", 0, 768))
+    main = threading.current_thread().name
+    assert drawers[0] == main  # somebody has to draw the first
+    assert drawers.count(main) == 4  # and after each of two jumps, and for "valid"
+    assert len(drawers) > 10
 
 
 @every_task

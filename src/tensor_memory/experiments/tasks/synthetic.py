@@ -2,13 +2,15 @@
 
 Row r of a split is the same row whoever asks and in batches of whatever size. Rows are drawn in
 blocks, each from a generator of its own, so that a batch costs a slice and a block a few
-milliseconds, and what is asked next needs no history.
+milliseconds (clips of the occlusion task thirty), and what is asked next needs no history. For a
+GPU the next block is drawn by a thread while this one is used.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -77,6 +79,8 @@ class DrawnTask:
 
     block_rows = 1024
     """Rows drawn at once; part of the definition of the data."""
+    draws_ahead = False
+    """Whether a thread draws the next block of "train"; for a CPU it would only be in the way."""
 
     def __init__(self, config: DrawnConfig, seed: int) -> None:
         self._sizes = {"train": None, "valid": config.valid_rows, "test": config.test_rows}
@@ -84,6 +88,8 @@ class DrawnTask:
         self._seed = seed
         self._device = torch.device("cpu")
         self._blocks: dict[tuple[str, int], Batch] = {}
+        self._coming: dict[int, Future[Batch]] = {}
+        self._thread: ThreadPoolExecutor | None = None
 
     def draw(self, rows: int, random: torch.Generator) -> Batch:
         """`rows` rows on the CPU, from this generator alone."""
@@ -93,7 +99,8 @@ class DrawnTask:
         """The same task, its batches on `device`; the numbers are drawn on the CPU everywhere."""
         moved = copy.copy(self)
         moved._device = torch.device(device)
-        moved._blocks = {}
+        moved.draws_ahead = moved._device.type == "cuda"
+        moved._blocks, moved._coming, moved._thread = {}, {}, None
         return moved
 
     def rows(self, split: str) -> int | None:
@@ -164,12 +171,29 @@ class DrawnTask:
         key = (split, number)
         block = self._blocks.get(key)
         if block is None:
-            # Evaluation rows come from one fixed seed: runs of all seeds are scored on the same.
-            seed = self._seed if split == "train" else 0
-            drawn = self.draw(self.block_rows, generator(seed, self.inputs, split, number))
-            block = {name: x.to(self._device) for name, x in drawn.items()}
+            coming = self._coming.pop(number, None) if split == "train" else None
+            drawn = self._drawn(split, number) if coming is None else coming.result()
+            block = {name: x.to(self._device, non_blocking=True) for name, x in drawn.items()}
             if split == "train":
                 for old in [k for k in self._blocks if k[0] == split and abs(k[1] - number) > 1]:
                     del self._blocks[old]
+                self._draw_next(number + 1)
             self._blocks[key] = block
         return block
+
+    def _draw_next(self, number: int) -> None:
+        """Let the thread draw a block of "train"."""
+        if not self.draws_ahead:
+            return
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="drawing")
+        self._coming = {number: self._thread.submit(self._drawn, "train", number)}
+
+    def _drawn(self, split: str, number: int) -> Batch:
+        """A block as drawn on the CPU, in memory that a GPU can fetch by itself."""
+        # Evaluation rows come from one fixed seed: runs of all seeds are scored on the same.
+        seed = self._seed if split == "train" else 0
+        drawn = self.draw(self.block_rows, generator(seed, self.inputs, split, number))
+        if self._device.type != "cuda":
+            return drawn
+        return {name: x.pin_memory() for name, x in drawn.items()}
