@@ -6,7 +6,7 @@ import pytest
 
 from tensor_memory.experiments.recipes import load_recipes
 from tensor_memory.experiments.results import diagnostics_page, read_results
-from tensor_memory.experiments.results.vision_page import fill
+from tensor_memory.experiments.results.pages import fill
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "diagnostics.md"
@@ -18,9 +18,9 @@ def records():
     return read_results([RESULTS])
 
 
-def test_the_committed_page_is_what_its_records_fill_it_with(records):
+def test_the_committed_page_is_what_its_records_fill_it_with():
     text = PAGE.read_text(encoding="utf-8")
-    assert fill(text, diagnostics_page.blocks(records)) == text
+    assert fill(text, diagnostics_page.blocks(RESULTS)) == text
 
 
 def test_every_place_of_the_page_is_a_recipe(records):
@@ -46,6 +46,6 @@ def test_a_page_is_filled_and_its_figures_drawn(tmp_path, capsys):
     assert (tmp_path / "images" / f"diagnostics-{recipe}-curves.png").stat().st_size > 1000
 
 
-def test_records_without_a_place_are_an_error(records):
+def test_records_without_a_place_are_an_error():
     with pytest.raises(ValueError, match=r"expected <!-- .* -->"):
-        fill("# A page without places\n", diagnostics_page.blocks(records))
+        fill("# A page without places\n", diagnostics_page.blocks(RESULTS))

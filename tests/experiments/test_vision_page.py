@@ -8,11 +8,11 @@ import pytest
 from tensor_memory import MemoryConfig
 from tensor_memory.experiments.recipes.images import cub
 from tensor_memory.experiments.recipes.video import ucf101_nine
+from tensor_memory.experiments.results.pages import fill
 from tensor_memory.experiments.results.records import config_dict, write_result
 from tensor_memory.experiments.results.vision_page import (
     action_table,
     cost_table,
-    fill,
     main,
     missing_table,
     reconstruction_table,

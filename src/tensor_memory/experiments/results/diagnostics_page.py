@@ -10,40 +10,30 @@ an error.
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tensor_memory.experiments.results import plots, tables
-from tensor_memory.experiments.results.comparison import Comparison, Record, compare
+from tensor_memory.experiments.results.comparison import Comparison, compare
+from tensor_memory.experiments.results.pages import FIGURES, fill_page
 from tensor_memory.experiments.results.records import read_results
-from tensor_memory.experiments.results.vision_page import fill
-from tensor_memory.experiments.results.wording import listing
-from tensor_memory.files import write_whole
-
-FIGURES = "images"
-"""Folder of the figures, beside the page."""
 
 
-def blocks(records: Sequence[Record]) -> dict[str, str]:
-    """What the page shows of each recipe: tables, captions, links to figures."""
+def blocks(folder: Path, figures: Path | None = None) -> dict[str, str]:
+    """What the page shows of each recipe; its figures are drawn where a folder is given."""
     texts: dict[str, list[str]] = {}
-    for comparison in compare(records, split_budgets=True):
+    for comparison in compare(read_results([folder]), split_budgets=True):
         texts.setdefault(comparison.recipe, []).extend(_section(comparison))
+        if figures is not None:
+            _draw(comparison, figures)
     return {recipe: "\n".join(parts) for recipe, parts in texts.items()}
 
 
-def draw(records: Sequence[Record], folder: Path) -> list[Path]:
-    """Draw every figure that `blocks` links to; the files written."""
-    folder.mkdir(parents=True, exist_ok=True)
-    written: list[Path] = []
-    for comparison in compare(records, split_budgets=True):
-        written += plots.draw_curves(comparison, folder / f"{_name(comparison)}-curves")
-        for field in plots.swept_fields(comparison):
-            path = folder / f"{_name(comparison)}-{_short(field)}"
-            written += plots.draw_sweep(comparison, field, path)
-    return written
+def _draw(comparison: Comparison, folder: Path) -> None:
+    plots.draw_curves(comparison, folder / f"{_name(comparison)}-curves")
+    for field in plots.swept_fields(comparison):
+        plots.draw_sweep(comparison, field, folder / f"{_name(comparison)}-{_short(field)}")
 
 
 def _section(comparison: Comparison) -> Iterable[str]:
@@ -71,25 +61,13 @@ def _short(field: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Fill a page from a folder of results."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tensor_memory.experiments.results.diagnostics_page",
-        description="Fill the tables and figures of the diagnostics page from results.",
+    """Fill the page from a folder of results."""
+    return fill_page(
+        argv,
+        blocks,
+        module="tensor_memory.experiments.results.diagnostics_page",
+        results="results of runs",
     )
-    parser.add_argument("results", type=Path, help="folder with results of runs")
-    parser.add_argument("page", type=Path, help="Markdown file with marked places")
-    options = parser.parse_args(argv)
-    records = read_results([options.results])
-    texts = blocks(records)
-    filled = fill(options.page.read_text(encoding="utf-8"), texts)
-    draw(records, options.page.parent / FIGURES)
-
-    def write(at: Path) -> None:
-        at.write_text(filled, encoding="utf-8")
-
-    write_whole(options.page, write)
-    print(f"{options.page}: filled {listing(list(texts)) or 'nothing'}")
-    return 0
 
 
 if __name__ == "__main__":

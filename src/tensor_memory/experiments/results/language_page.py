@@ -9,7 +9,6 @@ page is replaced; a table without records stays as it is.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from tensor_memory.experiments.results.gap import (
     step_ms,
 )
 from tensor_memory.experiments.results.intervals import estimate
+from tensor_memory.experiments.results.pages import fill_page
 from tensor_memory.experiments.results.paper import published
 from tensor_memory.experiments.results.positions import (
     draw_positions,
@@ -30,10 +30,8 @@ from tensor_memory.experiments.results.positions import (
 )
 from tensor_memory.experiments.results.records import read_results
 from tensor_memory.experiments.results.tables import Table, caption, markdown
-from tensor_memory.experiments.results.vision_page import fill
 from tensor_memory.experiments.results.vision_runs import Group, grouped
-from tensor_memory.experiments.results.wording import bytes_text, estimate_text, listing
-from tensor_memory.files import write_whole
+from tensor_memory.experiments.results.wording import bytes_text, estimate_text
 
 
 def fresh_table(records: Sequence[Record]) -> Table:
@@ -124,33 +122,12 @@ def blocks(folder: Path, figures: Path) -> dict[str, str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Fill the page from a folder of results."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tensor_memory.experiments.results.language_page",
-        description="Fill the tables and figures of the language page from results.",
+    return fill_page(
+        argv,
+        blocks,
+        module="tensor_memory.experiments.results.language_page",
+        results="fresh, carried, search and positions",
     )
-    parser.add_argument("results", type=Path, help="folder with fresh, carried, search, positions")
-    parser.add_argument("page", type=Path, help="Markdown file with marked places")
-    options = parser.parse_args(argv)
-    write_page(options.page, blocks(options.results, figures_of(options.page)))
-    return 0
-
-
-def figures_of(page: Path) -> Path:
-    """The folder of a page's figures, made where it does not exist."""
-    figures = page.parent / "images"
-    figures.mkdir(parents=True, exist_ok=True)
-    return figures
-
-
-def write_page(page: Path, texts: dict[str, str]) -> None:
-    """Fill the marked places of a page and say which."""
-    filled = fill(page.read_text(encoding="utf-8"), texts)
-
-    def write(at: Path) -> None:
-        at.write_text(filled, encoding="utf-8")
-
-    write_whole(page, write)
-    print(f"{page}: filled {listing(list(texts)) or 'nothing'}")
 
 
 def _finished(folder: Path) -> list[Record]:

@@ -9,12 +9,11 @@ everything after them cut off (`test@prefix`).
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from tensor_memory.experiments.results.comparison import Comparison, Record, Row, compare
-from tensor_memory.experiments.results.language_page import figures_of, write_page
+from tensor_memory.experiments.results.pages import fill_page
 from tensor_memory.experiments.results.plots import (
     BLUE,
     LOOKS,
@@ -108,15 +107,12 @@ def blocks(folder: Path, figures: Path) -> dict[str, str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Fill the page from a folder of results."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tensor_memory.experiments.results.leak_page",
-        description="Fill the tables and figures of the page about the leak from results.",
+    return fill_page(
+        argv,
+        blocks,
+        module="tensor_memory.experiments.results.leak_page",
+        results="leak-demo and language/leak",
     )
-    parser.add_argument("results", type=Path, help="folder with leak-demo and language/leak")
-    parser.add_argument("page", type=Path, help="Markdown file with marked places")
-    options = parser.parse_args(argv)
-    write_page(options.page, blocks(options.results, figures_of(options.page)))
-    return 0
 
 
 def _finished(folder: Path) -> list[Record]:

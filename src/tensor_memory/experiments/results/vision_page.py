@@ -10,13 +10,12 @@ as it is.
 
 from __future__ import annotations
 
-import argparse
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tensor_memory.experiments.results.intervals import estimate
+from tensor_memory.experiments.results.pages import fill_page
 from tensor_memory.experiments.results.records import read_results
 from tensor_memory.experiments.results.tables import Table, markdown
 from tensor_memory.experiments.results.vision_figures import draw_cost, draw_missing
@@ -28,7 +27,6 @@ from tensor_memory.experiments.results.vision_runs import (
     peak,
 )
 from tensor_memory.experiments.results.wording import bytes_text, estimate_text, listing
-from tensor_memory.files import write_whole
 
 
 def reconstruction_table(records: Sequence[Record]) -> Table:
@@ -157,36 +155,14 @@ def blocks(folder: Path, figures: Path) -> dict[str, str]:
     return texts
 
 
-def fill(page: str, texts: Mapping[str, str]) -> str:
-    """The page with its marked places filled; a text without a place is an error."""
-    for name, text in texts.items():
-        place = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-        if not place.search(page):
-            raise ValueError(f"page: expected <!-- {name} --> and <!-- /{name} -->, found none")
-        page = place.sub(lambda match, text=text: f"{match[1]}\n{text}\n{match[2]}", page)
-    return page
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Fill a page from a folder of results."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tensor_memory.experiments.results.vision_page",
-        description="Fill the tables and figures of the vision page from results.",
+    """Fill the page from a folder of results."""
+    return fill_page(
+        argv,
+        blocks,
+        module="tensor_memory.experiments.results.vision_page",
+        results="images, video, cost and cost-published",
     )
-    parser.add_argument("results", type=Path, help="folder with images, video and cost")
-    parser.add_argument("page", type=Path, help="Markdown file with marked places")
-    options = parser.parse_args(argv)
-    figures = options.page.parent / "images"
-    figures.mkdir(parents=True, exist_ok=True)
-    texts = blocks(options.results, figures)
-    filled = fill(options.page.read_text(encoding="utf-8"), texts)
-
-    def write(at: Path) -> None:
-        at.write_text(filled, encoding="utf-8")
-
-    write_whole(options.page, write)
-    print(f"{options.page}: filled {listing(list(texts)) or 'nothing'}")
-    return 0
 
 
 def _text(runs: Sequence[Record], split: str, measure: str) -> str:
