@@ -2,6 +2,7 @@
 
 import io
 import os
+from base64 import b64decode
 from pathlib import Path
 
 import torch
@@ -22,10 +23,20 @@ def settle(page) -> None:
 
 
 def picture(page) -> bytes:
-    """The volume alone, without what lies over it."""
+    """The volume alone on its ground, as PNG: a tenth of the time of a screenshot."""
     settle(page)
-    over_it = ".view, #hover { visibility: hidden }"
-    return page.locator("#volume").screenshot(style=over_it)
+    data = page.locator("#volume").evaluate(
+        """(volume) => {
+          const copy = document.createElement("canvas");
+          [copy.width, copy.height] = [volume.width, volume.height];
+          const pen = copy.getContext("2d");
+          pen.fillStyle = getComputedStyle(document.documentElement).backgroundColor;
+          pen.fillRect(0, 0, copy.width, copy.height);
+          pen.drawImage(volume, 0, 0);
+          return copy.toDataURL();
+        }"""
+    )
+    return b64decode(data.partition(",")[2])
 
 
 def text(page, selector: str) -> str:
