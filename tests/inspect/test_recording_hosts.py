@@ -241,8 +241,10 @@ def test_the_memory_inside_a_layer_gets_no_hook_which_would_keep_it_from_the_fus
         assert not layer.memory._forward_pre_hooks
 
 
-def test_without_recording_a_memory_holds_and_allocates_nothing_more():
+@pytest.mark.parametrize("residual", [False, True])
+def test_without_recording_a_memory_holds_and_allocates_nothing_more(residual):
     memory = make_memory(OPTIONS["paper"])
+    memory = MemoryResidual(memory).double() if residual else memory
     x = make_tokens(2, 9, DIM)
 
     def allocated():
