@@ -60,6 +60,15 @@ def test_two_processes_give_the_loss_curve_of_one(tmp_path):
             assert_same(theirs[name], ours[name])
 
 
+def test_processes_look_for_unused_weights_only_where_there_are_any(tmp_path):
+    # The memory of `shared_run` above, a row of 4 tokens and chunks of 16, never writes.
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    flags = ("--budget.steps", "4", "--quiet")
+    done = launch(*torchrun, *command("tiny_runs:long_run", tmp_path / "run", *flags))
+    assert "find_unused_parameters" not in done.stderr
+    assert len(lines(tmp_path / "run")) == 4
+
+
 def test_ctrl_c_saves_says_how_to_go_on_and_ends_with_130(tmp_path):
     folder = tmp_path / "run"
     words = [sys.executable, *command("tiny_runs:long_run", folder)]

@@ -31,10 +31,11 @@ from tensor_memory.experiments.train.interruption import Interruption
 from tensor_memory.experiments.train.journal import Journal, Stopwatch
 from tensor_memory.experiments.train.memory_use import measure_memory, memory_backend
 from tensor_memory.experiments.train.options import RunOptions
-from tensor_memory.experiments.train.processes import make_accelerator
+from tensor_memory.experiments.train.processes import make_accelerator, share_gradients
 from tensor_memory.experiments.train.record import Measured, make_record
 from tensor_memory.experiments.train.schedule import learning_rate, make_optimizer
 from tensor_memory.experiments.train.speed import make_step
+from tensor_memory.experiments.train.steps import Step
 from tensor_memory.experiments.train.trackers import Trackers
 from tensor_memory.progress import progress
 
@@ -93,7 +94,7 @@ class _Run:
         self.best: dict[str, Tensor] | None = None  # weights not yet in a checkpoint
         wrapped = self.model
         if accelerator.num_processes > 1:
-            wrapped = accelerator.prepare_model(self.model)
+            wrapped = share_gradients(accelerator, self.model, lambda: self._first_loss(carry))
             atexit.register(_leave_processes)
         self.step = make_step(
             wrapped,
@@ -109,6 +110,15 @@ class _Run:
         self.evaluator = Evaluator(self.model, self.task, config, accelerator)
         self.watch = Stopwatch()
         self.log_every = max(1, config.budget.evaluate_every // 10)
+
+    def _first_loss(self, carry: dict[str, Tensor] | None) -> Tensor:
+        """A loss of the model before it is wrapped, as the next step will make it."""
+        step = Step(self.model, self.task, self.optimizer, self.config, self.device, carry=carry)
+        batches = self._batches()
+        try:
+            return step.first_loss(batches.take())
+        finally:
+            batches.close()
 
     def _restore(self, rows: int) -> tuple[Journal, dict[str, Tensor] | None]:
         """Put the last checkpoint back, where one is to be continued; open the folder."""
@@ -142,14 +152,7 @@ class _Run:
         """Train to the end of the budget, then measure; or until interrupted."""
         budget, journal = self.config.budget, self.journal
         self.trackers = Trackers(self.accelerator, self.config, self.options)
-        batches = TrainingBatches(
-            self.task,
-            budget,
-            self.device,
-            first=journal.step,
-            process=self.accelerator.process_index,
-            processes=self.accelerator.num_processes,
-        )
+        batches = self._batches()
         self.model.train()
         stopped = False
         try:
@@ -170,6 +173,17 @@ class _Run:
             return self._interrupted()
         self._save()
         return self._finish()
+
+    def _batches(self) -> TrainingBatches:
+        """This process's rows, from the next step on."""
+        return TrainingBatches(
+            self.task,
+            self.config.budget,
+            self.device,
+            first=self.journal.step,
+            process=self.accelerator.process_index,
+            processes=self.accelerator.num_processes,
+        )
 
     def _after_step(self) -> str:
         """Log, evaluate and save where the step is one to do so at; what progress should say."""

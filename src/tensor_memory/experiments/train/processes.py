@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import Tensor, nn
 
 from tensor_memory.experiments.train.options import RunOptions
 
@@ -21,7 +23,7 @@ def make_accelerator(options: RunOptions) -> Accelerator:
     """
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, PartialState
-    from accelerate.utils import DistributedDataParallelKwargs, DistributedType
+    from accelerate.utils import DistributedType
 
     device = find_device(options.device)
     known = PartialState._shared_state
@@ -39,8 +41,6 @@ def make_accelerator(options: RunOptions) -> Accelerator:
         mixed_precision="no",  # the config decides it, and the loop applies it
         log_with=_trackers(options.trackers) or None,
         project_dir=str(options.output / "trackers"),
-        # A memory that reads and never writes, in rows shorter than a chunk, leaves weights unused.
-        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
     )
     kinds = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
     if accelerator.distributed_type not in kinds:
@@ -49,6 +49,27 @@ def make_accelerator(options: RunOptions) -> Accelerator:
             f"MULTI_CPU), got {accelerator.distributed_type.value}; choose another configuration"
         )
     return accelerator
+
+
+def share_gradients(
+    accelerator: Accelerator, model: nn.Module, loss: Callable[[], Tensor]
+) -> nn.Module:
+    """The model with its gradients averaged over the processes.
+
+    `loss` makes one loss of the run. It tells whether there are weights that get no gradient, such
+    as those of a memory that reads and never writes, in rows shorter than a chunk. Only then are
+    they looked for at every step, which costs time, and a warning where the search is in vain.
+    """
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    loss().backward()
+    idle = any(p.grad is None for p in model.parameters() if p.requires_grad)
+    model.zero_grad(set_to_none=True)
+    votes = torch.tensor(int(idle), device=accelerator.device)
+    anywhere = bool(cast(Tensor, accelerator.reduce(votes, reduction="sum")).item())
+    handler: Any = DistributedDataParallelKwargs(find_unused_parameters=anywhere)
+    accelerator.ddp_handler = handler
+    return accelerator.prepare_model(model)
 
 
 def find_device(name: str) -> str:

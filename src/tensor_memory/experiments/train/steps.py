@@ -90,6 +90,12 @@ class Step:
         self._prepare(step)
         self._run(batch)
 
+    def first_loss(self, batch: Batch) -> Tensor:
+        """The loss of the first accumulated part of a batch, with its graph."""
+        rows = next(iter(batch.values())).shape[0] // self.config.budget.accumulate
+        carry = None if self.carry is None else rows_of(self.carry, 0, rows)
+        return self._loss(rows_of(batch, 0, rows), carry)[0]
+
     def _prepare(self, step: int) -> None:
         """What changes from step to step and is decided on the host."""
         seed_step(self.config.seed, self.process, step, self.device)
