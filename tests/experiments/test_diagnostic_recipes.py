@@ -12,7 +12,7 @@ from tensor_memory import MemoryResidual
 from tensor_memory.experiments.commands.grid import expand, read_plan
 from tensor_memory.experiments.recipes import load_recipes, windowed
 
-GRIDS = sorted((Path(__file__).parents[2] / "grids").glob("[1-5]-*.toml"))
+GRIDS = sorted((Path(__file__).parents[2] / "grids").glob("[1-6]-*.toml"))
 PUBLISHED = ("binding", "map", "occlusion-published", "no-harm", "binding-ablation")
 LONG = ("binding-long", "map-long", "occlusion-valid")
 WINDOWED = (

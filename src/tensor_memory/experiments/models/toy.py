@@ -48,7 +48,9 @@ class ToyModelConfig:
     layers: int = 2
     heads: int = 4
     mlp_ratio: float = 4.0
+    """Width of the MLP over `dim`."""
     dropout: float = 0.1
+    """On embeddings, and on what attention, MLP and side path add."""
     window: int | None = None
     """Tokens that attention sees, itself included; None sees the whole past. xl and
     recurrent-slots take segments of so many tokens."""
@@ -60,6 +62,7 @@ class ToyModelConfig:
     gate_init: float = 0.0
     """Initial γ of the side paths."""
     placement: Place = "after_mlp"
+    """Where the side path stands in its block."""
     share_weights: bool = True
     """One set of side-path weights for all layers."""
     slots: int | None = None

@@ -26,8 +26,9 @@ class DrawnConfig:
     """What every drawn task can be told."""
 
     valid_rows: int = 2048
+    """Rows of "valid", the same for every method, seed and budget."""
     test_rows: int = 8192
-    """Rows of the evaluation splits, the same for every method, seed and budget."""
+    """Rows of "test", the same for every method, seed and budget."""
 
     def __post_init__(self) -> None:
         self._at_least(1, "valid_rows", "test_rows")
