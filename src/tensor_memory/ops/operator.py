@@ -123,8 +123,19 @@ def scan_backward(
     )
     wanted = (grad_reads, grad_hidden, grad_cell)
     grads = run_backward(wanted, request, kept, checkpoint_every, products, name)
-    filled = tuple(content.new_empty(0) if g is None else g.contiguous() for g in grads)
+    filled = tuple(content.new_empty(0) if g is None else _alone(g) for g in grads)
     return cast(NineTensors, filled)
+
+
+def _alone(gradient: Tensor) -> Tensor:
+    """A gradient in memory of its own, as an operator's results must be.
+
+    The fused backward leaves some of them side by side in one buffer.
+    """
+    shared = gradient.untyped_storage().nbytes() > gradient.numel() * gradient.element_size()
+    return (
+        gradient.clone(memory_format=torch.contiguous_format) if shared else gradient.contiguous()
+    )
 
 
 @torch.library.custom_op("tensor_memory::read", mutates_args=())
