@@ -130,6 +130,11 @@ def not_trained(config: RunConfig[Any, Any], options: RunOptions) -> dict[str, A
     return found
 
 
+def count_threads(device: str) -> dict[str, Any]:
+    """In place of a run: how many threads it would have."""
+    return {"threads": torch.get_num_threads()}
+
+
 def record(config: RunConfig[Any, Any], *, accuracy: float = 0.9, **changes: Any) -> dict[str, Any]:
     """The record of a run that ended with this accuracy."""
     steps = config.budget.steps

@@ -12,12 +12,13 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from invented_runs import not_trained, sign
+from invented_runs import count_threads, not_trained, sign
 
 from tensor_memory.cli import main
 from tensor_memory.experiments import recipes
 from tensor_memory.experiments.commands.arguments import CONFIG_FIELDS, RunFlags
 from tensor_memory.experiments.commands.sweep import sweep_command
+from tensor_memory.experiments.commands.workers import Job, run_jobs
 from tensor_memory.experiments.results import config_from_dict, read_results, run_name
 from tensor_memory.experiments.run_config import RunConfig
 
@@ -234,6 +235,14 @@ def test_a_sweep_runs_its_grid_skips_what_is_done_and_reports_failures(capsys):
     assert "1 runs done, 1 skipped, 0 failed" in capsys.readouterr().out
     alone = {record["seed"]: not record["shared_device"] for record in read_results(["kept"])}
     assert alone == {0: False, 1: True}
+
+
+def test_a_worker_takes_no_more_threads_than_it_is_given(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    jobs = [Job("threads", count_threads, Path("threads.log"))]
+    (outcome,) = run_jobs(jobs, workers=1, devices=["cpu"])
+    assert outcome.record == {"threads": 1}
 
 
 def test_a_run_that_takes_too_long_is_ended_and_the_others_go_on(capsys):

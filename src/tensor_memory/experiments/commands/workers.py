@@ -186,7 +186,7 @@ def _serve(pipe: Connection, device: str, threads: int) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if hasattr(os, "setpgrp"):
         os.setpgrp()  # a Ctrl-C at the terminal reaches the parent alone, which passes it on once
-    torch.set_num_threads(threads)
+    torch.set_num_threads(min(threads, torch.get_num_threads()))  # OMP_NUM_THREADS may say fewer
     while True:
         try:
             job: Job = pipe.recv()
