@@ -296,8 +296,7 @@ class TensorMemory(nn.Module):
             resets,
         )
         products = products_of(tokens)
-        every = config.checkpoint_every
-        reads, hidden, cell = scan_checked(request, config.backend, every, products)
+        reads, hidden, cell = scan_checked(request, config.backend, None, products)
         assert reads is not None
         return reads.flatten(2), hidden, cell
 
