@@ -1,7 +1,10 @@
 """Runs a tiny config in child processes that die by SIGKILL until one of them finishes.
 
 python killed_runs.py FOLDER writes       the n-th child dies at its n-th change of a file
-python killed_runs.py FOLDER moments SEED each child dies after a random time
+python killed_runs.py FOLDER moments SEED each child dies at a random time, mostly within half a run
+
+A run that finished before it went on from three different checkpoints is begun anew, so that the
+speed of the machine decides nothing.
 
 Its neighbour `whole` gets the run that nobody kills, which also spares the children the imports.
 Prints how many children died, and at how many different checkpoints the next one went on.
@@ -14,7 +17,6 @@ import shutil
 import signal
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -50,16 +52,17 @@ def die_at_change(number):
             setattr(owner, name, count(getattr(owner, name)))
 
 
-def attempt(folder, prepare):
-    """One child; whether it finished. `prepare` says when it dies: in itself, or by its parent."""
+def attempt(folder, change=None, moment=None):
+    """One child, killed at its change of a file, or by us after some seconds; did it finish?"""
     child = os.fork()
     if child == 0:
-        wait = prepare()
-        if wait is not None:
-            signal.setitimer(signal.ITIMER_REAL, wait)
-            signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        if change is not None:
+            die_at_change(change)
         train(CONFIG, RunOptions(folder, resume=True, device="cpu", quiet=True))
         os._exit(0)
+    if moment is not None:
+        time.sleep(moment)
+        os.kill(child, signal.SIGKILL)  # one that has finished waits to be asked, and feels nothing
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
         assert os.WTERMSIG(status) == signal.SIGKILL, status
@@ -68,24 +71,35 @@ def attempt(folder, prepare):
     return True
 
 
-def main():
-    folder, mode = Path(sys.argv[1]), sys.argv[2]
-    torch.set_num_threads(1)
-    train(CONFIG, RunOptions(folder.with_name("whole"), device="cpu", quiet=True))
-    draw = random.Random(int(sys.argv[3]) if len(sys.argv) > 3 else 0)
-    died, stood, started = 0, set(), time.monotonic()
-    while True:
-        if mode == "writes":
-            finished = attempt(folder, partial(die_at_change, died + 1))
-        else:
-            longest = 0.2 + 0.1 * died
-            finished = attempt(folder, partial(draw.uniform, 0.001, longest))
-        if finished:
-            break
+def kill_until_finished(folder, death):
+    """How many children died, and the checkpoints (None: none yet) the next one went on from."""
+    died, stood = 0, set()
+    while not attempt(folder, **death(died)):
         died += 1
         last = folder / "last"
         stood.add(json.loads(last.read_text())["checkpoint"] if last.exists() else None)
-        assert time.monotonic() - started < 60, died
+        assert died < 200, stood
+    return died, stood
+
+
+def main():
+    folder, mode = Path(sys.argv[1]), sys.argv[2]
+    draw = random.Random(int(sys.argv[3]) if len(sys.argv) > 3 else 0)
+    torch.set_num_threads(1)
+    train(CONFIG, RunOptions(folder.with_name("whole"), device="cpu", quiet=True))
+    started = time.monotonic()
+    assert attempt(folder.with_name("timed"))
+    alive = time.monotonic() - started
+
+    def death(died):
+        if mode == "writes":
+            return {"change": died + 1}
+        return {"moment": draw.uniform(0.001, alive * (0.5 + 0.05 * died))}
+
+    stood = set()
+    while len(stood) < 3:
+        shutil.rmtree(folder, ignore_errors=True)
+        died, stood = kill_until_finished(folder, death)
     print(json.dumps({"died": died, "stood": len(stood)}))
 
 
