@@ -16,7 +16,7 @@ LAYERS = (  # from the ground up; a module may import from its own line and from
     ("files", "progress"),
     ("state",),
     ("ops",),
-    ("chunking",),
+    ("chunking", "weights"),
     ("module",),
     ("residual",),
     ("attach", "checkpoint", "causality", "leaks"),
