@@ -1,6 +1,8 @@
 """CUB and plain folders: lists, splits, decoding once, crops where the pixels lie."""
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import torch
 from PIL import Image
 from vision_data import write_cub, zipped
 
+from tensor_memory.experiments.tasks import images as images_module
 from tensor_memory.experiments.tasks.decoded_cache import CacheWriter, Wanted
 from tensor_memory.experiments.tasks.image_files import (
     Source,
@@ -16,7 +19,12 @@ from tensor_memory.experiments.tasks.image_files import (
     folder_images,
     split_images,
 )
-from tensor_memory.experiments.tasks.images import centre, decode_image, load_images
+from tensor_memory.experiments.tasks.images import (
+    centre,
+    decode_image,
+    decode_images,
+    load_images,
+)
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +188,7 @@ def test_a_broken_image_is_an_error_that_leaves_no_cache(tmp_path):
     source = Source(folder)
     with pytest.raises(ValueError, match=r"Bird_0002\.jpg: expected an image, but it cannot be"):
         load_images(source, cub_images(source), side=32, cache=cache)
-    assert not cache.exists()
+    assert list(cache.iterdir()) == []
 
 
 def cut_pixels(cache):
@@ -250,3 +258,29 @@ def test_two_who_decode_at_once_leave_one_cache(cub, tmp_path):
         slower.finish({"pixels": pixels}, {})
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
     assert torch.equal(load_images(source, images, side=24, cache=tmp_path).pixels, first.pixels)
+
+
+def test_of_two_who_want_a_cache_one_decodes_and_the_other_waits(
+    cub, tmp_path, monkeypatch, capsys
+):
+    source, decoded = Source(cub), []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slowly(*arguments, **options):
+        decoded.append(arguments)
+        begun.set()
+        assert go_on.wait(30)
+        decode_images(*arguments, **options)
+
+    monkeypatch.setattr(images_module, "decode_images", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(load_images, source, cub_images(source), side=24, cache=tmp_path)
+        assert begun.wait(30)
+        second = pool.submit(load_images, source, cub_images(source), side=24, cache=tmp_path)
+        said = ""
+        while "another process is decoding, waiting for it" not in said and not second.done():
+            said += capsys.readouterr().err
+        go_on.set()
+        assert torch.equal(first.result().pixels, second.result().pixels)
+    assert len(decoded) == 1
+    assert len(list(tmp_path.iterdir())) == 1  # nothing but the cache is left

@@ -290,7 +290,7 @@ def test_the_command_prepares_a_cache_that_training_finds(ucf, tmp_path, capsys)
         "--data",
         str(ucf),
         "--lists",
-        str(ucf / "ucfTrainTestlist"),
+        str(ucf),
         "--cache",
         str(tmp_path),
     ]

@@ -2,17 +2,21 @@
 
 A cache is a folder with `cache.json` and one `.npy` file per array. Its name holds a digest of what
 was asked for (files, sizes, decoder), so another request is another folder. The arrays are
-memory-mapped: opening a cache of gigabytes takes no time and no memory.
+memory-mapped: opening a cache of gigabytes takes no time and no memory. Of several processes that
+want one cache at the same time, one decodes and the others wait for it.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
+import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,6 +87,42 @@ class CacheWriter:
         except OSError:
             if not self.folder.exists():  # else somebody has made the same one meanwhile
                 raise
+
+
+def open_or_make(
+    parent: str | os.PathLike[str], wanted: Wanted, make: Callable[[Path], None]
+) -> tuple[Path, dict[str, np.ndarray], dict[str, Any]]:
+    """The cache under `parent`: its folder, arrays and facts; `make(folder)` where there is none.
+
+    The runs of a sweep all begin by asking for it, and decoding it once takes every core.
+    """
+    folder = wanted.folder(parent)
+    found = open_cache(folder, wanted)
+    if found is None:
+        with _one_at_a_time(folder):
+            found = open_cache(folder, wanted)  # somebody may have made it meanwhile
+            if found is None:
+                make(folder)
+                found = open_cache(folder, wanted)
+    assert found is not None
+    return folder, *found
+
+
+@contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Inside, no other process makes this folder; whoever dies inside lets the next one in."""
+    path = folder.with_name(f".{folder.name}.lock")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"{folder}: another process is decoding, waiting for it", file=sys.stderr)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:  # who waits for this very file finds the folder made, or makes it
+            path.unlink(missing_ok=True)
 
 
 def open_cache(folder: Path, wanted: Wanted) -> tuple[dict[str, np.ndarray], dict[str, Any]] | None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from tensor_memory.experiments.tasks.decoded_cache import (
     CacheWriter,
     Wanted,
-    open_cache,
+    open_or_make,
     require_same_sizes,
 )
 from tensor_memory.experiments.tasks.image_files import ImageFile, Source
@@ -83,13 +83,11 @@ def load_images(
 ) -> ImageStore:
     """All images of a source with their short side at `side`, decoded now or found in `cache`."""
     wanted = Wanted("images", {"short_side": side}, [image.id for image in images])
-    folder = wanted.folder(cache)
-    found = open_cache(folder, wanted)
-    if found is None:
+
+    def decode(folder: Path) -> None:
         decode_images(source, wanted, folder, side=side, workers=workers)
-        found = open_cache(folder, wanted)
-        assert found is not None
-    arrays, facts = found
+
+    folder, arrays, facts = open_or_make(cache, wanted, decode)
     require_same_sizes(folder, facts["sizes"], source.sizes)
     height, width = torch.tensor(facts["heights"]), torch.tensor(facts["widths"])
     area = height * width

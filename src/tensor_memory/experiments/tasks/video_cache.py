@@ -25,12 +25,13 @@ from torch import Tensor
 from tensor_memory.experiments.tasks.decoded_cache import (
     CacheWriter,
     Wanted,
-    open_cache,
+    open_or_make,
     require_same_sizes,
 )
 from tensor_memory.experiments.tasks.video_decoding import Decoder, VideoError, decode_spread
 from tensor_memory.experiments.tasks.video_files import (
     Clip,
+    find_lists,
     find_videos,
     read_lists,
     require_videos,
@@ -69,15 +70,13 @@ def load_videos(
     names = [clip.name for clip in clips]
     how = {"frames": frames, "height": size[0], "width": size[1], "decoder": decoder}
     wanted = Wanted("clips", how, names)
-    folder = wanted.folder(cache)
-    found = open_cache(folder, wanted)
-    if found is None:
+
+    def decode(folder: Path) -> None:
         videos = find_videos(data)
         require_videos(videos, clips)
         decode_clips(videos, wanted, folder, decoder=decoder, strict=strict, workers=workers)
-        found = open_cache(folder, wanted)
-        assert found is not None
-    arrays, facts = found
+
+    folder, arrays, facts = open_or_make(cache, wanted, decode)
     left_out = facts["left_out"]
     if left_out and strict:
         raise VideoError(f"{folder}: {len(left_out)} clips were left out: {_first(left_out)}")
@@ -156,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--decoder", choices=get_args(Decoder), default="pyav")
     parser.add_argument("--strict", action="store_true", help="stop at a clip that is broken")
     options = parser.parse_args(argv)
-    lists = read_lists(options.lists, classes=options.classes)
+    lists = read_lists(find_lists(options.lists), classes=options.classes)
     store = load_videos(
         options.data,
         lists.all(),
