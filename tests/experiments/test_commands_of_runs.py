@@ -31,6 +31,36 @@ def in_empty_folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def start(tmp_path):
+    """Starts the command in a process of its own, which does not outlive the test."""
+    started = []
+
+    def begin(*command):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tensor_memory.cli", *command],
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"},
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def wait_for(process, paths, count=1):
+    """Wait until a living process has made so many files, however slow the machine is."""
+    while len(list(Path().glob(paths))) < count:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+
+
+@pytest.fixture
 def only_sign(monkeypatch):
     """`sign` as the only recipe, under its plain name."""
     monkeypatch.setattr(recipes, "load_recipes", lambda: {"sign": sign})
@@ -62,22 +92,13 @@ def test_a_finished_run_is_continued_only_when_told(capsys):
     assert main([*arguments, "--resume"]) == 0
 
 
-def test_an_interrupted_run_leaves_no_result_and_says_so(tmp_path):
-    tests = str(Path(__file__).parent)
+def test_an_interrupted_run_leaves_no_result_and_says_so(start):
     command = ["run", SIGN, "--device", "cpu", "--output", "here", "--results", "kept"]
     command += ["--budget.steps", "10000000", "--budget.evaluate-every", "100"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tensor_memory.cli", *command],
-        env=os.environ | {"PYTHONPATH": tests, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    deadline = time.monotonic() + 120
-    while not Path("here", "metrics.jsonl").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
+    process = start(*command)
+    wait_for(process, "here/metrics.jsonl")
     process.send_signal(signal.SIGINT)
-    out, error = process.communicate(timeout=120)
+    out, error = process.communicate()
     assert process.returncode == 130
     assert "continue by adding --resume" in error
     assert out == ""
@@ -247,8 +268,8 @@ def test_a_worker_takes_no_more_threads_than_it_is_given(monkeypatch):
 
 def test_a_run_that_takes_too_long_is_ended_and_the_others_go_on(capsys):
     Path("plan.toml").write_text(
-        f"timeout = 1\n[[stage]]\nrecipes = ['{SIGN}']\n"
-        "over = {'task.trouble' = ['sleep', 'none']}\n"
+        f"[[stage]]\nrecipes = ['{SIGN}']\nover = {{'task.trouble' = ['sleep']}}\ntimeout = 1\n"
+        f"[[stage]]\nrecipes = ['{SIGN}']\nover = {{'task.trouble' = ['none']}}\ntimeout = 300\n"
     )
     assert sweep_command(["--plan", "plan.toml", "--seed", "4"], trainer=not_trained) == 1
     out = capsys.readouterr()
@@ -267,23 +288,13 @@ def test_a_plan_and_recipes_together_are_refused(capsys):
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_a_sweep_that_is_stopped_saves_its_run_and_would_resume_it(tmp_path, capsys, sent):
-    tests = str(Path(__file__).parent)
+def test_a_sweep_that_is_stopped_saves_its_run_and_would_resume_it(tmp_path, capsys, start, sent):
     command = ["sweep", SIGN, "--device", "cpu", "--budget.steps", "10000000"]
     command += ["--budget.evaluate-every", "100", "--budget.checkpoint-every", "10000000"]
-    environment = os.environ | {"PYTHONPATH": tests, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tensor_memory.cli", *command],
-        env=environment,
-        cwd=tmp_path,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    deadline = time.monotonic() + 120
-    while not list(tmp_path.glob("runs/*/metrics.jsonl")) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    process = start(*command)
+    wait_for(process, "runs/*/metrics.jsonl")
     process.send_signal(sent)
-    _, error = process.communicate(timeout=120)
+    _, error = process.communicate()
     assert process.returncode == 130
     assert error.endswith("sweep: interrupted; the same command continues it\n")
     (log,) = tmp_path.glob("runs/*.log")
@@ -296,20 +307,12 @@ def test_a_sweep_that_is_stopped_saves_its_run_and_would_resume_it(tmp_path, cap
     assert capsys.readouterr().out.startswith(f"unfinished {folder.name}")
 
 
-def test_workers_that_are_stopped_while_they_start_go_without_a_word(tmp_path):
+def test_workers_that_are_stopped_while_they_start_go_without_a_word(start):
     command = ["sweep", SIGN, "--over", "seed=0,1", "--jobs", "2", "--device", "cpu"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tensor_memory.cli", *command, "--budget.steps", "10000000"],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"},
-        cwd=tmp_path,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    deadline = time.monotonic() + 120
-    while len(list(tmp_path.glob("runs/*.log"))) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    process = start(*command, "--budget.steps", "10000000")
+    wait_for(process, "runs/*.log", count=2)
     process.send_signal(signal.SIGINT)  # they are importing now
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate()
     assert process.returncode == 130
     assert error == "sweep: interrupted; the same command continues it\n"
 
