@@ -1,6 +1,7 @@
 """See inside a memory: record what it does, draw it, open it in a browser."""
 
+from tensor_memory.inspect.layer_recording import Chunk, LayerRecording
 from tensor_memory.inspect.recorder import record
-from tensor_memory.inspect.recording import Chunk, LayerRecording, Recording
+from tensor_memory.inspect.recording import Recording
 
 __all__ = ["Chunk", "LayerRecording", "Recording", "record"]

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensor_memory.inspect.recording import LayerRecording, Recording
+from tensor_memory.inspect.layer_recording import LayerRecording
+from tensor_memory.inspect.recording import Recording
 from tensor_memory.inspect.theme import ink, palette, theme
 from tensor_memory.inspect.volumes import (
     draw_mask,

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from tensor_memory.files import write_whole
-from tensor_memory.inspect.recording import LayerRecording, Recording
+from tensor_memory.inspect.layer_recording import LayerRecording
+from tensor_memory.inspect.recording import Recording
 
 LIMIT_MB = 32.0
 """Size above which `page` refuses: browsers still open such a page within seconds."""

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from tensor_memory.files import write_whole
 from tensor_memory.inspect import figures, volumes
-from tensor_memory.inspect.recording import LayerRecording, Recording
+from tensor_memory.inspect.layer_recording import LayerRecording
+from tensor_memory.inspect.recording import Recording
 from tensor_memory.inspect.theme import WIDTH, theme
 
 THEMES = ("light", "dark")

@@ -1,188 +1,23 @@
-"""What a memory did, chunk by chunk: plain tensors on the CPU, to look at, save and draw.
+"""What the memories of a model did while `record` was watching: to look at, save and draw.
 
-Letters: T chunks kept, B rows, n axes, C channels, Q reads and M writes per chunk.
+Letters: B rows, F frames, h and w their height and width.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from tensor_memory.config import MemoryConfig
 from tensor_memory.inspect.annotations import checked_texts, thumbnails
-from tensor_memory.ops.reference import gaussian_mask, nearest_mask
+from tensor_memory.inspect.layer_recording import LayerRecording, require_index
 
 if TYPE_CHECKING:
     import numpy
-
-FLOATS = (
-    "read_at",
-    "write_at",
-    "spread",
-    "content_norm",
-    "gates",
-    "hidden_norm",
-    "readout",
-    "use",
-)
-"""The arrays of a `LayerRecording` that hold measured values, in its float type."""
-
-ARRAYS = (*FLOATS, "span", "written", "present", "chunk", "seen")
-"""All arrays of a `LayerRecording`."""
-
-
-@dataclass(frozen=True, eq=False)
-class LayerRecording:
-    """One memory layer: everything its equations made of each chunk that was kept.
-
-    The first two dimensions of an array are T chunks and B rows. Where `present` is false the row
-    has no such chunk, and every float there is NaN. Where `written` is false the chunk has read
-    but was never written (it still waited at the end, or a new document dropped it), and what
-    only a write has (`write_at`, `spread`, `content_norm`, `gates`) is NaN.
-    """
-
-    name: str
-    """The path of the block the layer follows, else of the layer itself, in the model."""
-
-    config: MemoryConfig
-    """What the memory is."""
-
-    gate: float | None
-    """σ(γ) at the last call; None where a `TensorMemory` was used without `MemoryResidual`."""
-
-    read_at: Tensor
-    """(T, B, Q, n) where the chunk read: Q = R heads, or K·R when every token reads (NaN where a
-    slot of the chunk held no token). Coordinate 0 addresses the last grid axis."""
-
-    write_at: Tensor
-    """(T, B, M, n) where it wrote."""
-
-    spread: Tensor | None
-    """(T, B, M) σ, how widely; None where the nearest voxel alone is written."""
-
-    content_norm: Tensor
-    """(T, B, M) ‖content‖, how strongly."""
-
-    gates: Tensor
-    """(T, B, 3) input, forget and output gate, averaged over voxels and channels."""
-
-    hidden_norm: Tensor
-    """(T, B, *grid) ‖h‖ of every voxel after the chunk was written; of an unwritten chunk, of the
-    state it read."""
-
-    readout: Tensor
-    """(T, B, Q, C) what it read, before W_out."""
-
-    use: Tensor
-    """(T, B) ‖σ(γ)·m‖ / ‖x‖ averaged over the chunk's tokens (σ(γ) = 1 without a residual)."""
-
-    span: Tensor
-    """(T, B, 2) int64: the chunk's tokens are [start, stop) in the row's stream, counted from its
-    first recorded position; masked positions count, so that they index the row's texts."""
-
-    written: Tensor
-    """(T, B) bool."""
-
-    present: Tensor
-    """(T, B) bool."""
-
-    chunk: Tensor
-    """(T,) int64: the number of the chunk in its row's stream, 0, every, 2·every, ..."""
-
-    seen: Tensor
-    """(B,) int64: chunks the row went through, kept or not."""
-
-    def __len__(self) -> int:
-        """T, chunks kept."""
-        return self.chunk.shape[0]
-
-    @property
-    def rows(self) -> int:
-        """B, rows."""
-        return self.seen.shape[0]
-
-    @property
-    def dropped(self) -> int:
-        """Chunks of all rows that were seen and not kept."""
-        return int(self.seen.sum()) - int(self.present.sum())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return sum(array.nbytes for array in self.arrays().values())
-
-    def arrays(self) -> dict[str, Tensor]:
-        """Every array by name; no `spread` where there is none."""
-        named = {name: getattr(self, name) for name in ARRAYS}
-        return {name: array for name, array in named.items() if array is not None}
-
-    def mask(self, chunk: int, row: int = 0) -> Tensor:
-        """(M, *grid) float32: the weight each write gave each voxel; NaN where none happened."""
-        at = self.write_at[chunk, row][None].float()
-        if self.spread is None:
-            grid = (1,) * self.config.axes
-            missing = at.sum(-1).isnan().unflatten(-1, (-1, *grid))
-            return nearest_mask(at, self.config.grid).masked_fill(missing, float("nan"))[0]
-        return gaussian_mask(at, self.spread[chunk, row][None].float(), self.config.grid)[0]
-
-    def __getitem__(self, at: Any) -> Any:
-        """`layer[t, b]` is one `Chunk`; slices, `layer[3:9]` or `layer[:, :2]`, are layers."""
-        chunks, rows = at if isinstance(at, tuple) else (at, slice(None))
-        if isinstance(chunks, slice) or isinstance(rows, slice):
-            chunks, rows = _as_slice(chunks, len(self), "chunk"), _as_slice(rows, self.rows, "row")
-            cut = {name: array[chunks, rows] for name, array in self._per_chunk().items()}
-            return replace(self, **cut, chunk=self.chunk[chunks], seen=self.seen[rows])
-        _require_index(chunks, len(self), "chunk")
-        _require_index(rows, self.rows, "row")
-        values = {name: array[chunks, rows] for name, array in self._per_chunk().items()}
-        start, stop = values.pop("span").tolist()
-        return Chunk(
-            layer=self.name,
-            row=rows % self.rows,
-            chunk=int(self.chunk[chunks]),
-            start=start,
-            stop=stop,
-            present=bool(values.pop("present")),
-            written=bool(values.pop("written")),
-            use=float(values.pop("use")),
-            mask=self.mask(chunks, rows),
-            spread=values.pop("spread", None),
-            **values,
-        )
-
-    def _per_chunk(self) -> dict[str, Tensor]:
-        return {k: array for k, array in self.arrays().items() if k not in ("chunk", "seen")}
-
-    def to_numpy(self) -> dict[str, numpy.ndarray]:
-        """Every array by name, for a notebook."""
-        return {name: array.numpy() for name, array in self.arrays().items()}
-
-
-@dataclass(frozen=True, eq=False)
-class Chunk:
-    """One chunk of one row in one layer: `LayerRecording` without its first two dimensions."""
-
-    layer: str
-    row: int
-    chunk: int
-    start: int
-    stop: int
-    present: bool
-    written: bool
-    use: float
-    read_at: Tensor
-    write_at: Tensor
-    spread: Tensor | None
-    mask: Tensor
-    content_norm: Tensor
-    gates: Tensor
-    hidden_norm: Tensor
-    readout: Tensor
 
 
 @dataclass(eq=False)
@@ -228,7 +63,7 @@ class Recording:
             if at not in named:
                 raise KeyError(f"no layer {at!r}; there are {', '.join(named) or 'none'}")
             return named[at]
-        _require_index(at, len(self.layers), "layer")
+        require_index(at, len(self.layers), "layer")
         return self.layers[at]
 
     @property
@@ -337,17 +172,3 @@ class Recording:
 
 def _mean(values: Tensor) -> list[float]:
     return values.double().nanmean(0).tolist()
-
-
-def _as_slice(at: Any, size: int, what: str) -> slice:
-    if isinstance(at, slice):
-        return at
-    _require_index(at, size, what)
-    return slice(at % size, at % size + 1)
-
-
-def _require_index(at: Any, size: int, what: str) -> None:
-    if not isinstance(at, int) or isinstance(at, bool):
-        raise TypeError(f"{what}: expected an integer or a slice, got {at!r}")
-    if not -size <= at < size:
-        raise IndexError(f"{what} {at}: this recording has {size} {what}s")

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from tensor_memory.config import MemoryConfig
 from tensor_memory.files import load_tensors, save_tensors
-from tensor_memory.inspect.recording import ARRAYS, FLOATS, LayerRecording, Recording
+from tensor_memory.inspect.layer_recording import ARRAYS, FLOATS, LayerRecording
+from tensor_memory.inspect.recording import Recording
 
 KIND = "tensor-memory recording"
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tensor_memory.config import MemoryConfig
-from tensor_memory.inspect.recording import LayerRecording
+from tensor_memory.inspect.layer_recording import LayerRecording
 
 
 class LayerStore:

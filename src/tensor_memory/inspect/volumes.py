@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensor_memory.inspect.recording import LayerRecording
+from tensor_memory.inspect.layer_recording import LayerRecording
 from tensor_memory.inspect.theme import VOLUME, WIDTH, ink
 
 NAMES = "wzyx"
