@@ -32,9 +32,10 @@ class LinearCrossEntropy(torch.autograd.Function):
             words = targets[part, None]
             logs = F.log_softmax(h[part] @ low.t(), dim=-1, dtype=wide)
             losses[part] = -logs.gather(1, words)[:, 0]
-            if wrong is not None:
-                minus = logs.new_full((1, 1), -1.0).expand_as(words)
-                wrong[part] = logs.exp_().scatter_add_(1, words, minus)
+            if wrong is not None:  # one pass over the logits, cast as it is written
+                torch.exp(logs, out=wrong[part])
+                at_target = (-losses[part]).exp() - 1
+                wrong[part].scatter_(1, words, at_target[:, None].to(wrong.dtype))
         ctx.save_for_backward(h, low, wrong)
         return losses
 
