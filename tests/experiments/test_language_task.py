@@ -1,6 +1,9 @@
 """Text becomes ids without loss, and every token of a split is scored exactly once."""
 
 import math
+import os
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -71,6 +74,38 @@ def test_known_words_make_the_round_trip(lines):
     text = "".join(" ".join(words) + "\n" for words in lines)
     vocabulary = Vocabulary.of_words([*["a", "bb", "c,", "<eos>"]])
     assert vocabulary.decode(vocabulary.tokenize(text)).splitlines() == text.splitlines()
+
+
+def test_a_text_that_has_changed_is_read_again(tmp_path):
+    folder = write(tmp_path, train="a b\n", valid="a\n", test="b\n")
+    first = read_corpus(folder, wikitext=False)
+    assert read_corpus(folder, wikitext=False) is first
+    write(tmp_path, test="b a\n")
+    os.utime(tmp_path / "test.txt", ns=(1, 1))
+    assert len(read_corpus(folder, wikitext=False).splits["test"]) == 3
+    assert len(read_corpus(folder, wikitext=False, protocol="paper").splits["test"]) == 2
+
+
+def test_rows_of_the_datasets_library_are_lines_the_empty_ones_too(monkeypatch):
+    rows = {"text": ["", " = A title = \n", "", " the cat \n"]}
+    asked = []
+
+    def load_dataset(*name):
+        asked.append(name)
+        return dict.fromkeys(("train", "validation", "test"), rows)
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    corpus = read_corpus(None, protocol="standard", wikitext=False)
+    assert asked == [("Salesforce/wikitext", "wikitext-2-v1")]
+    text = corpus.vocabulary.decode(corpus.splits["test"].tolist())
+    assert len(corpus.splits["test"]) == 6 + 4
+    assert text.count("\n") == 4
+
+
+def test_without_a_folder_and_without_the_datasets_library_both_are_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match=r"--task.data-dir .*or pip install datasets"):
+        read_corpus(None, level="byte")
 
 
 def test_a_missing_part_is_named_with_the_layout(tmp_path):

@@ -8,6 +8,7 @@ never scored).
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -122,7 +123,25 @@ def read_corpus(
         level: words split at blanks, or bytes.
         wikitext: the text must be WikiText-2, whole: its counts are compared.
     """
-    texts = _from_datasets() if folder is None else _from_folder(Path(folder))
+    files = () if folder is None else tuple(f.absolute() for f in _files(Path(folder)).values())
+    stamps = tuple((file.stat().st_mtime_ns, file.stat().st_size) for file in files)
+    return _read_corpus(folder, files, stamps, protocol, level, wikitext)
+
+
+@functools.lru_cache(maxsize=2)  # a sweep's worker reads and counts its text once, not per run
+def _read_corpus(
+    folder: str | None,
+    files: tuple[Path, ...],
+    stamps: tuple[tuple[int, int], ...],
+    protocol: Protocol,
+    level: Level,
+    wikitext: bool,
+) -> Corpus:
+    """The corpus of these files as they were at `stamps`, times and sizes; of none: `datasets`."""
+    if files:
+        texts = {s: f.read_text(encoding="utf-8") for s, f in zip(SPLITS, files, strict=True)}
+    else:
+        texts = _from_datasets()
     if level == "byte":
         vocabulary = Vocabulary()
         ids = {split: vocabulary.tokenize(text) for split, text in texts.items()}
@@ -145,11 +164,11 @@ def _split(text: str, *, end: bool) -> list[str]:
     return [token for line in text.splitlines() for token in (*line.split(), END)]
 
 
-def _from_folder(folder: Path) -> dict[str, str]:
+def _files(folder: Path) -> dict[str, Path]:
     layout = "train.txt, valid.txt and test.txt (or wiki.train.tokens, wiki.valid.tokens and so on)"
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder; expected one with {layout}")
-    texts = {}
+    files = {}
     for split in SPLITS:
         names = (f"{split}.txt", f"wiki.{split}.tokens", f"wiki.{split}.raw")
         found = [folder / name for name in names if (folder / name).is_file()]
@@ -158,8 +177,8 @@ def _from_folder(folder: Path) -> dict[str, str]:
             raise FileNotFoundError(
                 f"{folder}: the {split} part is missing; expected {layout}, found {present}"
             )
-        texts[split] = found[0].read_text(encoding="utf-8")
-    return texts
+        files[split] = found[0]
+    return files
 
 
 def _from_datasets() -> dict[str, str]:
@@ -172,7 +191,11 @@ def _from_datasets() -> dict[str, str]:
         ) from error
     parts = load_dataset("Salesforce/wikitext", "wikitext-2-v1")
     names = {"train": "train", "valid": "validation", "test": "test"}
-    return {split: "".join(parts[name]["text"]) for split, name in names.items()}
+    # A row is a line with its end, but an empty line has come without one.
+    return {
+        split: "".join(row if row.endswith("\n") else f"{row}\n" for row in parts[name]["text"])
+        for split, name in names.items()
+    }
 
 
 def _require_wikitext(
