@@ -64,7 +64,7 @@ def test_calls_in_two_threads_do_not_mix() -> None:
     masks = [torch.ones_like(tokens[0]), torch.ones_like(tokens[1])]
     masks[0][:, :6] = 0
     alone = [model(t, attention_mask=m).logits for t, m in zip(tokens, masks, strict=True)]
-    meet = threading.Barrier(2, timeout=30)
+    meet = threading.Barrier(2, timeout=120)
     for part in (model.model.embed_tokens, model.model.layers[0], model.model.layers[1]):
         part.register_forward_hook(lambda *_: (meet.wait(), None)[1])
     together: dict[int, Tensor] = {}
