@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 
@@ -49,8 +50,10 @@ def start(tmp_path):
 
     yield begin
     for process in started:
+        process.terminate()  # a sweep takes its workers along
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(60)
         process.kill()
-        process.wait()
 
 
 def wait_for(process, paths, count=1):
