@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 DESKTOP, PHONE = (1280, 800), (390, 844)
+PATIENCE = 120_000  # ms that a page gets for what it does at once where nothing else runs
 SCREENSHOTS = Path(
     os.environ.get("TENSOR_MEMORY_SCREENSHOTS", Path(__file__).parents[2] / "build/screenshots")
 )

@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from browsing import DESKTOP, settle
+from browsing import DESKTOP, PATIENCE, settle
 from invented import invented
 
 from tensor_memory.inspect.page import write_page
@@ -26,7 +26,9 @@ def browser():
     if found is None:
         pytest.skip("no chromium here: the viewer is not tested (apt-get install chromium)")
     with sync_api.sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=found, args=[*QUIET])
+        launched = playwright.chromium.launch(
+            executable_path=found, args=[*QUIET], timeout=PATIENCE
+        )
         yield launched
         launched.close()
 
@@ -47,7 +49,7 @@ def opened(browser, tmp_path):
         )
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(10_000)
+        page.set_default_timeout(PATIENCE)
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("request", lambda request: requests.append(request.url))
