@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from vision_data import CLASSES, write_cub, write_ucf
@@ -10,6 +11,7 @@ from vision_data import CLASSES, write_cub, write_ucf
 from tensor_memory import MemoryConfig
 from tensor_memory.experiments.commands.arguments import parse_run
 from tensor_memory.experiments.commands.grid import expand, read_plan
+from tensor_memory.experiments.models.video import VideoMethod
 from tensor_memory.experiments.recipes import load_recipes
 from tensor_memory.experiments.recipes.images import cub, cub_published
 from tensor_memory.experiments.recipes.video import NINE, ucf101_nine, ucf101_published
@@ -162,3 +164,42 @@ def test_the_grids_of_the_page_can_be_planned(plan):
         methods = {run.config.model.method for run in runs}
         assert len(methods) == 5
         assert {run.config.seed for run in runs} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("plan", ["vision-images", "vision-actions"])
+def test_a_plan_that_is_cut_off_leaves_whole_seeds(plan):
+    """In every stage a seed is done by all methods and lengths before the next one begins."""
+    for stage in read_plan(GRIDS / f"{plan}.toml"):
+        runs = expand([stage])
+        seeds = [run.config.seed for run in runs]
+        assert seeds == sorted(seeds)
+        per_seed = [
+            [replace(run.config, seed=0) for run in runs if run.config.seed == seed]
+            for seed in (0, 1, 2)
+        ]
+        assert per_seed[0] == per_seed[1] == per_seed[2]
+
+
+def test_actions_are_planned_in_the_order_of_their_weight():
+    runs = expand(read_plan(GRIDS / "vision-actions.toml"))
+    usual = [run.config for run in runs[:15]]
+    assert {config.model.method for config in usual} == set(get_args(VideoMethod))
+    assert all(
+        config == replace(ucf101_nine(), seed=config.seed, model=config.model) for config in usual
+    )
+    assert {run.config.task.frames for run in runs[15:33]} == {32, 64}
+    assert {run.config.model.method for run in runs[15:33]} == {"spatial", "frames", "joint"}
+
+
+def test_the_costs_are_planned_at_every_length_and_at_the_published_shape():
+    runs = expand(read_plan(GRIDS / "vision-cost.toml"))
+    methods = ("joint", "frames", "registers", "spatial")
+    found = {(run.config.model.method, run.config.task.frames) for run in runs}
+    assert found == {(method, frames) for method in methods for frames in (8, 16, 32, 64)}
+    runs = expand(read_plan(GRIDS / "vision-cost-published.toml"))
+    first = runs[:2]
+    assert [run.config.model.method for run in first] == ["frames", "spatial"]
+    for run in runs:
+        task, budget = run.config.task, run.config.budget
+        assert (task.crop, task.patch, task.frames, budget.batch_size) == ((224, 224), 16, 8, 32)
+    assert first[1].config.model == replace(ucf101_published().model, method="spatial")
