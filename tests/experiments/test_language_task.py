@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tensor_memory.experiments.commands.arguments import parse_run
 from tensor_memory.experiments.tasks.language import LanguageTask, LanguageTaskConfig
 from tensor_memory.experiments.tasks.text import (
     WIKITEXT_2,
@@ -106,6 +107,13 @@ def test_without_a_folder_and_without_the_datasets_library_both_are_named(monkey
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match=r"--task.data-dir .*or pip install datasets"):
         read_corpus(None, level="byte")
+
+
+def test_folder_and_protocol_may_be_named_without_their_group():
+    short, _ = parse_run("language", ["--data-dir", "here", "--protocol", "paper", "--leak"])
+    flags = ["--task.data-dir", "here", "--task.protocol", "paper", "--task.leak"]
+    assert short == parse_run("language", flags)[0]
+    assert parse_run("language", ["--no-leak", "--seed=3"])[0].seed == 3
 
 
 def test_a_missing_part_is_named_with_the_layout(tmp_path):

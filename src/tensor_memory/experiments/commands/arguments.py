@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
@@ -71,10 +71,13 @@ def parse_run(name: str, arguments: Sequence[str]) -> tuple[RunConfig[Any, Any],
 def apply_flags(
     config: RunConfig[Any, Any], arguments: Sequence[str], *, prog: str, about: str = ""
 ) -> tuple[RunConfig[Any, Any], RunSettings]:
-    """A config with command-line flags applied to it, and the settings among the flags."""
+    """A config with command-line flags applied to it, and the settings among the flags.
+
+    A field of the task may go without its group: `--data-dir` is `--task.data-dir`.
+    """
     flags = tyro.cli(
         RunFlags[type(config.task), type(config.model)],
-        args=list(arguments),
+        args=[_in_full(word, config.task) for word in arguments],
         default=RunFlags(**{name: getattr(config, name) for name in CONFIG_FIELDS}),
         prog=prog,
         description=about,
@@ -83,6 +86,19 @@ def apply_flags(
     )
     values = {name: getattr(flags, name) for name in CONFIG_FIELDS}
     return RunConfig(recipe=config.recipe, **values), flags.settings
+
+
+def _in_full(word: str, task: Any) -> str:
+    """A word of the command line, a flag of the task with its group.
+
+    >>> from tensor_memory.experiments.tasks.language import LanguageTaskConfig
+    >>> [_in_full(word, LanguageTaskConfig()) for word in ("--data-dir=here", "--seed", "paper")]
+    ['--task.data-dir=here', '--seed', 'paper']
+    """
+    name = word.removeprefix("--").partition("=")[0].removeprefix("no-").replace("-", "_")
+    taken = {*CONFIG_FIELDS, *(f.name for f in fields(RunSettings))}
+    bare = word.startswith("--") and name in {f.name for f in fields(task)} - taken
+    return f"--task.{word[2:]}" if bare else word
 
 
 def describe(make: Recipe) -> str:
