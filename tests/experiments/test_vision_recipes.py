@@ -1,5 +1,6 @@
 """Every vision recipe and method for two steps, on tiny data in the official layouts."""
 
+import functools
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from vision_data import CLASSES, write_cub, write_ucf
 from tensor_memory import MemoryConfig
 from tensor_memory.experiments.commands.arguments import parse_run
 from tensor_memory.experiments.commands.grid import expand, read_plan
+from tensor_memory.experiments.models.image import ImageMethod
 from tensor_memory.experiments.models.video import VideoMethod
 from tensor_memory.experiments.recipes import load_recipes
 from tensor_memory.experiments.recipes.images import cub, cub_published
@@ -156,50 +158,47 @@ def test_recipes_state_the_protocols_they_are_named_after():
     assert len(NINE) == 9
 
 
-@pytest.mark.parametrize("plan", sorted(GRIDS.glob("vision-*.toml")), ids=lambda path: path.stem)
-def test_the_grids_of_the_page_can_be_planned(plan):
-    runs = expand(read_plan(plan, ["--task.data-dir", "somewhere"]))
-    assert len({run.name for run in runs}) == len(runs) >= 7
-    if "cost" not in plan.stem:
-        methods = {run.config.model.method for run in runs}
-        assert len(methods) == 5
-        assert {run.config.seed for run in runs} == {0, 1, 2}
+@functools.cache  # reading flags takes a while
+def planned(plan):
+    """The configs of a plan, by stage."""
+    stages = read_plan(GRIDS / f"{plan}.toml", ["--task.data-dir", "somewhere"])
+    return [[run.config for run in expand([stage])] for stage in stages]
 
 
-@pytest.mark.parametrize("plan", ["vision-images", "vision-actions"])
+@pytest.mark.parametrize("plan", sorted(path.stem for path in GRIDS.glob("vision-*.toml")))
 def test_a_plan_that_is_cut_off_leaves_whole_seeds(plan):
     """In every stage a seed is done by all methods and lengths before the next one begins."""
-    for stage in read_plan(GRIDS / f"{plan}.toml"):
-        runs = expand([stage])
-        seeds = [run.config.seed for run in runs]
+    for configs in planned(plan):
+        seeds = [config.seed for config in configs]
+        assert sorted(set(seeds)) == ([0] if "cost" in plan else [0, 1, 2])
         assert seeds == sorted(seeds)
-        per_seed = [
-            [replace(run.config, seed=0) for run in runs if run.config.seed == seed]
-            for seed in (0, 1, 2)
-        ]
-        assert per_seed[0] == per_seed[1] == per_seed[2]
+        first = [config for config in configs if config.seed == 0]
+        assert configs == [replace(c, seed=seed) for seed in sorted(set(seeds)) for c in first]
 
 
-def test_actions_are_planned_in_the_order_of_their_weight():
-    runs = expand(read_plan(GRIDS / "vision-actions.toml"))
-    usual = [run.config for run in runs[:15]]
-    assert {config.model.method for config in usual} == set(get_args(VideoMethod))
-    assert all(
-        config == replace(ucf101_nine(), seed=config.seed, model=config.model) for config in usual
-    )
-    assert {run.config.task.frames for run in runs[15:33]} == {32, 64}
-    assert {run.config.model.method for run in runs[15:33]} == {"spatial", "frames", "joint"}
+def test_the_methods_and_lengths_of_the_page_are_planned():
+    [birds], [actions] = planned("vision-images"), planned("vision-actions")
+    assert {config.model.method for config in birds} == set(get_args(ImageMethod))
+    assert {config.model.method for config in actions} == set(get_args(VideoMethod))
+    assert {config.task.frames for config in actions} == {8}
+    long, registers = planned("vision-actions-long")
+    assert [(config.task.frames, config.model.method) for config in long[:6]] == [
+        (frames, method) for frames in (32, 64) for method in ("spatial", "frames", "joint")
+    ]
+    assert {config.model.method for config in registers} == {"registers"}
+    [variants] = planned("vision-images-variants")
+    assert {(config.model.scope, config.model.memory.chunk_size) for config in variants} == {
+        (scope, chunk_size) for scope in ("layer", "depth") for chunk_size in (1, 4, 16)
+    }
 
 
 def test_the_costs_are_planned_at_every_length_and_at_the_published_shape():
-    runs = expand(read_plan(GRIDS / "vision-cost.toml"))
+    lengths = {(c.model.method, c.task.frames) for stage in planned("vision-cost") for c in stage}
     methods = ("joint", "frames", "registers", "spatial")
-    found = {(run.config.model.method, run.config.task.frames) for run in runs}
-    assert found == {(method, frames) for method in methods for frames in (8, 16, 32, 64)}
-    runs = expand(read_plan(GRIDS / "vision-cost-published.toml"))
-    first = runs[:2]
-    assert [run.config.model.method for run in first] == ["frames", "spatial"]
-    for run in runs:
-        task, budget = run.config.task, run.config.budget
-        assert (task.crop, task.patch, task.frames, budget.batch_size) == ((224, 224), 16, 8, 32)
-    assert first[1].config.model == replace(ucf101_published().model, method="spatial")
+    assert lengths == {(method, frames) for method in methods for frames in (8, 16, 32, 64)}
+    published = [config for stage in planned("vision-cost-published") for config in stage]
+    for config in published:
+        task, rows = config.task, config.budget.batch_size
+        assert (task.crop, task.patch, task.frames, rows) == ((224, 224), 16, 8, 32)
+    assert published[0].model == replace(ucf101_published().model, method="frames")
+    assert published[1].model == replace(ucf101_published().model, method="spatial")
