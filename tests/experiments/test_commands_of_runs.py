@@ -251,10 +251,11 @@ def test_a_sweep_runs_its_grid_skips_what_is_done_and_reports_failures(capsys):
 
     again = [SIGN, "--over", "seed=0,1", "--results", "kept"]
     assert sweep_command([*again, "--dry-run"], trainer=not_trained) == 0
-    first, second, last = capsys.readouterr().out.splitlines()
+    first, second, count, expected = capsys.readouterr().out.splitlines()
     assert first.startswith("finished ")
     assert second.startswith("new ")
-    assert last == "2 runs, 1 of them finished"
+    assert count == "2 runs, 1 of them finished"
+    assert expected.startswith("1 to do with --jobs 1: about 0:00:")
     assert sweep_command(again, trainer=not_trained) == 0
     assert "1 runs done, 1 skipped, 0 failed" in capsys.readouterr().out
     alone = {record["seed"]: not record["shared_device"] for record in read_results(["kept"])}

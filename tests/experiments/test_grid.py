@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import json
 import math
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from invented_runs import record
 
-from tensor_memory.experiments.commands.grid import Stage, expand, parse_over, read_plan
+from tensor_memory.experiments.commands.forecast import forecast
+from tensor_memory.experiments.commands.grid import (
+    Stage,
+    expand,
+    parse_over,
+    read_plan,
+    training_work,
+)
+from tensor_memory.experiments.recipes.binding import binding
+from tensor_memory.experiments.recipes.map_building import map_published
 
 SIGN = "invented_runs:sign"
 
@@ -64,6 +75,41 @@ def test_the_longest_runs_of_a_stage_come_first_and_stages_stay_in_order():
         Stage([SIGN], {"budget.steps": [16, 8]}),
     ]
     assert [run.config.budget.steps for run in expand(stages)] == [8, 4, 2, 16]
+
+
+def test_runs_with_longer_rows_count_as_longer():
+    writes = [5, 200, 20]
+    runs = expand([Stage(["binding"], {"task.writes": writes, "model.method": ["base", "wide"]})])
+    assert [run.config.task.writes for run in runs] == [200, 200, 20, 20, 5, 5]
+
+
+def planned(**over):
+    return expand([Stage(["binding", "map"], {name: [value] for name, value in over.items()})])
+
+
+def test_a_forecast_goes_by_the_pace_of_runs_of_its_recipe_and_method():
+    (twice,) = (run for run in planned(**{"budget.steps": 4000}) if run.config.recipe == "binding")
+    done = [record(binding(), wall_seconds=50.0), record(map_published(), wall_seconds=9000.0)]
+    told = forecast([twice] * 12, done, workers=4)
+    assert told == "about 0:05:00 at the pace of runs that are there"  # 12 × 100 s over 4
+    assert forecast([twice], done, workers=4).startswith("about 0:01:40 ")  # one run is not shared
+    unfinished = [record(binding(), wall_seconds=1.0, finished=False)]
+    assert forecast([twice], unfinished, workers=1) == "nothing is known of their time"
+
+
+def test_a_forecast_falls_back_on_the_method_and_counts_what_it_knows_nothing_of():
+    base, tensor = (planned(**{"model.method": method})[0] for method in ("base", "tensor"))
+    (done,) = (run.config for run in planned() if run.config.recipe == "map")
+    told = forecast([base, tensor], [record(done, wall_seconds=60.0)], workers=1)
+    work = training_work(base.config) / training_work(done)
+    assert told.startswith(f"about {timedelta(seconds=round(60 * work))} ")
+    assert told.endswith(", and 1 of which nothing is known")
+    assert forecast([], [], workers=1) == "nothing is left to do"
+
+
+def test_records_that_no_config_can_be_made_of_tell_no_pace():
+    foreign = record(binding()) | {"config": {"class": "nowhere:Config"}}
+    assert forecast(planned(), [foreign], workers=1) == "nothing is known of their time"
 
 
 def test_runs_that_differ_only_in_where_their_data_lies_are_refused():

@@ -24,6 +24,7 @@ from tensor_memory.experiments.commands.arguments import apply_flags
 from tensor_memory.experiments.recipes import find_recipe
 from tensor_memory.experiments.results import run_name
 from tensor_memory.experiments.run_config import RunConfig
+from tensor_memory.experiments.tasks.synthetic import DrawnConfig
 
 Over = Mapping[str, Sequence[Any]]
 """Values per field, the field as in its flag: `model.method`, `seed`."""
@@ -56,8 +57,20 @@ class PlannedRun:
 
     @property
     def work(self) -> int:
-        """Rows seen in training: what its time is guessed from."""
-        return self.config.budget.steps * self.config.budget.batch_size
+        """What its time is guessed from."""
+        return training_work(self.config)
+
+
+def training_work(config: RunConfig[Any, Any]) -> int:
+    """Tokens seen in training; rows, where a task does not say how long they are.
+
+    >>> from tensor_memory.experiments.recipes.binding import binding
+    >>> training_work(binding())  # 2,000 steps of 128 rows of 20 writes and 4 queries
+    6144000
+    """
+    rows = config.budget.steps * config.budget.batch_size
+    drawn = isinstance(config.task, DrawnConfig)  # others read data to be built
+    return rows * config.task.build(config.seed).length if drawn else rows
 
 
 def parse_over(texts: Iterable[str]) -> dict[str, list[str]]:

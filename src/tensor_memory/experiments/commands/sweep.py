@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tensor_memory.experiments.commands.forecast import forecast
 from tensor_memory.experiments.commands.grid import (
     PlannedRun,
     Stage,
@@ -22,7 +23,7 @@ from tensor_memory.experiments.commands.grid import (
 )
 from tensor_memory.experiments.commands.run import RUNS, make_folder
 from tensor_memory.experiments.commands.workers import Job, Outcome, run_jobs
-from tensor_memory.experiments.results import write_result
+from tensor_memory.experiments.results import read_results, write_result
 from tensor_memory.experiments.results.wording import measure_text
 from tensor_memory.experiments.run_config import RunConfig
 from tensor_memory.experiments.train import RunOptions, train
@@ -44,7 +45,7 @@ def sweep_command(arguments: Sequence[str], *, trainer: Train = train) -> int:
     if options.dry_run:
         for run in runs:
             print(f"{states[run.name]:<10} {run.name}  {' '.join(run.changes)}".rstrip())
-        print(f"{len(runs)} runs, {sum(s == 'finished' for s in states.values())} of them finished")
+        _print_forecast(runs, states, options)
         return 0
     for device in options.device.split(","):
         find_device(device)  # wrong for one run is wrong for all
@@ -99,6 +100,17 @@ def _stages(recipes: list[str], options: argparse.Namespace, flags: list[str]) -
     if options.timeout is not None:
         stages = [replace(stage, timeout=options.timeout) for stage in stages]
     return stages
+
+
+def _print_forecast(
+    runs: Sequence[PlannedRun], states: dict[str, str], options: argparse.Namespace
+) -> None:
+    todo = [run for run in runs if states[run.name] != "finished"]
+    print(f"{len(runs)} runs, {len(runs) - len(todo)} of them finished")
+    place = options.results or options.output
+    done = read_results([place]) if place.is_dir() else []
+    expected = forecast(todo, done, options.jobs)
+    print(f"{len(todo)} to do with --jobs {options.jobs}: {expected}")
 
 
 def _run_all(
@@ -224,7 +236,11 @@ def _parser() -> argparse.ArgumentParser:
         default=1,
         help="runs at once (default 1); on a shared device their timings are marked as such",
     )
-    parser.add_argument("--dry-run", action="store_true", help="list the runs and stop")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="list the runs, which of them are finished and what time the others may take",
+    )
     parser.add_argument("--timeout", type=float, help="seconds that one run may take")
     parser.add_argument(
         "--output", type=Path, default=RUNS, help="parent of the run folders (default runs)"
