@@ -148,6 +148,8 @@ def test_blocks_of_several_widths_cannot_share_a_memory() -> None:
         (dict(dropout="a"), TypeError, r"dropout: expected a number in \[0, 1\), got 'a'"),
         (dict(gate_init=None), TypeError, "gate_init: expected a number, got None"),
         (dict(norm="no"), TypeError, "norm: expected True or False, got 'no'"),
+        (dict(zero_init="no"), TypeError, "zero_init: expected True or False, got 'no'; leave it"),
+        (dict(share_weights=1), TypeError, "share_weights: expected True or False, got 1"),
         (dict(gate=1.0), TypeError, "argument 'gate'; expected .* gate_init, norm, dropout"),
         (dict(own_memory=True), TypeError, "argument 'own_memory'; expected layers, every"),
         (dict(config={"channels": 4}), TypeError, "config: expected a MemoryConfig, got dict"),
@@ -185,6 +187,14 @@ def test_a_host_with_an_attribute_of_that_name_is_refused() -> None:
 def test_what_was_not_attached_cannot_be_detached_or_disabled(act: Any) -> None:
     with pytest.raises(ValueError, match=r"BertModel has no memory attached; call attach\(model"):
         act(bert())
+
+
+@pytest.mark.parametrize("act", [detach, lambda model: memory_disabled(model).__enter__()])
+def test_the_model_is_asked_for_and_not_its_attachment(act: Any) -> None:
+    attachment = attach(bert(), SMALL)
+    match = r"expected the model that attach\(model, \.\.\.\) was called on, got Attachment"
+    with pytest.raises(TypeError, match=match):
+        act(attachment)
 
 
 def test_part_of_an_attached_host_cannot_be_attached_from_outside() -> None:

@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hosts import SMALL, VOCABULARY, WIDTH, Custom, bert, encoder, llama, mistra
 from torch import Tensor
 from transformers import DynamicCache
 
-from tensor_memory import MemoryState, attach, find_leak
+from tensor_memory import MemoryState, attach, detach, find_leak
 from tolerances import assert_same
 
 
@@ -87,6 +88,29 @@ def test_a_stream_can_start_from_a_state_kept_earlier() -> None:
     with attachment.stream(first.state):
         last = model(tokens[:, 7:], use_cache=False).logits
     assert_same(last, model(tokens, use_cache=False).logits[:, 7:])
+
+
+def test_a_stream_refuses_a_state_of_other_blocks() -> None:
+    attachment = attach(window_1(), SMALL)
+    state = MemoryState.zeros(SMALL, WIDTH, 1)
+    match = r"expected states for model\.layers\.0, .*, got one for h\.0; pass the state of an earl"
+    with pytest.raises(ValueError, match=match):
+        attachment.stream({"h.0": state})
+    bare: Any = state
+    with pytest.raises(TypeError, match=r"states by the path .*, got MemoryState; pass those"):
+        attachment.stream(bare)
+
+
+def test_a_memory_taken_off_its_model_opens_no_stream() -> None:
+    model = window_1()
+    attachment = attach(model, SMALL)
+    detach(model)
+    match = r"taken off its model, .*; open a stream of what attach\(model, \.\.\.\) returned last"
+    with pytest.raises(RuntimeError, match=match), attachment.stream():
+        pass
+    with attach(model, SMALL).stream() as s:
+        model(text(1, 4), use_cache=False)
+    assert s.nbytes > 0
 
 
 def test_gradients_cross_calls_of_a_stream() -> None:

@@ -87,7 +87,19 @@ def attach(
         )
     config = MemoryConfig() if config is None else config
     if not isinstance(config, MemoryConfig):
-        raise TypeError(f"config: expected a MemoryConfig, got {type(config).__name__}")
+        raise TypeError(
+            f"config: expected a MemoryConfig, got {type(config).__name__}; "
+            "MemoryConfig.from_dict() makes one of a dictionary"
+        )
+    for name, choice in (
+        ("share_weights", share_weights),
+        ("zero_init", zero_init),
+        ("freeze_host", freeze_host),
+    ):
+        if not isinstance(choice, bool):
+            raise TypeError(
+                f"{name}: expected True or False, got {choice!r}; leave it out for the default"
+            )
     if scope not in ("layer", "depth"):
         raise ValueError(f"scope: expected 'layer' or 'depth', got {scope!r}")
     if causal not in (True, False, "auto"):
@@ -142,6 +154,7 @@ def detach(model: nn.Module) -> None:
     attachment = attachment_of(model, "detach")
     delattr(model, NAME)
     _release(attachment)
+    attachment.detached = True
 
 
 @contextmanager
@@ -162,6 +175,11 @@ def memory_disabled(model: nn.Module) -> Iterator[None]:
 def attachment_of(model: nn.Module, asker: str = "attachment_of") -> Attachment:
     """The attachment of a host; an error where there is none."""
     attachment = getattr(model, NAME, None)
+    if not isinstance(model, nn.Module) or isinstance(model, Attachment):
+        raise TypeError(
+            f"{asker}: expected the model that attach(model, ...) was called on, "
+            f"got {type(model).__name__}; pass that model"
+        )
     if not isinstance(attachment, Attachment):
         raise ValueError(
             f"{asker}: {type(model).__name__} has no memory attached; call attach(model, ...) first"

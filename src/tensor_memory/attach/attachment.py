@@ -72,6 +72,7 @@ class Attachment(nn.Module):
         self._stream: Stream | None = None
         self._handles: list[RemovableHandle] = []
         self._unnested: list[nn.Module] = []
+        self.detached = False
         self.frozen: list[nn.Parameter] = []
         """The host's parameters that `attach` froze and `detach` gives back."""
         self._sites = [
@@ -98,7 +99,25 @@ class Attachment(nn.Module):
 
     def stream(self, state: Mapping[str, MemoryState] | None = None) -> Stream:
         """Calls that belong together: `with attachment.stream() as s:`, see `Stream`."""
+        if state is not None:
+            self._require_states(state)
         return Stream(self, state)
+
+    def _require_states(self, state: Mapping[str, MemoryState]) -> None:
+        if not isinstance(state, Mapping):
+            raise TypeError(
+                "stream: expected the states by the path of their blocks, got "
+                f"{type(state).__name__}; pass those of an earlier stream: "
+                "attachment.stream(s.state)"
+            )
+        known = [DEPTH] if self.scope == DEPTH else self.paths
+        # A block that runs twice in depth has a second state, named by its path and "#1".
+        unknown = [slot for slot in state if slot.partition("#")[0] not in known]
+        if unknown:
+            raise ValueError(
+                f"stream: expected states for {', '.join(known)}, got one for "
+                f"{', '.join(unknown)}; pass the state of an earlier stream of this model"
+            )
 
     def state_on(self, cache: Any) -> dict[str, MemoryState]:
         """The states a Hugging Face cache carries, by the path of their block."""
@@ -121,6 +140,11 @@ class Attachment(nn.Module):
         """Give the state to `stream`; one at a time."""
         if self._stream is not None:
             raise RuntimeError("stream: another stream of this model is open; close it first")
+        if self.detached:
+            raise RuntimeError(
+                "stream: this memory has been taken off its model, whose calls no longer reach "
+                "it; open a stream of what attach(model, ...) returned last"
+            )
         self._stream = stream
 
     def close_stream(self) -> None:
