@@ -191,6 +191,10 @@ def _as_slice(at: Any, size: int, what: str) -> slice:
 def require_index(at: Any, size: int, what: str) -> None:
     """Raise unless `at` is one of `size`, counted from the end where it is negative."""
     if not isinstance(at, int) or isinstance(at, bool):
-        raise TypeError(f"{what}: expected an integer or a slice, got {at!r}")
+        other = "a name" if what == "layer" else "a slice"
+        raise TypeError(f"{what}: expected an integer or {other}, got {at!r}")
     if not -size <= at < size:
-        raise IndexError(f"{what} {at}: this recording has {size} {what}s")
+        filled = (
+            "; `record` fills it when its block is left" if what == "layer" and not size else ""
+        )
+        raise IndexError(f"{what} {at}: this recording has {size} {what}s{filled}")

@@ -113,17 +113,23 @@ class Recording:
 
     def text(self, layer: int | str, chunk: int, row: int = 0) -> str | None:
         """The text of one chunk's tokens, None where nothing is known of them."""
-        start, stop = self[layer].span[chunk, row].tolist()
+        start, stop = self._span(layer, chunk, row)
         if self.texts is None or row >= len(self.texts):
             return None
         return "".join(self.texts[row][start:stop])
 
     def frame(self, layer: int | str, chunk: int, row: int = 0) -> Tensor | None:
         """(h, w, 3) uint8: the frame of one chunk's first token, None where there is none."""
-        at = int(self[layer].span[chunk, row, 0]) // self.tokens_per_frame
+        at = self._span(layer, chunk, row)[0] // self.tokens_per_frame
         if self.frames is None or row >= len(self.frames) or at >= self.frames.shape[1]:
             return None
         return self.frames[row, at]
+
+    def _span(self, layer: int | str, chunk: int, row: int) -> list[int]:
+        found = self[layer]
+        require_index(chunk, len(found), "chunk")
+        require_index(row, found.rows, "row")
+        return found.span[chunk, row].tolist()
 
     def to_numpy(self) -> dict[str, dict[str, numpy.ndarray]]:
         """Every array of every layer, by the layer's name and the array's."""
