@@ -137,7 +137,9 @@ def test_marks_that_are_not_bool_are_refused(memory, x, name, dtype, layer):
 
 @pytest.mark.parametrize("name", MARKS)
 def test_marks_that_are_no_tensor_are_refused(memory, x, name):
-    with pytest.raises(TypeError, match=rf"^{name}: expected a bool tensor .*, got list; convert"):
+    remedy = "leave it out to write no" if name == "flush" else "give one mark per token of x"
+    message = rf"^{name}: expected .*a bool tensor of shape \(B, N\), got \[\[True, .*; {remedy}"
+    with pytest.raises(TypeError, match=message):
         memory(x, **{name: [[True] * 5] * 2})
 
 
@@ -146,6 +148,32 @@ def test_marks_on_another_device_are_refused(memory, x, name):
     message = rf"^{name}: expected device cpu like x, got meta; move it with \.to\(\)"
     with pytest.raises(ValueError, match=message):
         memory(x, **{name: torch.ones(2, 5, dtype=torch.bool, device="meta")})
+
+
+@pytest.mark.parametrize("method", ["select", "reset"])
+def test_rows_that_are_no_whole_numbers_are_refused(method):
+    message = rf"^MemoryState.{method}: expected whole numbers as row indices, got torch.float32; "
+    with pytest.raises(TypeError, match=message):
+        getattr(make_state(PAPER, 2), method)([0.5])
+
+
+@pytest.mark.parametrize(
+    ("method", "make"),
+    [
+        ("to", lambda: make_state(PAPER, 2).to(torch.int8)),
+        ("zeros", lambda: MemoryState.zeros(PAPER, DIM, 2, dtype=torch.int8)),
+    ],
+)
+def test_a_state_of_tokens_that_are_no_floats_is_refused(method, make):
+    message = rf"^MemoryState.{method}: expected the tokens' float type, got torch.int8; pass the"
+    with pytest.raises(TypeError, match=message):
+        make()
+
+
+def test_a_state_of_fewer_than_no_rows_is_refused():
+    message = r"^MemoryState.zeros: expected batch_size of at least 0, got -1; it is the number of"
+    with pytest.raises(ValueError, match=message):
+        MemoryState.zeros(PAPER, DIM, -1)
 
 
 def test_a_reset_mask_of_another_shape_is_refused():
@@ -163,19 +191,21 @@ def test_a_width_below_one_is_refused(dim):
 
 
 def test_what_is_no_config_is_refused():
-    with pytest.raises(TypeError, match=r"^config: expected a MemoryConfig, got dict"):
+    message = r"^config: expected a MemoryConfig, got dict; MemoryConfig\.from_dict\(\) makes one"
+    with pytest.raises(TypeError, match=message):
         TensorMemory(DIM, {"channels": 3})
 
 
 def test_an_unknown_backend_is_refused():
-    with pytest.raises(ValueError, match=r"^config\.backend: expected one of auto, .*, got 'gpu'"):
+    message = r"^config\.backend: expected one of auto, .*, got 'gpu'; leave it out for the fastest"
+    with pytest.raises(ValueError, match=message):
         TensorMemory(DIM, MemoryConfig(backend="gpu"))
 
 
 @pytest.mark.parametrize("name", ["dropout", "drop_path"])
-@pytest.mark.parametrize("rate", [-0.1, 1.0, float("nan")])
+@pytest.mark.parametrize("rate", [-0.1, 1.0, float("nan"), "a", None, True])
 def test_a_rate_that_is_no_probability_is_refused(memory, name, rate):
-    message = rf"^{name}: expected a probability in \[0, 1\), got {rate}; 0 drops nothing"
+    message = rf"^{name}: expected a probability in \[0, 1\), got {rate!r}; 0 drops nothing"
     with pytest.raises(ValueError, match=message):
         MemoryResidual(memory, **{name: rate})
 
@@ -231,9 +261,11 @@ def test_a_width_that_is_no_integer_is_refused(dim):
         TensorMemory(dim)
 
 
-def test_a_flush_of_none_is_refused(memory, x):
-    with pytest.raises(TypeError, match=r"^flush: expected a bool tensor .*, got NoneType"):
-        memory(x, flush=None)
+@pytest.mark.parametrize("flush", [None, 2.5, "yes"])
+def test_a_flush_of_another_kind_is_refused(memory, x, flush):
+    message = rf"^flush: expected True, False, a whole number of tokens .*, got {flush!r}; "
+    with pytest.raises(TypeError, match=message):
+        memory(x, flush=flush)
 
 
 @pytest.mark.parametrize("frame", [0, -3])
@@ -242,7 +274,7 @@ def test_frames_of_no_tokens_are_refused(memory, x, frame):
         memory(x, flush=frame)
 
 
-@pytest.mark.parametrize("gate", [float("nan"), float("inf")])
+@pytest.mark.parametrize("gate", [float("nan"), float("inf"), None, "0"])
 def test_a_gate_that_is_not_finite_is_refused(memory, gate):
     with pytest.raises(ValueError, match=r"^gate_init: expected a finite number, got .*; 0 opens"):
         MemoryResidual(memory, gate_init=gate)
@@ -260,6 +292,47 @@ def test_rows_that_do_not_exist_are_refused(memory, x, method, rows):
 def test_a_choice_that_is_no_bool_is_refused():
     with pytest.raises(TypeError, match=r"^share_coordinates: expected True or False, got 'no'"):
         MemoryConfig(share_coordinates="no")
+
+
+@pytest.mark.parametrize("name", ["norm", "own_memory"])
+def test_a_choice_of_the_residual_that_is_no_bool_is_refused(memory, name):
+    message = rf"^{name}: expected True or False, got LayerNorm\(.*; leave it out for True"
+    with pytest.raises(TypeError, match=message):
+        MemoryResidual(memory, **{name: torch.nn.LayerNorm(DIM)})
+
+
+def test_a_zero_init_that_is_no_bool_is_refused():
+    with pytest.raises(TypeError, match=r"^zero_init: expected True or False, got 'no'; leave it"):
+        TensorMemory(DIM, PAPER, zero_init="no")
+
+
+def test_a_residual_of_what_is_no_memory_is_refused():
+    message = r"^memory: expected a TensorMemory, got MemoryConfig; make one with TensorMemory\(dim"
+    with pytest.raises(TypeError, match=message):
+        MemoryResidual(PAPER)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "error", "message"),
+    [
+        (make_tokens(2, 5, 4), ValueError, r"^x: expected tokens of shape \(B, N, 3\), got \(2, 5"),
+        (make_tokens(2, 5, 3).float(), TypeError, r"^x: expected torch.float64 like .*, got torch"),
+        ([[[1.0, 2.0, 3.0]]], TypeError, r"^x: expected a tensor of shape \(B, N, 3\), got list"),
+    ],
+)
+def test_a_residual_refuses_what_its_memory_refuses_in_the_same_words(
+    memory, tokens, error, message
+):
+    with pytest.raises(error, match=message):
+        MemoryResidual(memory).double()(tokens)
+
+
+def test_a_backend_that_cannot_serve_is_refused_before_the_first_chunk_is_full(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    memory = TensorMemory(DIM, MemoryConfig(chunk_size=16, backend="triton"))
+    message = r"^backend 'triton' cannot serve this request: (it needs a CUDA|triton is not inst)"
+    with pytest.raises(ValueError, match=message):
+        memory(torch.zeros(1, 1, DIM))
 
 
 def test_a_scale_of_true_is_refused():

@@ -70,6 +70,13 @@ def test_a_folder_of_something_else_is_an_error(tmp_path: Path) -> None:
     refused(attached(), tmp_path, FileNotFoundError, r"memory\.json: no such file; .*save_memory")
 
 
+def test_a_file_in_place_of_the_folder_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("here already")
+    with pytest.raises(NotADirectoryError, match=r"is a file; expected the name of a folder"):
+        save_memory(attached(), tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "here already"
+
+
 def test_missing_weights_are_an_error(saved: Path) -> None:
     (saved / "memory.safetensors").unlink()
     refused(attached(), saved, FileNotFoundError, r"memory\.safetensors: no such file")

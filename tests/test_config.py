@@ -106,6 +106,17 @@ def test_an_unknown_choice_is_named_beside_the_known(name, allowed):
         MemoryConfig(**{name: "other"})
 
 
+def test_a_backend_that_is_no_name_is_refused():
+    with pytest.raises(TypeError, match=r"^backend: expected a backend's name, got None; leave it"):
+        MemoryConfig(backend=None)
+
+
+def test_what_is_no_dictionary_is_refused():
+    message = r"^MemoryConfig.from_dict: expected a dictionary of fields, got list; pass what to_di"
+    with pytest.raises(TypeError, match=message):
+        MemoryConfig.from_dict([32])
+
+
 def test_shared_coordinates_need_as_many_reads_as_writes():
     message = r"need as many read heads as write heads, got 2 and 1; set share_coordinates=False"
     with pytest.raises(ValueError, match=message):

@@ -293,6 +293,12 @@ def test_a_model_that_ignores_its_input_is_not_praised():
     assert "NOTHING SHOWN: no output moved at all" in str(report)
 
 
+def test_what_cannot_be_called_is_refused():
+    message = r"^model: expected a module or a function of the example, got str; call find_leak\("
+    with pytest.raises(TypeError, match=message):
+        find_leak("gpt2", torch.randn(1, 4, DIM))
+
+
 def test_replacements_are_other_valid_ids():
     seen = []
 

@@ -236,13 +236,21 @@ def test_foreign_files_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"got a truncated or foreign file .*; write it again"):
         MemoryState.load(path)
     save_file({"weight": torch.zeros(2)}, path)
-    with pytest.raises(ValueError, match="expected a tensor-memory state, got a file of kind None"):
+    with pytest.raises(ValueError, match="state, got a safetensors file of another program; pass"):
         MemoryState.load(path)
     save_file({"weight": torch.zeros(2)}, path, metadata={"kind": "tensor-memory state"})
     with pytest.raises(ValueError, match=r"expected the tensors hidden, cell, .*, got weight"):
         MemoryState.load(path)
     with pytest.raises(FileNotFoundError, match="no such file; expected a tensor-memory state"):
         MemoryState.load(tmp_path / "missing")
+
+
+def test_a_folder_in_place_of_a_file_is_told(tmp_path):
+    with pytest.raises(IsADirectoryError, match=r"is a folder; expected the name of a file"):
+        make_state(OPTIONS["paper"], 2).save(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"is a folder; expected a tensor-memory state"):
+        MemoryState.load(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):

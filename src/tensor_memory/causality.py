@@ -59,6 +59,11 @@ def find_leak(
     >>> bool(report), report.cuts[0].earliest, report.cuts[0].moved
     (True, 0, 4)
     """
+    if not callable(model):
+        raise TypeError(
+            f"model: expected a module or a function of the example, got {type(model).__name__}; "
+            "call find_leak(model, example)"
+        )
     _check_example(example)
     places = _checked_cuts(cuts, example.shape[1])
     ids = None if example.is_floating_point() else _vocabulary(model, example, vocab_size)

@@ -28,6 +28,10 @@ def save_memory(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """
     attachment = attachment_of(model, "save_memory")
     folder = Path(folder)
+    if folder.is_file():
+        raise NotADirectoryError(
+            f"{folder}: is a file; expected the name of a folder, which is made where there is none"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     save_tensors(folder / WEIGHTS, attachment.state_dict(), kind=_KIND)
     text = json.dumps(_describe(attachment), indent=2) + "\n"

@@ -131,10 +131,15 @@ def check_marks(
                     "False writes no unfinished chunk"
                 )
             continue
-        if not isinstance(marks, Tensor) or marks.dtype != torch.bool:
-            got = marks.dtype if isinstance(marks, Tensor) else type(marks).__name__
+        if not isinstance(marks, Tensor):
+            expected, remedy = "a bool tensor of shape (B, N)", "give one mark per token of x"
+            if name == "flush":
+                expected = f"True, False, a whole number of tokens per frame, or {expected}"
+                remedy = "leave it out to write no unfinished chunk"
+            raise TypeError(f"{name}: expected {expected}, got {marks!r}; {remedy}")
+        if marks.dtype != torch.bool:
             raise TypeError(
-                f"{name}: expected a bool tensor of shape (B, N), got {got}; "
+                f"{name}: expected a bool tensor of shape (B, N), got {marks.dtype}; "
                 "convert it with .bool()"
             )
         if marks.shape != x.shape[:2]:

@@ -100,6 +100,11 @@ class MemoryConfig:
                     f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}; "
                     "leave it out for the paper's"
                 )
+        if not isinstance(self.backend, str):
+            raise TypeError(
+                f"backend: expected a backend's name, got {self.backend!r}; "
+                "leave it out for the fastest that can serve"
+            )
         if not isinstance(self.share_coordinates, bool):
             raise TypeError(
                 f"share_coordinates: expected True or False, got {self.share_coordinates!r}; "
@@ -145,11 +150,17 @@ class MemoryConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> MemoryConfig:
         """The inverse of `to_dict`; an unknown name is an error."""
+        if not isinstance(values, Mapping):
+            raise TypeError(
+                f"MemoryConfig.from_dict: expected a dictionary of fields, got "
+                f"{type(values).__name__}; pass what to_dict() returned"
+            )
         known = [field.name for field in fields(cls)]
-        unknown = sorted(set(values) - set(known))
+        unknown = sorted(set(values) - set(known), key=str)
         if unknown:
             raise ValueError(
-                f"MemoryConfig: unknown field {', '.join(unknown)}; known are {', '.join(known)}"
+                f"MemoryConfig: unknown field {', '.join(map(str, unknown))}; "
+                f"known are {', '.join(known)}"
             )
         return cls(**values)
 

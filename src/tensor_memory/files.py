@@ -19,6 +19,8 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[Path], None]) -> 
     A crash, a full disk or a raising `write` leaves what stood at `path` untouched.
     """
     path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path}: is a folder; expected the name of a file to write")
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         write(temporary)
@@ -46,9 +48,8 @@ def load_tensors(
 ) -> dict[str, Tensor]:
     """Read what `save_tensors` wrote; a truncated or foreign file is a `ValueError`."""
     if not Path(path).is_file():
-        raise FileNotFoundError(
-            f"{path}: no such file; expected {_one(kind)} in safetensors format"
-        )
+        what = "is a folder" if Path(path).is_dir() else "no such file"
+        raise FileNotFoundError(f"{path}: {what}; expected {_one(kind)} in safetensors format")
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             found = (file.metadata() or {}).get("kind")
@@ -59,7 +60,10 @@ def load_tensors(
             f"({error}); write it again"
         ) from error
     if found != kind:
-        raise ValueError(f"{path}: expected {_one(kind)}, got a file of kind {found!r}")
+        got = f"a file of kind {found!r}" if found else "a safetensors file of another program"
+        raise ValueError(
+            f"{path}: expected {_one(kind)}, got {got}; pass the file that was saved as such"
+        )
     return tensors
 
 

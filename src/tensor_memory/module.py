@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tensor_memory.chunking import aligned_calls, assign, check_marks
-from tensor_memory.ops import fused_layer, memory_read, products_of, scan_checked
+from tensor_memory.ops import fused_layer, memory_read, products_of, scan_checked, why_not
 from tensor_memory.ops.placing import Placing
 from tensor_memory.ops.request import Request
 from tensor_memory.state import MemoryState
@@ -293,4 +293,7 @@ class TensorMemory(MemoryWeights):
                 f"x: expected {weight.dtype} like the memory's weights, got {x.dtype}; "
                 "convert one of them with .to(), or run under torch.autocast"
             )
+        reason = why_not(self.config.backend, x.device)
+        if reason is not None:  # said here too, as a first, unfinished chunk needs no scan
+            raise ValueError(f"backend {self.config.backend!r} cannot serve this request: {reason}")
         check_marks(x, mask, reset, flush)

@@ -51,15 +51,25 @@ class MemoryResidual(nn.Module):
         own_memory: bool = True,
     ) -> None:
         super().__init__()
-        for name, rate in (("dropout", dropout), ("drop_path", drop_path)):
-            if not 0 <= rate < 1:
-                raise ValueError(
-                    f"{name}: expected a probability in [0, 1), got {rate}; 0 drops nothing"
-                )
-        if not math.isfinite(gate_init):
-            raise ValueError(
-                f"gate_init: expected a finite number, got {gate_init}; 0 opens the gate half"
+        if not isinstance(memory, TensorMemory):
+            raise TypeError(
+                f"memory: expected a TensorMemory, got {type(memory).__name__}; "
+                "make one with TensorMemory(dim, config)"
             )
+        for name, rate in (("dropout", dropout), ("drop_path", drop_path)):
+            if not _is_number(rate) or not 0 <= rate < 1:
+                raise ValueError(
+                    f"{name}: expected a probability in [0, 1), got {rate!r}; 0 drops nothing"
+                )
+        if not _is_number(gate_init) or not math.isfinite(gate_init):
+            raise ValueError(
+                f"gate_init: expected a finite number, got {gate_init!r}; 0 opens the gate half"
+            )
+        for name, choice in (("norm", norm), ("own_memory", own_memory)):
+            if not isinstance(choice, bool):
+                raise TypeError(
+                    f"{name}: expected True or False, got {choice!r}; leave it out for True"
+                )
         if own_memory:
             self.memory = memory
         else:
@@ -85,11 +95,9 @@ class MemoryResidual(nn.Module):
             fused = self._fused(x, state, flush)
             if fused is not None:
                 return fused
-        if mask is None:
-            source = x
-        else:  # garbage under the mask would reach the LayerNorm's gradient as 0 · NaN
-            self.memory._check(x, mask, reset, flush)
-            source = x.masked_fill(~mask[..., None], 0)
+        self.memory._check(x, mask, reset, flush)  # before the norm, whose own words say less
+        # Garbage under the mask would reach the LayerNorm's gradient as 0 · NaN.
+        source = x if mask is None else x.masked_fill(~mask[..., None], 0)
         m, after = self.memory(self.norm(source), state, mask=mask, reset=reset, flush=flush)
         m = F.dropout(m, self.dropout, self.training)
         if self.training and self.drop_path:
@@ -157,6 +165,10 @@ class MemoryResidual(nn.Module):
         aligned = 0 if done.chunk is not None else waiting + 1
         state = MemoryState(hidden, cell, done.tokens, done.fill, done.readout, aligned=aligned)
         return done.out, state
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def watched(module: nn.Module) -> bool:

@@ -60,7 +60,12 @@ class MemoryState:
         device: torch.device | str | None = None,
     ) -> MemoryState:
         """An empty memory for `batch_size` rows of tokens of width `dim` and type `dtype`."""
-        dtype = dtype or torch.get_default_dtype()
+        dtype = _require_float("zeros", dtype or torch.get_default_dtype())
+        if batch_size < 0:
+            raise ValueError(
+                f"MemoryState.zeros: expected batch_size of at least 0, got {batch_size}; "
+                "it is the number of rows"
+            )
         volume = torch.zeros(
             batch_size, config.channels, *config.grid, dtype=_state_dtype(dtype), device=device
         )
@@ -96,7 +101,7 @@ class MemoryState:
         """Move, or change the token type (hidden and cell stay at float32 or better)."""
         if isinstance(device, torch.dtype):
             device, dtype = None, device
-        dtype = dtype or self.tokens.dtype
+        dtype = _require_float("to", dtype or self.tokens.dtype)
         moved = self._map(lambda tensor: tensor.to(device))
         return replace(
             moved,
@@ -114,7 +119,7 @@ class MemoryState:
                 "MemoryState.select: expected row indices, got a bool mask; "
                 "pass mask.nonzero().flatten()"
             )
-        index = self._in_range("select", index.long())
+        index = self._in_range("select", index)
         return self._map(lambda tensor: tensor.index_select(0, index))
 
     def reset(self, rows: Tensor | Sequence[int] | None = None) -> MemoryState:
@@ -124,7 +129,7 @@ class MemoryState:
             return replace(emptied, aligned=0)
         chosen = torch.as_tensor(rows, device=self.hidden.device)
         if chosen.dtype != torch.bool:
-            index = self._in_range("reset", chosen.long())
+            index = self._in_range("reset", chosen)
             chosen = torch.zeros_like(self.fill, dtype=torch.bool).index_fill(0, index, True)
         elif chosen.shape != self.fill.shape:
             raise ValueError(
@@ -170,7 +175,8 @@ class MemoryState:
                 raise ValueError(
                     f"state.{name}: expected shape {shape} for this memory and input "
                     f"{tuple(x.shape)}, got {tuple(tensor.shape)}; a state continues only the "
-                    "memory and the rows it came from (use select() to reorder or repeat rows)"
+                    "memory and the rows it came from (use select() to reorder or repeat rows, "
+                    "and no state, or a new stream, for new rows)"
                 )
             if tensor.dtype != dtype:
                 raise TypeError(
@@ -184,7 +190,13 @@ class MemoryState:
                 )
 
     def _in_range(self, method: str, index: Tensor) -> Tensor:
-        """Raise for a row that does not exist, unless a device would have to be asked."""
+        """int64; raise for a row that does not exist, unless a device would have to be asked."""
+        if index.numel() and (index.is_floating_point() or index.is_complex()):
+            raise TypeError(
+                f"MemoryState.{method}: expected whole numbers as row indices, got {index.dtype}; "
+                "convert them with .long()"
+            )
+        index = index.long()  # an empty list comes as floats
         if index.device.type == "cpu" and index.numel():
             least, most = index.min().item(), index.max().item()
             if least < 0 or most >= self.batch_size:
@@ -206,6 +218,15 @@ _TENSORS = tuple(f.name for f in fields(MemoryState) if f.name != "aligned")
 
 def _state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
+
+
+def _require_float(method: str, dtype: torch.dtype) -> torch.dtype:
+    if not dtype.is_floating_point:
+        raise TypeError(
+            f"MemoryState.{method}: expected the tokens' float type, got {dtype}; "
+            "pass the type of the embedded tokens"
+        )
+    return dtype
 
 
 def _children(state: MemoryState) -> tuple[list[Tensor], int | None]:

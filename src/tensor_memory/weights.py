@@ -27,16 +27,25 @@ class MemoryWeights(nn.Module):
         super().__init__()
         config = config or MemoryConfig()
         if not isinstance(config, MemoryConfig):
-            raise TypeError(f"config: expected a MemoryConfig, got {type(config).__name__}")
+            raise TypeError(
+                f"config: expected a MemoryConfig, got {type(config).__name__}; "
+                "MemoryConfig.from_dict() makes one of a dictionary"
+            )
         if not isinstance(dim, int) or isinstance(dim, bool):
             raise TypeError(
-                f"dim: expected the tokens' width as an integer, got {dim!r}; convert it with int()"
+                f"dim: expected the tokens' width as an integer, got {dim!r}; "
+                "convert it with int(), and pass the config after it"
             )
         if dim < 1:
             raise ValueError(f"dim: expected the tokens' width, at least 1, got {dim}")
         if config.backend not in BACKENDS:
             raise ValueError(
-                f"config.backend: expected one of {', '.join(BACKENDS)}, got {config.backend!r}"
+                f"config.backend: expected one of {', '.join(BACKENDS)}, got {config.backend!r}; "
+                "leave it out for the fastest that can serve"
+            )
+        if not isinstance(zero_init, bool):
+            raise TypeError(
+                f"zero_init: expected True or False, got {zero_init!r}; leave it out for False"
             )
         self.dim, self.config, self.zero_init = dim, config, zero_init
         C, K, n = config.channels, config.chunk_size, config.axes

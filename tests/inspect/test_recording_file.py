@@ -90,7 +90,7 @@ def test_a_foreign_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match="truncated or foreign file"):
         Recording.load(path)
     save_file({"x": torch.zeros(2)}, path)
-    with pytest.raises(ValueError, match="expected a tensor-memory recording, got a file of kind"):
+    with pytest.raises(ValueError, match="expected a tensor-memory recording, got a safetensors file"):
         Recording.load(path)
     with pytest.raises(FileNotFoundError, match="no such file; expected a tensor-memory recording"):
         Recording.load(tmp_path / "absent")
@@ -189,10 +189,23 @@ def test_an_index_that_is_not_there_is_named(recording):
         recording[0, 9, 0]
     with pytest.raises(IndexError, match="row 2: this recording has 2 rows"):
         recording[0, 0, 2]
-    with pytest.raises(IndexError, match="layer 1: this recording has 1 layers"):
+    with pytest.raises(IndexError, match=r"layer 1: this recording has 1 layers$"):
         recording[1]
     with pytest.raises(TypeError, match=r"chunk: expected an integer or a slice, got 1\.5"):
         recording[0][1.5, 0]
+    with pytest.raises(TypeError, match=r"layer: expected an integer or a name, got 1\.5"):
+        recording[1.5]
+    with pytest.raises(IndexError, match="chunk 9: this recording has 3 chunks"):
+        recording.text(0, 9)
+    with pytest.raises(IndexError, match="row 2: this recording has 2 rows"):
+        recording.frame(0, 0, 2)
+
+
+def test_a_recording_under_way_says_when_it_is_filled():
+    memory = make_memory(OPTIONS["paper"])
+    message = "has 0 layers; `record` fills it when its block is left"
+    with record(memory) as recording, pytest.raises(IndexError, match=message):
+        recording[0]
 
 
 def test_arrays_come_out_for_a_notebook(recording):
