@@ -90,7 +90,7 @@ def test_a_foreign_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match="truncated or foreign file"):
         Recording.load(path)
     save_file({"x": torch.zeros(2)}, path)
-    with pytest.raises(ValueError, match="expected a tensor-memory recording, got a safetensors file"):
+    with pytest.raises(ValueError, match="a tensor-memory recording, got a safetensors file"):
         Recording.load(path)
     with pytest.raises(FileNotFoundError, match="no such file; expected a tensor-memory recording"):
         Recording.load(tmp_path / "absent")
