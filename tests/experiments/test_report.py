@@ -283,6 +283,44 @@ def test_a_report_holds_tables_curves_and_sweeps(tmp_path):
     assert (folder / "sign.csv").is_file()
 
 
+def ablations() -> list[dict[str, Any]]:
+    """One method in six variants, and two methods over three settings of the task."""
+    memories = [MemoryConfig(channels=4, grid=(2, 2), forget_bias=bias) for bias in range(7)]
+    found = [run(replace(TENSOR, memory=memory), seed=s) for memory in memories for s in (0, 1)]
+    return found + [
+        run(replace(model, memory=memories[0]), seed=s, task=SignTaskConfig(numbers=count))
+        for model in (BASE, TENSOR)
+        for s in (0, 1)
+        for count in (2, 16)
+    ]
+
+
+def test_many_variants_of_a_method_have_a_figure_of_their_own(tmp_path):
+    text = write_report(ablations(), tmp_path)
+    assert "![accuracy of every variant, sign](sign-variants.png)" in text
+    drawn = (tmp_path / "sign-variants.svg").read_text()
+    assert all(f"tensor (forget_bias={bias})" in drawn for bias in range(1, 7))
+    assert "numbers 4" in drawn
+    assert "numbers 16" not in drawn  # there one method stands as it is
+    assert "variants" not in write_report(sweep_records(), tmp_path / "other")
+
+
+def test_a_sweep_leaves_out_what_stands_at_one_value_alone(tmp_path):
+    write_report(ablations(), tmp_path)
+    drawn = (tmp_path / "sign-numbers.svg").read_text()
+    assert "tensor" in drawn
+    assert "base" in drawn
+    assert "forget_bias" not in drawn
+
+
+def test_a_legend_follows_the_table_and_ends_with_the_ceiling(tmp_path):
+    write_report(ablations(), tmp_path)
+    drawn = (tmp_path / "sign-curves.svg").read_text()
+    order = ["base", "tensor", "tensor (forget_bias=1)", "tensor (forget_bias=6)", "ceiling"]
+    places = [drawn.rindex(f">{label}<") for label in order]
+    assert places == sorted(places)
+
+
 def test_the_same_results_make_the_same_files(tmp_path):
     for name in ("a", "b"):
         write_report(sweep_records(), tmp_path / name)

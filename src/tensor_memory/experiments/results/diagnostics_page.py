@@ -14,8 +14,9 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tensor_memory.experiments.results import plots, tables
+from tensor_memory.experiments.results import tables
 from tensor_memory.experiments.results.comparison import Comparison, compare
+from tensor_memory.experiments.results.figures import draw_all, figure_titles
 from tensor_memory.experiments.results.pages import FIGURES, fill_page
 from tensor_memory.experiments.results.records import read_results
 
@@ -26,14 +27,8 @@ def blocks(folder: Path, figures: Path | None = None) -> dict[str, str]:
     for comparison in compare(read_results([folder]), split_budgets=True):
         texts.setdefault(comparison.recipe, []).extend(_section(comparison))
         if figures is not None:
-            _draw(comparison, figures)
+            draw_all(comparison, figures / _name(comparison))
     return {recipe: "\n".join(parts) for recipe, parts in texts.items()}
-
-
-def _draw(comparison: Comparison, folder: Path) -> None:
-    plots.draw_curves(comparison, folder / f"{_name(comparison)}-curves")
-    for field in plots.swept_fields(comparison):
-        plots.draw_sweep(comparison, field, folder / f"{_name(comparison)}-{_short(field)}")
 
 
 def _section(comparison: Comparison) -> Iterable[str]:
@@ -45,19 +40,12 @@ def _section(comparison: Comparison) -> Iterable[str]:
     if memory:
         yield "What the memory does at test, and what is left without it:\n"
         yield tables.markdown(memory)
-    figures = {"steps": f"{_name(comparison)}-curves"}
-    for field in plots.swept_fields(comparison):
-        figures[_short(field)] = f"{_name(comparison)}-{_short(field)}"
-    for against, name in figures.items():
-        yield f"![{comparison.metric} against {against}]({FIGURES}/{name}.png)\n"
+    for end, told in figure_titles(comparison).items():
+        yield f"![{told}]({FIGURES}/{_name(comparison)}-{end}.png)\n"
 
 
 def _name(comparison: Comparison) -> str:
     return "diagnostics-" + re.sub(r"[^\w.@+-]+", "-", comparison.title).strip("-")
-
-
-def _short(field: str) -> str:
-    return field.rpartition(".")[2]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -62,6 +62,8 @@ STYLE = {
     "svg.fonttype": "none",
 }
 PANELS_ACROSS = 3
+MANY_LINES = 8
+"""A panel with more lines shows no intervals: they would cover each other."""
 
 
 def draw_curves(comparison: Comparison, path: Path) -> list[Path]:
@@ -72,11 +74,13 @@ def draw_curves(comparison: Comparison, path: Path) -> list[Path]:
     panels: dict[tuple[tuple[str, Any], ...], list[Row]] = {}
     for row in comparison.rows:
         panels.setdefault(row.setting, []).append(row)
-    with _figure(len(panels)) as (figure, axes):
-        found = looks(comparison)
+    found = looks(comparison)
+    with _figure(len(panels), len(found)) as (figure, axes):
         for axis, (setting, rows) in zip(axes, panels.items(), strict=True):
             for row in rows:
                 steps, means, halves = _curve(row, comparison.metric)
+                if len(rows) > MANY_LINES:
+                    halves = [None] * len(halves)
                 colour, dash, _ = found[row.label]
                 look = (colour, dash, None)
                 _line(axis, steps, means, halves, row.label, look, comparison.metric)
@@ -84,30 +88,40 @@ def draw_curves(comparison: Comparison, path: Path) -> list[Path]:
             axis.set_title(_title(setting) or rows[0].records[0]["task"], fontsize=9)
             axis.set_xlabel("steps")
         axes[0].set_ylabel(_axis_name(comparison.metric, "valid"))
-        _legend(figure, axes)
+        _legend(figure, axes, list(found))
         return _save(figure, path)
 
 
 def swept_fields(comparison: Comparison) -> list[str]:
-    """Numeric fields of the setting with three values or more: what a sweep plot can show."""
+    """Numeric fields with three values or more for some row's method: what a sweep can show."""
     found = []
     for name in comparison.fields:
-        values = {dict(row.setting)[name] for row in comparison.rows}
-        numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
-        if numbers and len(values) >= 3:
+        values: dict[str, set[Any]] = {}
+        for row in comparison.rows:
+            values.setdefault(row.label, set()).add(dict(row.setting)[name])
+        every = set().union(*values.values())
+        numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in every)
+        if numbers and max(len(some) for some in values.values()) >= 3:
             found.append(name)
     return found
 
 
 def draw_sweep(comparison: Comparison, field: str, path: Path) -> list[Path]:
-    """The metric on the test split against a swept field, a panel per rest of the setting."""
+    """The metric on the test split against a swept field, a panel per rest of the setting.
+
+    Rows that stand at one value of the field alone are no sweep and left out.
+    """
     split = comparison.splits[0]
+    values: dict[str, set[Any]] = {}
+    for row in comparison.rows:
+        values.setdefault(row.label, set()).add(dict(row.setting)[field])
     panels: dict[tuple[tuple[str, Any], ...], dict[str, list[Row]]] = {}
     for row in comparison.rows:
-        rest = tuple(pair for pair in row.setting if pair[0] != field)
-        panels.setdefault(rest, {}).setdefault(row.label, []).append(row)
-    with _figure(len(panels)) as (figure, axes):
-        look = looks(comparison)
+        if len(values[row.label]) > 1:
+            rest = tuple(pair for pair in row.setting if pair[0] != field)
+            panels.setdefault(rest, {}).setdefault(row.label, []).append(row)
+    look = looks(comparison)
+    with _figure(len(panels), sum(len(some) > 1 for some in values.values())) as (figure, axes):
         for axis, (rest, methods) in zip(axes, panels.items(), strict=True):
             for label, rows in methods.items():
                 places = [dict(row.setting)[field] for row in rows]
@@ -125,7 +139,7 @@ def draw_sweep(comparison: Comparison, field: str, path: Path) -> list[Path]:
                 axis.minorticks_off()
             axis.set_xlabel(field.rpartition(".")[2])
         axes[0].set_ylabel(_axis_name(comparison.metric, split))
-        _legend(figure, axes)
+        _legend(figure, axes, list(look))
         return _save(figure, path)
 
 
@@ -216,10 +230,10 @@ def _axis_name(metric: str, split: str) -> str:
 
 
 class _figure:  # noqa: N801 - used as `with _figure(...)`
-    """A figure with so many panels, in our style, drawn without a display."""
+    """A figure with so many panels and labels, in our style, drawn without a display."""
 
-    def __init__(self, panels: int) -> None:
-        self.panels = panels
+    def __init__(self, panels: int, labels: int = 0, height: float = 2.6) -> None:
+        self.panels, self.labels, self.height = panels, labels, height
 
     def __enter__(self) -> tuple[Any, list[Any]]:
         import matplotlib
@@ -229,7 +243,8 @@ class _figure:  # noqa: N801 - used as `with _figure(...)`
         self._style.__enter__()
         across = min(self.panels, PANELS_ACROSS)
         down = -(-self.panels // across)
-        figure = Figure(figsize=(1.4 + 3.2 * across, 0.6 + 2.6 * down), layout="constrained")
+        tall = max(0.6 + self.height * down, 0.4 + 0.19 * self.labels)  # the legend must fit too
+        figure = Figure(figsize=(1.4 + 3.2 * across, tall), layout="constrained")
         grid = figure.subplots(down, across, squeeze=False).flatten()
         for unused in grid[self.panels :]:
             unused.set_visible(False)
@@ -239,12 +254,16 @@ class _figure:  # noqa: N801 - used as `with _figure(...)`
         self._style.__exit__(None, None, None)
 
 
-def _legend(figure: Any, axes: Sequence[Any]) -> None:
-    entries: dict[str, Any] = {}
+def _legend(figure: Any, axes: Sequence[Any], order: Sequence[str] = ()) -> None:
+    """The labels of all panels, in this order; those that are not in it, the ceiling, last."""
+    found: dict[str, Any] = {}
     for axis in axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            entries.setdefault(label, handle)
-    figure.legend(list(entries.values()), list(entries), loc="outside right upper", frameon=False)
+            found.setdefault(label, handle)
+    labels = [label for label in order if label in found]
+    labels += [label for label in found if label not in order]
+    handles = [found[label] for label in labels]
+    figure.legend(handles, labels, loc="outside right upper", frameon=False)
 
 
 def _save(figure: Any, path: Path) -> list[Path]:

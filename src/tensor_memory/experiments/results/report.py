@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tensor_memory.experiments.results import plots, tables
+from tensor_memory.experiments.results import tables
 from tensor_memory.experiments.results.comparison import Comparison, Record, compare
+from tensor_memory.experiments.results.figures import draw_all, figure_titles
 from tensor_memory.experiments.results.gap import gap_table
 from tensor_memory.files import write_whole
 
@@ -57,13 +58,9 @@ def _section(comparison: Comparison, folder: Path, measures: Sequence[str]) -> I
         yield "What the memory does at test, and what is left without it:\n"
         yield tables.markdown(memory)
     _write(folder / f"{name}.csv", tables.csv_text(comparison))
-    if any(len(record["curve"]) > 1 for record in comparison.records):
-        figure = plots.draw_curves(comparison, folder / f"{name}-curves")[0]
-        yield f"![{comparison.metric} against steps, {comparison.title}]({figure.name})\n"
-    for field in plots.swept_fields(comparison):
-        short = field.rpartition(".")[2]
-        figure = plots.draw_sweep(comparison, field, folder / f"{name}-{short}")[0]
-        yield f"![{comparison.metric} against {short}, {comparison.title}]({figure.name})\n"
+    draw_all(comparison, folder / name)
+    for end, told in figure_titles(comparison).items():
+        yield f"![{told}, {comparison.title}]({name}-{end}.png)\n"
 
 
 def _write(path: Path, text: str) -> None:
