@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
@@ -70,8 +71,9 @@ def attach(
 
     Raises:
         NoBlocksFoundError: no blocks found, or `layers` matches nothing.
-        ValueError: already attached, a width that cannot be inferred or differs, or
-            scope="depth" on a causal host. The host is then left as it was.
+        ValueError: already attached, a width that cannot be inferred or differs,
+            scope="depth" on a causal host, or a host that is distributed already (attach first,
+            then wrap). The host is then left as it was.
 
     >>> host = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 2,
     ...                              enable_nested_tensor=False)
@@ -105,6 +107,7 @@ def attach(
     if causal not in (True, False, "auto"):
         raise ValueError(f"causal: expected True, False or 'auto', got {causal!r}")
     _require_residual_options(residual)
+    _require_unwrapped(model)
     for path, part in model.named_modules():
         if isinstance(part, Attachment):
             owner = path.removesuffix(NAME).removesuffix(".")
@@ -192,6 +195,23 @@ def _release(attachment: Attachment) -> None:
     for parameter in attachment.frozen:
         parameter.requires_grad_(True)
     attachment.frozen = []
+
+
+def _require_unwrapped(model: nn.Module) -> None:
+    """Raise where gradients are exchanged by a wrapper that would not know the memory's."""
+    sharded = sys.modules.get("torch.distributed.fsdp")  # importing it takes seconds
+    wrappers = (
+        nn.DataParallel,
+        nn.parallel.DistributedDataParallel,
+        *((sharded.FullyShardedDataParallel, sharded.FSDPModule) if sharded is not None else ()),
+    )
+    for part in model.modules():
+        if isinstance(part, wrappers):
+            raise ValueError(
+                f"attach: expected a model that is not distributed yet, got "
+                f"{type(part).__name__}, which would leave the memory's gradients out of its "
+                "exchange; attach first, then wrap"
+            )
 
 
 def _require_residual_options(residual: dict[str, Any]) -> None:
