@@ -196,7 +196,20 @@ def test_the_search_varies_all_that_was_asked_for():
     assert {m.chunk_size for m in memories} == {1, 4, 16}
     assert {m.state_values for m in memories} == {2 * 32 * 8**3}  # equal bytes
     assert len({(m.channels, m.grid) for m in memories}) == 4
-    assert len({m.forget_bias for m in memories}) == 3
+    assert {m.forget_bias for m in memories} == {0, 1, 3, 5}
     assert len({m.spread_bias for m in memories}) == 2
+    first = configs[:15]  # what a sweep cut short must have told
+    assert {c.model.method for c in first} == {
+        "base",
+        "local",
+        "tensor-local",
+        "linear-local",
+        "xl",
+    }
+    assert {c.model.memory.forget_bias for c in first} == {0, 1, 3, 5}
+    assert any(
+        (m.reads, m.read_heads, m.forget_bias) == ("token", 4, 3.0)
+        for m in (c.model.memory for c in first)
+    )
     others = {c.model.method for c in configs} - {"tensor-local"}
     assert others == {"base", "local", "linear-local", "xl", "recurrent-slots"}

@@ -7,12 +7,21 @@ from pathlib import Path
 import pytest
 from language_records import record
 
+from tensor_memory.experiments.commands.grid import expand, read_plan
+from tensor_memory.experiments.recipes import find_recipe
 from tensor_memory.experiments.recipes.leak_demo import leak_demo
 from tensor_memory.experiments.results import config_dict, language_page, leak_page, write_result
+from tensor_memory.experiments.results.comparison import compare
 from tensor_memory.experiments.results.language_page import (
     carried_table,
     fresh_table,
     search_table,
+)
+from tensor_memory.experiments.results.language_rows import (
+    RECIPE_METHODS,
+    planned_runs,
+    table_rows,
+    timed,
 )
 from tensor_memory.experiments.results.positions import write_positions
 
@@ -79,31 +88,107 @@ def test_streams_show_what_is_carried_and_what_it_closes():
     assert (table[2]["gap closed"], table[2]["of local"]) == ("25 %", "1.25×")
 
 
-def test_the_search_keeps_every_row_the_best_first():
+def test_the_search_keeps_every_row_the_best_on_valid_first():
+    lucky = record("tensor-local", 90.0, memory_layers=(2, 5), gate_init=-2.0)
+    lucky["valid"] = {"perplexity": 126.0}
     table = search_table(
         [
             record("base", 100.0),
             record("local", 120.0),
             record("tensor-local", 125.0, memory_layers=(2, 5)),
             record("tensor-local", 110.0, memory_layers=(2, 5), placement="after_attention"),
+            lucky,
             record("local", 115.0, window=128),
         ]
     )
     assert [line["variant"] for line in table] == [
         "base",
-        "tensor-local (layers 2×5, placement after_attention)",
+        "tensor-local (layers 2+5, placement after_attention)",
         "local",
-        "tensor-local (layers 2×5)",
+        "tensor-local (layers 2+5, gate_init -2)",
+        "tensor-local (layers 2+5)",
         "local (window 128)",
     ]
-    assert [line["gap closed"] for line in table] == ["100 %", "50 %", "0 %", "-25 %", "0 %"]
+    shares = ["100 %", "50 %", "0 %", "150 %", "-25 %", "0 %"]
+    assert [line["gap closed"] for line in table] == shares
+    assert table[3]["gap closed, valid"] == "-5 %"
+
+
+def plan(name):
+    return DOCS.parent / "grids" / f"{name}.toml"
+
+
+@pytest.mark.parametrize("name", ["1-fresh", "2-carried", "3-search", "4-rest", "5-leak", "cost"])
+def test_what_a_plan_holds_is_what_a_sweep_would_run(name):
+    path = plan(f"language-{name}")
+    runs = expand(read_plan(path))
+    for recipe in dict.fromkeys(run.config.recipe for run in runs):
+        expected = [
+            (config_dict(run.config.model), run.config.seed)
+            for run in runs
+            if run.config.recipe == recipe
+        ]
+        found = [(run["config"]["model"], run["seed"]) for run in planned_runs(path, recipe)]
+        assert sorted(map(repr, found)) == sorted(map(repr, expected))
+        assert RECIPE_METHODS.get(recipe, "base") == find_recipe(recipe)().model.method
+
+
+def test_planned_rows_without_a_run_and_missing_seeds_are_told():
+    planned = planned_runs(plan("language-1-fresh"), "language-paper")
+    base, local, *others = fresh_table([fresh("base", 110.0), fresh("base", 111.0, 1)], planned)
+    assert (base["seeds"], base["test"][:6]) == ("2 of 3", "110.50")
+    assert (local["method"], local["seeds"], local["test"]) == ("local", "0 of 3", "not run yet")
+    assert [line["method"] for line in others] == ["tensor", "tensor-local"]
+    assert all(line.keys() == base.keys() for line in others)
+
+
+def test_rows_that_were_run_are_not_planned_any_more():
+    planned = planned_runs(plan("language-2-carried"), "language-carried")
+    runs = [record(run["method"], 110.0, seed=run["seed"], **XL.get(run["method"], {}))
+            for run in planned]  # fmt: skip
+    rows = table_rows(runs, planned)
+    assert [row.seeds for row in rows] == ["3"] * len(rows)
+    assert [line["test"] for line in carried_table(runs, planned)] == ["110.00 ± 0.00"] * len(rows)
+
+
+XL = {"xl": {"segment": 64}}
+
+
+def test_runs_that_shared_their_device_take_the_time_of_one_that_had_it():
+    runs = [
+        record("base", 100.0),
+        record("local", 120.0, step_ms=99.0, shared=True),
+        record("tensor-local", 110.0, step_ms=88.0, shared=True),
+        record("tensor-local", 111.0, step_ms=77.0, shared=True, placement="after_attention"),
+    ]
+    costs = [record("local", 999.0, step_ms=20.0), record("tensor-local", 999.0, step_ms=25.0)]
+    for run in costs:
+        run["config"]["budget"]["steps"] = run["steps"] = 100
+    costs.append(record("base", 999.0, step_ms=5.0))
+    found = {line["method"]: line for line in carried_table(timed(runs, costs))}
+    assert found["base"]["step"] == "20.0 ms"  # its own: it was alone
+    assert found["local"]["step"] == "20.0 ms"
+    assert (found["tensor-local"]["step"], found["tensor-local"]["of local"]) == (
+        "25.0 ms",
+        "1.25×",
+    )
+    assert found["tensor-local (placement after_attention)"]["step"] == "–"
+    assert found["tensor-local"]["test"] == "110.00"
 
 
 def test_the_language_page_is_filled_from_records(tmp_path, capsys):
     results = tmp_path / "results"
+    (tmp_path / "grids").mkdir()
+    for path in DOCS.parent.glob("grids/language-*.toml"):
+        shutil.copy(path, tmp_path / "grids")
+    results = results / "language"
     write_result(results / "fresh", fresh("base", 110.0))
-    write_result(results / "carried", record("local", 120.0))
+    write_result(results / "fresh", record("recurrent-slots", 130.0, segment=256))
+    write_result(results / "carried", record("local", 120.0, shared=True))
     write_result(results / "search", record("local", 121.0))
+    cost = record("local", 999.0, step_ms=20.5) | {"steps": 100}
+    cost["config"]["budget"]["steps"] = 100
+    write_result(results / "cost", cost)
     position = {
         "kind": "positions", "method": "tensor-local", "seed": 0, "labels": {}, "trained": "fresh",
         "state_bytes": 1024, "length": 512, "positions": [256.0, 768.0], "losses": [4.5, 4.4],
@@ -118,8 +203,10 @@ def test_the_language_page_is_filled_from_records(tmp_path, capsys):
     assert language_page.main([str(results), str(page)]) == 0
     assert "filled language-paper, carried, search and positions" in capsys.readouterr().out
     text = page.read_text()
-    for shown in ("110.00", "120.00", "121.00", "+0.1000 ± 0.0196"):
+    for shown in ("110.00", "120.00", "121.00", "+0.1000 ± 0.0196", "not run yet", "20.5 ms"):
         assert shown in text
+    assert "Step times of runs that shared the GPU: 100 steps of the same alone." in text
+    assert "130.00" in text.partition("<!-- carried -->")[2].partition("<!-- /carried -->")[0]
     assert (tmp_path / "images" / "language-positions.svg").is_file()
 
 
@@ -138,6 +225,13 @@ def test_the_leak_page_shows_scores_with_the_future_and_without(tmp_path):
     drawn = (tmp_path / "images" / "leak-dice.svg").read_text()
     assert "tensor-depth (sees the future)" in drawn
     assert "floor of what sees only the past" in drawn
+
+
+def test_the_leak_page_names_the_control_that_was_not_run():
+    (comparison,) = compare([dice("tensor-depth", (1.4, 500.0))])
+    table = leak_page.leak_table(comparison, ["tensor-depth", "tensor", "tensor"])
+    assert [line["method"] for line in table] == ["tensor-depth (sees the future)", "tensor"]
+    assert table[1]["all tokens, whole windows"] == "not run yet"
 
 
 @pytest.mark.parametrize("name", ["language", "leak"])

@@ -108,6 +108,11 @@ def test_the_context_of_a_prediction_is_told(method, carried, context):
     assert model.labels()["context"] == context
 
 
+def test_a_cache_that_is_never_filled_is_not_called_context():
+    alone = LanguageModelConfig(method="xl", dim=16, layers=1, heads=2, cache=2)
+    assert LanguageModel(alone, words=9, length=12).labels()["context"] == "window 12"
+
+
 def test_what_sees_the_future_is_not_built_for_a_task_of_perplexity():
     splits = {s: torch.arange(40) for s in ("train", "valid", "test")}
     words = ("<eos>", "<unk>", *map(str, range(38)))

@@ -232,8 +232,9 @@ class LanguageModel(Model):
         context = f"window {self.length}"
         if stack.window is not None:
             context = f"{stack.window} per layer within {context}"  # no token before the window
-        if method == "xl":
-            context = f"segment {stack.segment or self.length}, {stack.cache} before it per layer"
+        segment = stack.segment or self.length
+        if method == "xl" and (stack.carried or segment < self.length):
+            context = f"segment {segment}, {stack.cache} before it per layer"
         if method == "recurrent-slots":
             context = f"segment {stack.segment}, {stack.recurrent_slots} slots before it"
         if stack.carried and self.state_bytes():

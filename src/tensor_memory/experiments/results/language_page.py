@@ -2,9 +2,11 @@
 
     python -m tensor_memory.experiments.results.language_page results/language docs/language.md
 
-The folder holds `fresh` (recipes language and language-paper), `carried` and `search` (recipe
-language-carried) and `positions`. What stands between `<!-- NAME -->` and `<!-- /NAME -->` of the
-page is replaced; a table without records stays as it is.
+The folder holds `fresh` and `carried` (recipes language, language-paper and language-carried),
+`search` (language-carried with a smaller budget), `cost` (short runs, one at a time) and
+`positions`. What stands between `<!-- NAME -->` and `<!-- /NAME -->` of the page is replaced; a
+table without records stays as it is. Rows that the plans in `grids`, two folders up, hold and no
+record answers say so.
 """
 
 from __future__ import annotations
@@ -12,15 +14,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tensor_memory.experiments.results.comparison import FUTURE, Record, compare, method_rank
+from tensor_memory.experiments.results.comparison import Record, compare
 from tensor_memory.experiments.results.gap import (
     PERPLEXITY,
+    GapRow,
     gap_rows,
     ratio_text,
     share_text,
     step_ms,
 )
 from tensor_memory.experiments.results.intervals import estimate
+from tensor_memory.experiments.results.language_rows import (
+    NOT_RUN,
+    TableRow,
+    planned_runs,
+    table_rows,
+    timed,
+)
 from tensor_memory.experiments.results.pages import fill_page
 from tensor_memory.experiments.results.paper import published
 from tensor_memory.experiments.results.positions import (
@@ -30,21 +40,27 @@ from tensor_memory.experiments.results.positions import (
 )
 from tensor_memory.experiments.results.records import read_results
 from tensor_memory.experiments.results.tables import Table, caption, markdown
-from tensor_memory.experiments.results.vision_runs import Group, grouped
-from tensor_memory.experiments.results.wording import bytes_text, estimate_text
+from tensor_memory.experiments.results.wording import bytes_text, estimate_text, listing
+
+PLANS = {
+    "language-paper": ("language-1-fresh", "language-4-rest"),
+    "language": ("language-1-fresh", "language-4-rest"),
+    "language-carried": ("language-2-carried", "language-4-rest"),
+    "search": ("language-3-search",),
+}
+"""Plans whose runs a table shows."""
 
 
-def fresh_table(records: Sequence[Record]) -> Table:
+def fresh_table(records: Sequence[Record], planned: Sequence[Record] = ()) -> Table:
     """The paper's table with causal models: perplexities, counts, time and memory of a step."""
     table = []
-    for label, runs in in_order(records):
-        paper = published(runs[0], "test", PERPLEXITY)
-        table.append(
-            {
-                "method": label,
+    for row in table_rows(records, planned):
+        line = {"method": row.label, "seeds": row.seeds}
+        if row.runs:
+            runs, paper = row.runs, published(row.runs[0], "test", PERPLEXITY)
+            line |= {
                 "parameters": f"{runs[0]['parameters']:,}",
                 "state": bytes_text(runs[0]["state_bytes"]),
-                "seeds": str(len(runs)),
                 "valid": _text([run["valid"].get(PERPLEXITY) for run in runs]),
                 "test": _measured(runs, "test"),
                 "test, memory off": _without_memory(runs),
@@ -52,67 +68,70 @@ def fresh_table(records: Sequence[Record]) -> Table:
                 "step": _time(runs),
                 "peak memory": _peak(runs),
             }
-        )
-    return table
+        table.append(line)
+    return _whole(table)
 
 
-def carried_table(records: Sequence[Record]) -> Table:
+def carried_table(records: Sequence[Record], planned: Sequence[Record] = ()) -> Table:
     """Streams: what is carried, what of the gap it closes, what it costs."""
-    return [
-        {
-            "method": row.label,
-            "context": row.runs[0]["labels"].get("context", "–"),
-            "state": bytes_text(row.runs[0]["state_bytes"]),
-            "seeds": str(len(row.runs)),
-            "test": _measured(row.runs, "test"),
-            "test, nothing carried": _measured(row.runs, "test@fresh"),
-            "gap closed": share_text(row.share),
-            "step": _time(row.runs),
-            "of local": ratio_text(row.step_ratio),
-            "peak memory": _peak(row.runs),
-        }
-        for row in gap_rows(in_order(records))
-    ]
+    table = []
+    for row, gap in _gaps(table_rows(records, planned)):
+        line = {"method": row.label, "seeds": row.seeds}
+        if gap is not None:
+            line |= {
+                "context": row.runs[0]["labels"].get("context", "–"),
+                "state": bytes_text(row.runs[0]["state_bytes"]),
+                "valid": _text([run["valid"].get(PERPLEXITY) for run in row.runs]),
+                "test": _measured(row.runs, "test"),
+                "test, nothing carried": _measured(row.runs, "test@fresh"),
+                "gap closed": share_text(gap.share),
+                "step": _time(row.runs),
+                "of local": ratio_text(gap.step_ratio),
+                "peak memory": _peak(row.runs),
+            }
+        table.append(line)
+    return _whole(table)
 
 
-def search_table(records: Sequence[Record]) -> Table:
-    """Every variant that was run, by the share of the gap it closes; the best first."""
-    rows = gap_rows(in_order(records))
-    rows.sort(key=lambda row: (row.window, -(row.share if row.share is not None else -9.0)))
-    return [
-        {
-            "variant": row.label,
-            "state": bytes_text(row.runs[0]["state_bytes"]),
-            "seeds": str(len(row.runs)),
-            "test": _measured(row.runs, "test"),
-            "nothing carried": _measured(row.runs, "test@fresh"),
-            "memory off": _without_memory(row.runs),
-            "gap closed": share_text(row.share),
-            "step": _time(row.runs),
-            "of local": ratio_text(row.step_ratio),
-        }
-        for row in rows
-    ]
-
-
-def in_order(records: Sequence[Record]) -> list[Group]:
-    """Rows by method, then by what departs from its defaults."""
-    groups = [(_named(label, runs), runs) for label, runs in grouped(records)]
-    return sorted(groups, key=lambda group: (method_rank(group[1][0]["method"]), group[0]))
+def search_table(records: Sequence[Record], planned: Sequence[Record] = ()) -> Table:
+    """Every variant, by the share of the gap it closes on "valid", the best first; then those that
+    were not run."""
+    found = _gaps(table_rows(records, planned))
+    found.sort(key=lambda pair: (pair[0].model["window"], *_worst_last(pair[1])))
+    table = []
+    for row, gap in found:
+        line = {"variant": row.label, "seeds": row.seeds}
+        if gap is not None:
+            line |= {
+                "state": bytes_text(row.runs[0]["state_bytes"]),
+                "valid": _text([run["valid"].get(PERPLEXITY) for run in row.runs]),
+                "gap closed, valid": share_text(gap.valid_share),
+                "test": _measured(row.runs, "test"),
+                "gap closed": share_text(gap.share),
+                "nothing carried": _measured(row.runs, "test@fresh"),
+                "memory off": _without_memory(row.runs),
+                "step": _time(row.runs),
+                "of local": ratio_text(gap.step_ratio),
+                "peak memory": _peak(row.runs),
+            }
+        table.append(line)
+    return _whole(table)
 
 
 def blocks(folder: Path, figures: Path) -> dict[str, str]:
     """Markdown by the name of its place in the page, of what there are records for."""
+    plans, costs = folder.parent.parent / "grids", _finished(folder / "cost")
+    whole = timed([*_finished(folder / "fresh"), *_finished(folder / "carried")], costs)
     texts: dict[str, str] = {}
-    fresh = _finished(folder / "fresh")
-    for recipe in ("language-paper", "language"):
-        runs = [record for record in fresh if record["recipe"] == recipe]
+    for recipe in ("language-paper", "language", "language-carried"):
+        runs = [record for record in whole if record["recipe"] == recipe]
         if runs:
-            texts[recipe] = _with_caption(fresh_table(runs), runs)
-    if carried := _finished(folder / "carried"):
-        texts["carried"] = _with_caption(carried_table(carried), carried)
-    if search := _finished(folder / "search"):
-        texts["search"] = _with_caption(search_table(search), search)
+            table = carried_table if recipe == "language-carried" else fresh_table
+            text = _with_caption(table(runs, _planned(plans, recipe, recipe)), runs)
+            texts["carried" if recipe == "language-carried" else recipe] = text
+    if search := timed(_finished(folder / "search"), costs):
+        planned = _planned(plans, "search", "language-carried")
+        texts["search"] = _with_caption(search_table(search, planned), search)
     if (folder / "positions").is_dir() and (found := read_positions(folder / "positions")):
         files = draw_positions(found, figures / "language-positions")
         shown = f"![Loss against position, up to 16 training lengths](images/{files[0].name})\n"
@@ -126,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv,
         blocks,
         module="tensor_memory.experiments.results.language_page",
-        results="fresh, carried, search and positions",
+        results="fresh, carried, search, cost and positions",
     )
 
 
@@ -136,13 +155,36 @@ def _finished(folder: Path) -> list[Record]:
     return [record for record in read_results([folder]) if record["finished"]]
 
 
+def _planned(plans: Path, table: str, recipe: str) -> list[Record]:
+    files = [plans / f"{name}.toml" for name in PLANS[table]]
+    return [run for file in files for run in planned_runs(file, recipe)]
+
+
+def _gaps(rows: Sequence[TableRow]) -> list[tuple[TableRow, GapRow | None]]:
+    """Rows with what they close of the gap; None where a row was not run."""
+    gaps = iter(gap_rows([(row.label, row.runs) for row in rows if row.runs]))
+    return [(row, next(gaps) if row.runs else None) for row in rows]
+
+
+def _worst_last(gap: GapRow | None) -> tuple[bool, bool, float]:
+    share = None if gap is None else gap.valid_share
+    return gap is None, share is None, -(share or 0.0)
+
+
+def _whole(table: Table) -> Table:
+    """The table with every column in every row, and the missing ones named."""
+    columns = max((list(line) for line in table), key=len)
+    missing = {"test": NOT_RUN}
+    return [{name: line.get(name, missing.get(name, "–")) for name in columns} for line in table]
+
+
 def _with_caption(table: Table, records: Sequence[Record]) -> str:
     notes = [caption(comparison) for comparison in compare(records, split_budgets=True)]
+    apart = sorted({run["timed_apart"] for run in records if run.get("timed_apart")})
+    if apart:
+        steps = listing([f"{count:,}" for count in apart])
+        notes.append(f"Step times of runs that shared the GPU: {steps} steps of the same alone.")
     return markdown(table) + "\n" + "\n".join(notes) + "\n"
-
-
-def _named(label: str, runs: Sequence[Record]) -> str:
-    return f"{label}, {FUTURE}" if runs[0]["labels"].get("non_causal") else label
 
 
 def _measured(runs: Sequence[Record], split: str) -> str:

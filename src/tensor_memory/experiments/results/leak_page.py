@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tensor_memory.experiments.results.comparison import Comparison, Record, Row, compare
+from tensor_memory.experiments.results.language_rows import NOT_RUN, planned_runs
 from tensor_memory.experiments.results.pages import fill_page
 from tensor_memory.experiments.results.plots import (
     BLUE,
@@ -38,9 +39,12 @@ SCORE = "score"
 FLOOR = "floor of what sees only the past"
 
 
-def leak_table(comparison: Comparison) -> Table:
-    """A row per method, a column per way of scoring; the floor where it is known."""
-    table = []
+def leak_table(comparison: Comparison, planned: Sequence[str] = ()) -> Table:
+    """A row per method, a column per way of scoring; the floor where it is known.
+
+    Methods of `planned` that were not run say so.
+    """
+    table: Table = []
     for row in comparison.rows:
         line = {"method": row.label, "seeds": str(len(row.records))}
         for split, heading in SPLITS.items():
@@ -50,6 +54,10 @@ def leak_table(comparison: Comparison) -> Table:
         if floor is not None:
             line[FLOOR] = f"{floor:.2f}"
         table.append(line)
+    ran = {row.method for row in comparison.rows}
+    for method in dict.fromkeys(name for name in planned if name not in ran):
+        missing = dict.fromkeys(table[0], "–") | {"method": method, "seeds": "0"}
+        table.append(missing | {SPLITS["test"]: NOT_RUN})
     return table
 
 
@@ -97,10 +105,13 @@ def blocks(folder: Path, figures: Path) -> dict[str, str]:
         if not records:
             continue
         (comparison,) = compare(records)
+        plan = folder.parent / "grids" / "language-5-leak.toml"
+        wanted = planned_runs(plan, "language-leak") if name == "wikitext" else []
+        planned = [run["method"] for run in wanted]
         files = draw_leak(comparison, figures / f"leak-{name}")
         texts[name] = (
             f"![Scores with the future and without it](images/{files[0].name})\n\n"
-            f"{markdown(leak_table(comparison))}\n{caption(comparison)}\n"
+            f"{markdown(leak_table(comparison, planned))}\n{caption(comparison)}\n"
         )
     return texts
 
