@@ -47,10 +47,21 @@ def _departures(model: Mapping[str, Any]) -> dict[str, str]:
     """Fields of a model's config that are not the default of its class, as they are shown."""
     usual = flatten(config_dict(type(config_from_dict(model))()))
     return {
-        SHORT.get(name, name.rpartition(".")[2]): show(value)
+        SHORT.get(name, name.rpartition(".")[2]): shown(name, value)
         for name, value in flatten(model).items()
         if name != "method" and value != usual.get(name)
     }
+
+
+def shown(name: str, value: Any) -> str:
+    """A value in a label: layers as a sum, since 2×5 would read as a size.
+
+    >>> shown("memory_layers", (2, 5)), shown("memory.grid", (8, 8))
+    ('2+5', '8×8')
+    """
+    if name == "memory_layers" and value is not None:
+        return "+".join(str(layer) for layer in value)
+    return show(value)
 
 
 def by_frames(records: Sequence[Record]) -> dict[int, list[Record]]:
