@@ -6,18 +6,24 @@ from pathlib import Path
 import pytest
 
 from tensor_memory import MemoryConfig
+from tensor_memory.experiments.commands.grid import expand, read_plan
+from tensor_memory.experiments.models.image import ImageModelConfig
+from tensor_memory.experiments.models.video import VideoModelConfig
 from tensor_memory.experiments.recipes.images import cub
 from tensor_memory.experiments.recipes.video import ucf101_nine
 from tensor_memory.experiments.results.pages import fill
 from tensor_memory.experiments.results.records import config_dict, write_result
+from tensor_memory.experiments.results.vision_gains import gains
 from tensor_memory.experiments.results.vision_page import (
+    NOT_RUN,
+    action_gains,
     action_table,
     cost_table,
     main,
     missing_table,
     reconstruction_table,
 )
-from tensor_memory.experiments.results.vision_runs import grouped, peak
+from tensor_memory.experiments.results.vision_runs import grouped, peak, planned_runs, rows
 
 GIB = 2**30
 
@@ -50,7 +56,9 @@ def image_record(method, psnr, seed=0, **values):
         measures = {"psnr": psnr, "ssim": 0.5, "published_psnr": 21.0, "published_psnr_zero": 20.5}
         measures |= {"psnr_mean_of_visible": 15.0, "ssim_mean_of_visible": 0.38}
         test[f"test@{ratio}%"] = measures | {"published_psnr_mean_of_visible": 16.2}
-    return record(cub(), method=method, seed=seed, task="cub200@120px", test=test, **values)
+    return record(
+        cub(), method=method, seed=seed, task="cub200@120px", test=test, facts={}, **values
+    )
 
 
 def video_record(method, frames, accuracy, seed=0, **values):
@@ -167,8 +175,103 @@ def test_the_clips_that_lie_on_the_device_are_no_cost_of_a_method():
     assert peak(video_record("frames", 8, 0.5)) == 2 * GIB
 
 
+PLAN = """
+[[stage]]
+recipes = ["any"]
+set = { "budget.steps" = 2, "model.memory.chunk-size" = 4 }
+[stage.over]
+seed = [0, 1]
+"task.frames" = [8, 32]
+"model.method" = ["frames", "spatial"]
+"""
+
+
+@pytest.fixture
+def plan(tmp_path):
+    path = tmp_path / "grids" / "vision-actions.toml"
+    path.parent.mkdir()
+    path.write_text(PLAN)
+    return path
+
+
+def test_what_is_planned_and_not_run_is_a_row(plan):
+    memory = MemoryConfig(channels=64, grid=(8, 8, 8), chunk_size=4)
+    runs = [video_record(m, 8, 0.5, model={"memory": memory}) for m in ("frames", "spatial")]
+    runs.append(video_record("frames", 8, 0.6, seed=1, model={"memory": memory}))
+    table = action_table(runs, planned_runs(plan, VideoModelConfig(), frames=8))
+    shown = [(line["T"], line["method"], line["seeds"], line["top-1"]) for line in table]
+    assert shown == [
+        ("8", "frames", "2", "55.0 ± 63.5 %"),
+        ("8", "spatial", "1 of 2", "50.0 %"),
+        ("32", "frames", "0 of 2", NOT_RUN),
+        ("32", "spatial", "0 of 2", NOT_RUN),
+    ]
+    costs = cost_table(runs, planned_runs(plan, VideoModelConfig(), frames=8))
+    assert [line["T = 32"] for line in costs] == [NOT_RUN, NOT_RUN]
+    assert [line["T = 8"] for line in costs] == ["10.0 ms (1.0×), 2.0 GiB"] * 2
+
+
+def test_the_plans_of_the_page_name_the_runs_that_they_make():
+    """A record of every planned run leaves nothing to be run."""
+    grids = Path(__file__).parents[2] / "grids"
+    for name, usual, frames, config in (
+        ("vision-images-variants", ImageModelConfig(), None, cub()),
+        ("vision-actions-variants", VideoModelConfig(), 8, ucf101_nine()),
+    ):
+        planned = planned_runs(grids / f"{name}.toml", usual, frames)
+        made = [run.config for run in expand(read_plan(grids / f"{name}.toml"))]
+        runs = [
+            record(config, method=c.model.method, seed=c.seed, facts={"frames": frames})
+            | {"config": config_dict(c)}
+            for c in made
+        ]
+        found = rows([*runs, *planned])
+        assert [row.seeds for row in found] == ["3"] * len(found)
+        assert len(found) == len(made) / 3
+
+
+def test_gains_are_paired_by_seed_and_bold_where_zero_is_left_out():
+    psnr = {"base": (19.0, 21.0, 20.0), "wide": (20.5, 20.0, 21.5), "spatial": (19.1, 21.1, 20.11)}
+    runs = [image_record(m, p, s) for m, values in psnr.items() for s, p in enumerate(values)]
+    table = gains(runs, {"PSNR": ("test@75%", "psnr")})
+    assert [(line["method"], line["against"], line["seeds"]) for line in table] == [
+        ("spatial", "base", "3"),
+        ("spatial", "wide", "3"),
+    ]
+    assert table[0]["PSNR"] == "**+0.10 ± 0.01**"  # 0.10, 0.10 and 0.11
+    assert table[1]["PSNR"] == "-0.56 ± 3.58"  # -1.40, 1.10 and -1.39
+
+
+def test_variants_are_held_against_what_they_can_be_compared_with():
+    runs = [
+        video_record("frames", 8, 0.5),
+        video_record("joint", 8, 0.5),
+        video_record("frames", 8, 0.4, model={"readout": "last"}),
+        video_record("spatial", 8, 0.5, model={"readout": "last"}),
+        video_record("spatial", 8, 0.5, model={"scope": "depth"}),
+    ]
+    table = gains(runs, {"top-1": ("test", "accuracy")})
+    assert [(line["method"], line["against"], line["top-1"]) for line in table] == [
+        ("spatial (readout last)", "frames (readout last)", "+10.0"),
+        ("spatial (scope depth)", "frames", "+0.0"),
+    ]
+
+
+def test_the_page_says_where_the_memory_does_not_help():
+    runs = [
+        video_record(method, frames, accuracy + 0.01 * seed, seed)
+        for method, accuracy in (("frames", 0.5), ("spatial", 0.4))
+        for frames in (8, 32)
+        for seed in (0, 1, 2)
+    ]
+    text = action_gains(runs)
+    assert "the memory has more in 0, less in 8, and in 0 no difference is shown." in text
+    assert "| 32 | spatial | frames | 3 | **-10.0 ± 0.0** |" in text
+    assert action_gains([run for run in runs if run["method"] == "frames"]) == ""
+
+
 PAGE = "".join(
-    f"text\n<!-- {name} -->\nold\n<!-- /{name} -->\n"
+    f"text\n<!-- {name} -->\nstale\n<!-- /{name} -->\n"
     for name in ("reconstruction", "actions", "missing", "cost", "cost-published")
 )
 
@@ -178,18 +281,21 @@ def test_the_command_fills_the_page_from_results(tmp_path, capsys):
     page.parent.mkdir()
     page.write_text(PAGE)
     write_result(results / "images", image_record("base", 20.0))
+    (results / "images" / "reconstructions.png").write_bytes(b"birds")
     for run in costs():
         write_result(results / "cost", run)
         write_result(results / "video", run)
         write_result(results / "cost-published", run)
     assert main([str(results), str(page)]) == 0
     filled = page.read_text()
-    assert "old" not in filled
+    assert "stale" not in filled
     assert "| *zero in every patch* |" in filled
     assert "(images/vision-cost.png)" in filled
     assert "cub200@120px; seeds 0, mean ± half of the 95 % interval; H200; commit 0123456789." in (
         filled
     )
+    assert "(images/vision-reconstructions.png)" in filled
+    assert (page.parent / "images" / "vision-reconstructions.png").read_bytes() == b"birds"
     assert (page.parent / "images" / "vision-missing.svg").stat().st_size > 10_000
     assert (page.parent / "images" / "vision-cost.png").stat().st_size > 10_000
     assert (
@@ -205,7 +311,7 @@ def test_what_has_no_records_stays_as_it_was(tmp_path):
     page.write_text(PAGE)
     write_result(results / "images", image_record("base", 20.0))
     main([str(results), str(page)])
-    assert page.read_text().count("old") == 4
+    assert page.read_text().count("stale") == 4
 
 
 def test_the_vision_page_has_every_place():

@@ -5,39 +5,49 @@
 The folder holds `images`, `video`, `cost` and `cost-published`: runs of masked reconstruction, runs
 of action recognition, and short runs alone on their device that tell time and memory. What stands
 between `<!-- NAME -->` and `<!-- /NAME -->` of the page is replaced; a table without records stays
-as it is.
+as it is. Rows that the plans in `grids`, two folders up, hold and no record answers say so.
+`images/reconstructions.png`, where it is there, is shown under the table.
 """
 
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from tensor_memory.experiments.models.image import ImageModelConfig
+from tensor_memory.experiments.models.video import VideoModelConfig
 from tensor_memory.experiments.results.intervals import estimate
 from tensor_memory.experiments.results.pages import fill_page
 from tensor_memory.experiments.results.records import read_results
 from tensor_memory.experiments.results.tables import Table, markdown
 from tensor_memory.experiments.results.vision_figures import draw_cost, draw_missing
+from tensor_memory.experiments.results.vision_gains import Columns, gains, summary
 from tensor_memory.experiments.results.vision_runs import (
     Record,
     by_frames,
-    grouped,
+    lengths,
     measured_alone,
     peak,
+    planned_runs,
+    rows,
 )
 from tensor_memory.experiments.results.wording import bytes_text, estimate_text, listing
 
+NOT_RUN = "not run yet"
 
-def reconstruction_table(records: Sequence[Record]) -> Table:
+
+def reconstruction_table(records: Sequence[Record], planned: Sequence[Record] = ()) -> Table:
     """PSNR and SSIM over hidden patches by mask ratio, and the published metric beside zero."""
     splits = list(records[0]["test"])
     table = []
-    for label, runs in grouped(records):
-        line = {"method": label, "parameters": f"{runs[0]['parameters']:,}", "seeds": _count(runs)}
-        line |= {f"PSNR {_at(s)}": _text(runs, s, "psnr") for s in splits}
-        line |= {f"SSIM {_at(s)}": _text(runs, s, "ssim") for s in splits}
-        line |= {f"published metric {_at(s)}": _text(runs, s, "published_psnr") for s in splits}
+    for row in rows([*records, *planned]):
+        line = {"method": row.label, "parameters": _parameters(row.runs), "seeds": row.seeds}
+        line |= {f"PSNR {_at(s)}": _text(row.runs, s, "psnr") for s in splits}
+        line |= {f"SSIM {_at(s)}": _text(row.runs, s, "ssim") for s in splits}
+        line |= {f"published metric {_at(s)}": _text(row.runs, s, "published_psnr") for s in splits}
         table.append(line)
     some = list(records)[:1]  # what knows nothing is the same in every run
     nothing = {"method": "*mean of the visible pixels*", "parameters": "0", "seeds": "–"}
@@ -53,21 +63,21 @@ def reconstruction_table(records: Sequence[Record]) -> Table:
     return table + [{name: line[name] for name in columns} for line in (nothing, zero)]
 
 
-def action_table(records: Sequence[Record]) -> Table:
+def action_table(records: Sequence[Record], planned: Sequence[Record] = ()) -> Table:
     """Top-1 and top-5 by T and method; what the memory's rows lose with the memory off."""
     table = []
-    for frames, part in by_frames(records).items():
-        for label, runs in grouped(part):
+    for frames, part in by_frames([*records, *planned]).items():
+        for row in rows(part):
             table.append(
                 {
                     "T": str(frames),
-                    "method": label,
-                    "parameters": f"{runs[0]['parameters']:,}",
-                    "carried": bytes_text(runs[0]["state_bytes"]),
-                    "seeds": _count(runs),
-                    "top-1": _text(runs, "test", "accuracy"),
-                    "top-5": _text(runs, "test", "top5"),
-                    "top-1, memory off": _without_memory(runs),
+                    "method": row.label,
+                    "parameters": _parameters(row.runs),
+                    "carried": bytes_text(row.runs[0]["state_bytes"]) if row.runs else "–",
+                    "seeds": row.seeds,
+                    "top-1": _text(row.runs, "test", "accuracy"),
+                    "top-5": _text(row.runs, "test", "top5"),
+                    "top-1, memory off": _without_memory(row.runs),
                 }
             )
     return table
@@ -78,28 +88,47 @@ def missing_table(records: Sequence[Record]) -> Table:
     table = []
     for frames, part in by_frames(records).items():
         splits = list(part[0]["test"])
-        for label, runs in grouped(part):
-            line = {"T": str(frames), "method": label}
+        for row in rows(part):
+            line = {"T": str(frames), "method": row.label}
             for split in splits:
-                heading = "whole" if split == "test" else split.removeprefix("test@")
-                line[_share(heading, frames)] = _text(runs, split, "accuracy")
+                line[_heading(split, frames)] = _text(row.runs, split, "accuracy")
             table.append(line)
     return _same_columns(table)
 
 
-def cost_table(records: Sequence[Record], *, growths: bool = True) -> Table:
+def reconstruction_gains(records: Sequence[Record]) -> str:
+    """What the memory adds to PSNR and SSIM, in a sentence and a table."""
+    splits = list(records[0]["test"])
+    columns = {f"PSNR {_at(s)}": (s, "psnr") for s in splits}
+    columns |= {f"SSIM {_at(s)}": (s, "ssim") for s in splits}
+    return _gains_text(gains(records, columns), columns)
+
+
+def action_gains(records: Sequence[Record]) -> str:
+    """What the memory adds to top-1, on whole clips and with half of the frames missing."""
+    table: Table = []
+    columns: Columns = {}
+    for frames, part in by_frames(records).items():
+        halves = [f"test@missing={frames // 2}", f"test@last={frames // 2}"]
+        splits = [s for s in part[0]["test"] if s in ("test", *halves) or "region" in s]
+        columns = {_heading(split, frames): (split, "accuracy") for split in splits}
+        table += [{"T": str(frames)} | line for line in gains(part, columns)]
+    return _gains_text(table, columns, " to top-1, in points")
+
+
+def cost_table(
+    records: Sequence[Record], planned: Sequence[Record] = (), *, growths: bool = True
+) -> Table:
     """Step time and peak memory by T, of runs alone on their device, and how much of `frames`.
 
     `growth` is d log(ms) / d log(T) between the two longest: 1 is linear, 2 quadratic.
     """
     methods = measured_alone(records)
     table = []
-    for label, found in methods.items():
-        line = {"method": label}
-        for frames, record in found.items():
-            reference = methods.get("frames", {}).get(frames)
-            times = f" ({record['step_ms'] / reference['step_ms']:.1f}×)" if reference else ""
-            line[f"T = {frames}"] = f"{record['step_ms']:.1f} ms{times}, {bytes_text(peak(record))}"
+    for label, wanted in lengths(records, planned).items():
+        line, found = {"method": label}, methods.get(label, {})
+        for frames in wanted:
+            line[f"T = {frames}"] = _cost(found.get(frames), methods.get("frames", {}).get(frames))
         if growths:
             line["growth of time"] = growth(found, lambda record: record["step_ms"])
             line["growth of memory"] = growth(found, peak)
@@ -118,6 +147,13 @@ def growth(found: Mapping[int, Record], value: Callable[[Record], float]) -> str
     return f"T^{math.log(second / first) / math.log(long / short):.2f}"
 
 
+def _cost(record: Record | None, reference: Record | None) -> str:
+    if record is None:
+        return NOT_RUN
+    times = f" ({record['step_ms'] / reference['step_ms']:.1f}×)" if reference else ""
+    return f"{record['step_ms']:.1f} ms{times}, {bytes_text(peak(record))}"
+
+
 def caption(records: Sequence[Record]) -> str:
     """Task, seeds, hardware and commits of a table."""
     tasks = sorted({record["task"].partition(" ")[0] for record in records})
@@ -132,6 +168,7 @@ def caption(records: Sequence[Record]) -> str:
 
 def blocks(folder: Path, figures: Path) -> dict[str, str]:
     """Markdown by the name of its place in the page, of what there are records for."""
+    plans = folder.parent.parent / "grids"
     found = {
         kind: [r for r in read_results([folder / kind]) if r["finished"]]
         for kind in ("images", "video", "cost", "cost-published")
@@ -139,18 +176,25 @@ def blocks(folder: Path, figures: Path) -> dict[str, str]:
     }
     texts: dict[str, str] = {}
     if images := found.get("images"):
-        texts["reconstruction"] = markdown(reconstruction_table(images)) + "\n" + caption(images)
+        planned = _planned(plans, "vision-images*.toml", ImageModelConfig())
+        text = markdown(reconstruction_table(images, planned)) + "\n" + caption(images)
+        texts["reconstruction"] = text + reconstruction_gains(images) + _picture(folder, figures)
     if video := found.get("video"):
-        texts["actions"] = markdown(action_table(video)) + "\n" + caption(video)
+        planned = _planned(plans, "vision-actions*.toml", VideoModelConfig(), frames=8)
+        text = markdown(action_table(video, planned)) + "\n" + caption(video)
+        texts["actions"] = text + action_gains(video)
         files = draw_missing(video, figures / "vision-missing")
         shown = f"![Top-1 against the number of missing frames](images/{files[0].name})\n"
         texts["missing"] = shown + "\n" + markdown(missing_table(video)) + "\n" + caption(video)
     if cost := found.get("cost"):
         files = draw_cost(cost, figures / "vision-cost")
         shown = f"![Step time and peak memory against T](images/{files[0].name})\n"
-        texts["cost"] = shown + "\n" + markdown(cost_table(cost)) + "\n" + caption(cost)
+        planned = _planned(plans, "vision-cost.toml", VideoModelConfig(), frames=8)
+        table = markdown(cost_table(cost, planned))
+        texts["cost"] = shown + "\n" + table + "\n" + caption(cost)
     if published := found.get("cost-published"):
-        table = markdown(cost_table(published, growths=False))
+        planned = _planned(plans, "vision-cost-published.toml", VideoModelConfig(), frames=8)
+        table = markdown(cost_table(published, planned, growths=False))
         texts["cost-published"] = table + "\n" + caption(published)
     return texts
 
@@ -165,7 +209,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
 
+def _planned(plans: Path, names: str, usual: Any, *, frames: int | None = None) -> list[Record]:
+    """The runs of all plans of a kind."""
+    found = sorted(plans.glob(names))
+    return [run for plan in found for run in planned_runs(plan, usual, frames)]
+
+
+def _picture(folder: Path, figures: Path) -> str:
+    """The reconstructions, copied beside the page's other figures; nothing where there are none."""
+    made = folder / "images" / "reconstructions.png"
+    if not made.is_file():
+        return ""
+    shutil.copyfile(made, figures / "vision-reconstructions.png")
+    return "\n![Input, masked, each method, target](images/vision-reconstructions.png)\n"
+
+
+def _gains_text(table: Table, columns: Columns, unit: str = "") -> str:
+    if not table:
+        return ""
+    return (
+        f"\nWhat the memory adds{unit}, paired by seed, bold where the 95 % interval leaves zero "
+        f"out. {summary(table, columns)}\n\n{markdown(_same_columns(table))}"
+    )
+
+
+def _parameters(runs: Sequence[Record]) -> str:
+    return f"{runs[0]['parameters']:,}" if runs else "–"
+
+
 def _text(runs: Sequence[Record], split: str, measure: str) -> str:
+    if not runs:
+        return NOT_RUN
     found = [run["test"].get(split, {}).get(measure) for run in runs]
     if all(value is None for value in found):
         return "–"
@@ -188,20 +262,18 @@ def _same_columns(table: Table) -> Table:
     return [{name: line.get(name, "–") for name in ordered} for line in table]
 
 
-def _share(heading: str, frames: int) -> str:
+def _heading(split: str, frames: int) -> str:
     """`missing=4` of 8 as a part, so that clips of different length share a column."""
-    kind, _, count = heading.partition("=")
+    kind, _, count = split.removeprefix("test@").partition("=")
+    if split == "test":
+        return "whole"
     if not count.isdigit():
-        return heading
+        return split.removeprefix("test@")
     return f"{'somewhere' if kind == 'missing' else 'at the end'}: {100 * int(count) / frames:g} %"
 
 
 def _at(split: str) -> str:
     return split.removeprefix("test@")
-
-
-def _count(runs: Sequence[Record]) -> str:
-    return str(len(runs))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,15 @@
-"""Records of vision runs, put together by method, variant and number of frames."""
+"""Records of vision runs, put together by method, variant and number of frames.
+
+What a plan holds and no record answers is a row too, so that a table never hides what was left out.
+"""
 
 from __future__ import annotations
 
+import itertools
+import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from tensor_memory.experiments.results.comparison import Record, flatten, show
@@ -43,6 +50,80 @@ def grouped(records: Sequence[Record]) -> list[Group]:
     return sorted(named, key=lambda group: (_rank(group[1][0]["method"]), group[0]))
 
 
+@dataclass(frozen=True)
+class Row:
+    """Runs that differ in their seed alone."""
+
+    label: str
+    runs: list[Record]
+    """Those there are; none where a plan asks for this row and it was not run."""
+    wanted: int
+    """Seeds that were run or are to be."""
+
+    @property
+    def seeds(self) -> str:
+        """How many, and of how many where some are missing."""
+        done = len(self.runs)
+        return str(done) if done == self.wanted else f"{done} of {self.wanted}"
+
+
+def rows(records: Sequence[Record]) -> list[Row]:
+    """Rows of a table; among the records may be `planned_runs`, which count where none was run."""
+    done = {_identity(record) for record in records if not record.get("planned")}
+    wanted = {_identity(run): run for run in records if run.get("planned")}
+    missing = [run for identity, run in wanted.items() if identity not in done]
+    found = []
+    for label, members in grouped([r for r in records if not r.get("planned")] + missing):
+        runs = [run for run in members if not run.get("planned")]
+        found.append(Row(label, runs, len(members)))
+    return found
+
+
+def planned_runs(plan: Path, usual: Any, frames: int | None = None) -> list[Record]:
+    """The runs of a plan as far as a table names them: model, T and seed.
+
+    Args:
+        plan: a TOML file of `tensor-memory sweep`.
+        usual: the model's config where the plan does not say otherwise.
+        frames: T where the plan does not say; None for images.
+    """
+    runs = []
+    for stage in tomllib.loads(plan.read_text(encoding="utf-8"))["stage"]:
+        over = stage.get("over", {})
+        for values in itertools.product(*over.values()):
+            chosen = stage.get("set", {}) | dict(zip(over, values, strict=True))
+            model = _with_fields(usual, chosen)
+            runs.append(
+                {
+                    "planned": True,
+                    "method": model.method,
+                    "seed": chosen.get("seed", 0),
+                    "facts": {"frames": chosen.get("task.frames", frames)},
+                    "config": {"model": config_dict(model)},
+                }
+            )
+    return runs
+
+
+def _with_fields(usual: Any, chosen: Mapping[str, Any]) -> Any:
+    """A model's config with what a plan sets of it and of its memory."""
+    fields: dict[str, dict[str, Any]] = {"model": {}, "model.memory": {}}
+    for name, value in chosen.items():
+        group, _, field = name.rpartition(".")
+        if group in fields:
+            kept = tuple(value) if isinstance(value, list) else value
+            fields[group][field.replace("-", "_")] = kept
+    memory = replace(usual.memory, **fields["model.memory"])
+    return replace(usual, memory=memory, **fields["model"])
+
+
+def _identity(record: Record) -> tuple[Any, ...]:
+    model = sorted(
+        (name, show(value)) for name, value in flatten(record["config"]["model"]).items()
+    )
+    return (*model, record["facts"].get("frames"), record["seed"])
+
+
 def _departures(model: Mapping[str, Any]) -> dict[str, str]:
     """Fields of a model's config that are not the default of its class, as they are shown."""
     usual = flatten(config_dict(type(config_from_dict(model))()))
@@ -74,12 +155,24 @@ def by_frames(records: Sequence[Record]) -> dict[int, list[Record]]:
 
 def measured_alone(records: Sequence[Record]) -> dict[str, dict[int, Record]]:
     """By label and T, a run that had its device to itself: what may tell time and memory."""
-    alone = [record for record in records if not record["shared_device"] and record["step_ms"]]
     found: dict[str, dict[int, Record]] = {}
-    for frames, part in by_frames(alone).items():
+    for frames, part in by_frames(_alone(records)).items():
         for label, runs in grouped(part):
             found.setdefault(label, {})[frames] = runs[0]
     return found
+
+
+def lengths(records: Sequence[Record], planned: Sequence[Record]) -> dict[str, list[int]]:
+    """By label the T that were measured alone or are planned to be."""
+    found: dict[str, list[int]] = {}
+    for frames, part in by_frames([*_alone(records), *planned]).items():
+        for row in rows(part):
+            found.setdefault(row.label, []).append(frames)
+    return found
+
+
+def _alone(records: Sequence[Record]) -> list[Record]:
+    return [record for record in records if not record["shared_device"] and record["step_ms"]]
 
 
 def peak(record: Record) -> int:

@@ -1,0 +1,101 @@
+"""What the memory adds in vision: `spatial` less another method, paired by seed.
+
+Runs of one seed start from the same weights and see the same batches, so their difference is what
+counts. Bold is what is shown: a difference whose 95 % interval leaves zero out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tensor_memory.experiments.results.intervals import Estimate, estimate
+from tensor_memory.experiments.results.tables import Table
+from tensor_memory.experiments.results.vision_runs import Record, grouped
+from tensor_memory.experiments.results.wording import PERCENT
+
+MEMORY = "spatial"
+BASELINES = ("base", "frames")
+"""What a variant of the memory is held against; the plain memory, against every method."""
+
+Columns = Mapping[str, tuple[str, str]]
+"""Split and measure by the heading of their column."""
+
+
+def gains(records: Sequence[Record], columns: Columns) -> Table:
+    """A line per pair of methods, their mean difference and its interval in each cell."""
+    groups = dict(grouped(records))
+    table = []
+    for label, runs in groups.items():
+        if runs[0]["method"] != MEMORY:
+            continue
+        for other, against in _opponents(label, groups):
+            pairs = _paired(runs, against)
+            if pairs:
+                line = {"method": label, "against": other, "seeds": str(len(pairs))}
+                table.append(line | _cells(pairs, columns))
+    return table
+
+
+def summary(table: Table, columns: Columns) -> str:
+    """One sentence: in how many comparisons the memory has more, less, or nothing is shown.
+
+    >>> summary([{"a": "**+0.10 ± 0.05**", "b": "+0.01 ± 0.20"}],
+    ...     {"a": ("test", "psnr"), "b": ("test", "ssim")})
+    'Of 2 comparisons the memory has more in 1, less in 0, and in 1 no difference is shown.'
+    """
+    cells = [line[heading] for line in table for heading in columns if "±" in line[heading]]
+    if not cells:
+        return "One seed shows nothing."
+    more = sum(cell.startswith("**+") for cell in cells)
+    less = sum(cell.startswith("**-") for cell in cells)
+    return (
+        f"Of {len(cells)} comparisons the memory has more in {more}, less in {less}, and in "
+        f"{len(cells) - more - less} no difference is shown."
+    )
+
+
+def difference_text(difference: Estimate, measure: str) -> str:
+    """A difference and its interval, bold where that leaves zero out; percent as points.
+
+    >>> difference_text(Estimate(0.021, 0.012, 3), "accuracy")
+    '**+2.1 ± 1.2**'
+    >>> difference_text(Estimate(-0.104, 0.2, 3), "psnr")
+    '-0.10 ± 0.20'
+    """
+    scale, digits = (100.0, 1) if measure in PERCENT else (1.0, 2)
+    if measure.startswith("ssim"):
+        digits = 4
+    text = f"{scale * difference.mean:+.{digits}f}"
+    if difference.half_width is None:
+        return text
+    text += f" ± {scale * difference.half_width:.{digits}f}"
+    return f"**{text}**" if abs(difference.mean) > difference.half_width else text
+
+
+def _opponents(
+    label: str, groups: Mapping[str, Sequence[Record]]
+) -> list[tuple[str, Sequence[Record]]]:
+    """Other methods with the same departures, such as a readout; else the baseline as it is."""
+    apart = label.removeprefix(MEMORY)
+    alike = [
+        (other, runs)
+        for other, runs in groups.items()
+        if runs[0]["method"] != MEMORY and other.removeprefix(runs[0]["method"]) == apart
+    ]
+    return alike or [(name, groups[name]) for name in BASELINES if name in groups]
+
+
+def _paired(runs: Sequence[Record], others: Sequence[Record]) -> list[tuple[Record, Record]]:
+    by_seed = {run["seed"]: run for run in others}
+    return [(run, by_seed[run["seed"]]) for run in runs if run["seed"] in by_seed]
+
+
+def _cells(pairs: Sequence[tuple[Record, Record]], columns: Columns) -> dict[str, str]:
+    cells = {}
+    for heading, (split, measure) in columns.items():
+        values = [[run["test"].get(split, {}).get(measure) for run in pair] for pair in pairs]
+        if any(value is None for pair in values for value in pair):
+            cells[heading] = "–"
+        else:
+            cells[heading] = difference_text(estimate([a - b for a, b in values]), measure)
+    return cells
