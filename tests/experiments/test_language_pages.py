@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from language_records import record
 
+from tensor_memory import MemoryConfig
 from tensor_memory.experiments.commands.grid import expand, read_plan
 from tensor_memory.experiments.recipes import find_recipe
 from tensor_memory.experiments.recipes.leak_demo import leak_demo
@@ -23,6 +24,7 @@ from tensor_memory.experiments.results.language_rows import (
     table_rows,
     timed,
 )
+from tensor_memory.experiments.results.language_search import draw_search, limits_table
 from tensor_memory.experiments.results.positions import write_positions
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -112,6 +114,38 @@ def test_the_search_keeps_every_row_the_best_on_valid_first():
     shares = ["100 %", "50 %", "0 %", "150 %", "-25 %", "0 %"]
     assert [line["gap closed"] for line in table] == shares
     assert table[3]["gap closed, valid"] == "-5 %"
+
+
+def memory(**changes):
+    return replace(MemoryConfig(), **changes)
+
+
+def test_the_search_says_what_loosening_each_limit_is_worth(tmp_path):
+    def variant(perplexity, *, layers=(2, 5), **changes):
+        return record("tensor-local", perplexity, memory_layers=layers, memory=memory(**changes))
+
+    runs = [
+        record("base", 100.0),
+        record("local", 120.0),
+        variant(118.0),
+        variant(115.0, forget_bias=3.0),
+        variant(110.0, reads="token", forget_bias=3.0),
+        variant(119.0, layers=(3,)),
+        record("tensor-local", 105.0, window=128, memory_layers=(2, 5)),
+        record("local", 115.0, window=128),
+    ]
+    found = language_page.searched(runs)
+    table = limits_table(found)
+    assert [(line["limit"], line["change"], line["perplexity"]) for line in table] == [
+        ("decay", "forget_bias 3", "-3.00"),
+        ("layers", "memory_layers 3", "+1.00"),
+        ("several", "reads token, forget_bias 3", "-8.00"),
+    ]
+    assert [line["gap closed, valid"] for line in table] == ["25 %", "5 %", "50 %"]
+    assert limits_table(language_page.searched(runs[:2])) == []
+    drawn = draw_search(found, tmp_path / "search")[1].read_text()
+    for shown in ("tensor-local", "step time over that of local attention", "aim"):
+        assert shown in drawn
 
 
 def plan(name):

@@ -1,4 +1,4 @@
-"""The tables and the figure of docs/language.md, made from the records of runs.
+"""The tables and figures of docs/language.md, made from the records of runs.
 
     python -m tensor_memory.experiments.results.language_page results/language docs/language.md
 
@@ -31,6 +31,7 @@ from tensor_memory.experiments.results.language_rows import (
     table_rows,
     timed,
 )
+from tensor_memory.experiments.results.language_search import draw_search, limits_table
 from tensor_memory.experiments.results.pages import fill_page
 from tensor_memory.experiments.results.paper import published
 from tensor_memory.experiments.results.positions import (
@@ -96,10 +97,8 @@ def carried_table(records: Sequence[Record], planned: Sequence[Record] = ()) -> 
 def search_table(records: Sequence[Record], planned: Sequence[Record] = ()) -> Table:
     """Every variant, by the share of the gap it closes on "valid", the best first; then those that
     were not run."""
-    found = _gaps(table_rows(records, planned))
-    found.sort(key=lambda pair: (pair[0].model["window"], *_worst_last(pair[1])))
     table = []
-    for row, gap in found:
+    for row, gap in searched(records, planned):
         line = {"variant": row.label, "seeds": row.seeds}
         if gap is not None:
             line |= {
@@ -118,6 +117,14 @@ def search_table(records: Sequence[Record], planned: Sequence[Record] = ()) -> T
     return _whole(table)
 
 
+def searched(
+    records: Sequence[Record], planned: Sequence[Record] = ()
+) -> list[tuple[TableRow, GapRow | None]]:
+    """Variants by window, then by the share of the gap they close on "valid"."""
+    found = _gaps(table_rows(records, planned))
+    return sorted(found, key=lambda pair: (pair[0].model["window"], *_worst_last(pair[1])))
+
+
 def blocks(folder: Path, figures: Path) -> dict[str, str]:
     """Markdown by the name of its place in the page, of what there are records for."""
     plans, costs = folder.parent.parent / "grids", _finished(folder / "cost")
@@ -132,6 +139,13 @@ def blocks(folder: Path, figures: Path) -> dict[str, str]:
     if search := timed(_finished(folder / "search"), costs):
         planned = _planned(plans, "search", "language-carried")
         texts["search"] = _with_caption(search_table(search, planned), search)
+        found = searched(search)
+        if any(gap and gap.step_ratio and gap.valid_share is not None for _, gap in found):
+            file = draw_search(found, figures / "language-search")[0]
+            title = "Share of the gap closed against the time of a step"
+            texts["search"] = f"![{title}](images/{file.name})\n\n{texts['search']}"
+        if limits := limits_table(found):
+            texts["limits"] = markdown(limits)
     if (folder / "positions").is_dir() and (found := read_positions(folder / "positions")):
         files = draw_positions(found, figures / "language-positions")
         shown = f"![Loss against position, up to 16 training lengths](images/{files[0].name})\n"

@@ -92,7 +92,9 @@ def draw_leak(comparison: Comparison, path: Path) -> list[Path]:
             axis.set_yscale("log")
             axis.set_ylim(bottom=1)
             axis.yaxis.set_major_formatter("{x:g}")
-        left.yaxis.set_minor_formatter("{x:g}")
+        if left.get_ylim()[1] < 20:  # with several decades the labels would lie on each other
+            left.yaxis.set_minor_formatter("{x:g}")
+        right.set_ylim(top=1.5 * right.get_ylim()[1])  # room for the number above a bar
         _legend(figure, [left, right])
         return _save(figure, path)
 
