@@ -12,7 +12,8 @@ from tensor_memory import MemoryResidual
 from tensor_memory.experiments.commands.grid import expand, read_plan
 from tensor_memory.experiments.recipes import load_recipes, windowed
 
-GRIDS = sorted((Path(__file__).parents[2] / "grids").glob("[1-6]-*.toml"))
+FOLDER = Path(__file__).parents[2] / "grids"
+GRIDS = sorted(FOLDER.glob("[1-6]-*.toml"))
 PUBLISHED = ("binding", "map", "occlusion-published", "no-harm", "binding-ablation")
 LONG = ("binding-long", "map-long", "occlusion-valid")
 WINDOWED = (
@@ -118,7 +119,7 @@ def runs_of_one_seed(plan):
 @pytest.mark.parametrize("plan", GRIDS, ids=lambda path: path.stem)
 def test_a_grid_expands_to_runs_that_differ(plan):
     runs = runs_of_one_seed(plan)
-    assert len({run.name for run in runs}) == len(runs) > 15
+    assert len({run.name for run in runs}) == len(runs) >= 8
     assert {run.config.recipe for run in runs} <= set(ALL)
 
 
@@ -138,7 +139,7 @@ def test_the_ablations_change_one_choice_at_a_time():
     unchanged = config_of("windowed-ablation").model.memory.to_dict()
     pairs = {("reads", "chunk_size"), ("read_heads", "write_heads")}  # one choice, two fields
     seen = set()
-    for run in runs_of_one_seed(GRIDS[3]):
+    for run in runs_of_one_seed(FOLDER / "4-ablations.toml"):
         memory = run.config.model.memory.to_dict()
         changed = tuple(name for name in memory if memory[name] != unchanged[name])
         assert len(changed) <= 1 or set(changed) in [set(pair) for pair in pairs]

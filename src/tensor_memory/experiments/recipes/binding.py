@@ -41,16 +41,16 @@ def binding() -> Run:
     )
 
 
-@recipe("binding-long", expected="40 s on one H200")
+@recipe("binding-long", expected="25 s on one H200")
 def binding_long() -> Run:
-    """Coordinate binding to convergence: 10,000 steps at 1e-3, annealed, no dropout."""
+    """Coordinate binding to convergence: 6,000 steps at 1e-3, annealed, no dropout."""
     return RunConfig(
         recipe="binding-long",
         task=BindingConfig(writes=20, noise=0.1),
         model=ToyModelConfig(dim=64, layers=2, heads=4, dropout=0.0),
         optimizer=LONGER,
         budget=BudgetConfig(
-            steps=10_000, batch_size=128, evaluate_every=250, evaluation_batch_size=1024
+            steps=6000, batch_size=128, evaluate_every=150, evaluation_batch_size=1024
         ),
     )
 
