@@ -16,7 +16,7 @@ from tensor_memory import MemoryConfig, attach, memory_disabled
 from tensor_memory.attach.caches import find_cache
 from tolerances import assert_same
 
-Build = Callable[[], nn.Module]
+Build = Callable[..., nn.Module]
 HOSTS = {"gpt2": gpt2, "llama": llama}
 both = pytest.mark.parametrize("build", HOSTS.values(), ids=HOSTS.keys())
 NEW = 200
@@ -103,10 +103,13 @@ def test_beam_search_decides_on_what_full_recomputation_gives(build: Build, chun
 
     mask = mask.repeat_interleave(beams, 0)
     lineages: dict[tuple[int, ...], int] = {}  # every beam that ever ran -> its row
+    places: dict[tuple[int, ...], int] = {}  # and all it grew from -> its number
     for running, _ in reversed(watcher.steps):
-        for row, beam in enumerate(running.tolist()):
-            if not any(tuple(beam) == known[: len(beam)] for known in lineages):
-                lineages[tuple(beam)] = row
+        for row, beam in enumerate(map(tuple, running.tolist())):
+            if beam not in places:
+                for length in range(7, len(beam) + 1):
+                    places.setdefault(beam[:length], len(lineages))
+                lineages[beam] = row
     whole = [torch.tensor(beam + (1,) * (7 + NEW - len(beam))) for beam in lineages]
     rows = torch.stack(whole), mask[list(lineages.values())]
     positions = (lengthened(rows[1], rows[0]).cumsum(1) - 1).clamp(min=0)
@@ -115,11 +118,8 @@ def test_beam_search_decides_on_what_full_recomputation_gives(build: Build, chun
             rows[0], attention_mask=lengthened(rows[1], rows[0]), position_ids=positions
         ).logits
     for running, scores in watcher.steps:
-        length = running.shape[1]
-        for beam, score in zip(running.tolist(), scores, strict=True):
-            index = next(i for i, known in enumerate(lineages) if known[:length] == tuple(beam))
-            recomputed = logits[index, length - 1].float().log_softmax(-1)
-            assert_same(score, recomputed)
+        found = [places[tuple(beam)] for beam in running.tolist()]
+        assert_same(scores, logits[found, running.shape[1] - 1].float().log_softmax(-1))
 
 
 @both
@@ -199,7 +199,9 @@ def test_every_operation_on_the_rows_of_a_cache_moves_the_memory_along() -> None
 
 @both
 def test_the_bytes_of_the_memory_do_not_grow_with_the_tokens_generated(build: Build) -> None:
-    model, tokens = host(build), torch.randint(1, VOCABULARY, (1, 3))
+    one_layer = {gpt2: "n_layer", llama: "num_hidden_layers"}[build]
+    model = host(lambda: build(**{one_layer: 1}))
+    tokens = torch.randint(1, VOCABULARY, (1, 3))
     held = []
     for new in (10, 2000):
         made = generate(model, tokens, max_new_tokens=new, return_dict_in_generate=True)
