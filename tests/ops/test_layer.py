@@ -90,8 +90,9 @@ def test_a_fused_layer_continues_an_unfinished_chunk(reads, waiting, length, mon
     assert_fused_is_plain(layer, monkeypatch, x[:, waiting:], state)
 
 
-@pytest.mark.parametrize("reads", ["chunk", "token"])
-@pytest.mark.parametrize("flush", [True, 4, 2])
+@pytest.mark.parametrize(
+    ("reads", "flush"), [("chunk", 4), ("token", 4), ("chunk", 2), ("token", True)]
+)
 def test_a_fused_layer_flushes_frames(reads, flush, monkeypatch):
     layer = build(replace(SMALL, reads=reads))
     x = torch.randn(2, 8, DIM).to(HERE)
