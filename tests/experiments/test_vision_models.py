@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tensor_memory import MemoryConfig
+from tensor_memory import MemoryConfig, TensorMemory
 from tensor_memory.experiments.models.image import ImageModel, ImageModelConfig
 from tensor_memory.experiments.models.video import VideoModel, VideoModelConfig
 from tensor_memory.experiments.models.vision import window_mask
@@ -264,14 +264,33 @@ def test_the_mean_readout_weighs_all_frames_alike():
 def test_dropped_paths_take_whole_clips_in_every_method(method, scope):
     """A clip whose sublayers are all dropped answers what its embedding alone would."""
     model = video_model(
-        method=method, scope=scope, drop_path=0.9, dropout=0.0, layers=1, memory_layers=()
+        method=method, scope=scope, drop_path=0.7, dropout=0.0, layers=1, gate_init=5.0
     ).train()
     torch.manual_seed(0)
     x = model.embedded(clips(rows=64))
     untouched = torch.isclose(model.summaries(x), model.norm(x[:, :, 0])).all(-1)  # (B, T)
+    untouched = untouched[:, 1:]  # the first frame's summary token reads an empty memory
     assert untouched.any()
     assert not untouched.all()
     assert torch.equal(untouched.all(1), untouched.any(1))
+
+
+@pytest.mark.parametrize(("scope", "scans", "frames"), [("layer", 2, 3), ("depth", 6, 1)])
+def test_a_scan_takes_all_frames_it_may_and_no_chunk_holds_two(monkeypatch, scope, scans, frames):
+    """Seven tokens per frame in chunks of two: the fourth chunk of each frame is half empty."""
+    taken, scan = [], TensorMemory._scan
+
+    def noted(self, tokens, *arguments, **options):
+        taken.append(tokens)
+        return scan(self, tokens, *arguments, **options)
+
+    monkeypatch.setattr(TensorMemory, "_scan", noted)
+    answer(video_model(method="spatial", scope=scope), clips())
+    assert [tokens.shape for tokens in taken] == [(2, 4 * frames, 2, 16)] * scans
+    for tokens in taken:
+        places = tokens.reshape(2, frames, 8, 16).any(-1)
+        assert places[:, :, :7].all()
+        assert not places[:, :, 7].any()
 
 
 def test_bytes_carried_over_frames():

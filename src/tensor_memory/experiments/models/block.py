@@ -26,8 +26,8 @@ LayerState = tuple[Any, Any]
 """What a block carries: its attention's cache and its side path's state, each None where empty."""
 
 
-Paths = tuple[Tensor | None, Tensor | None]
-"""What is kept of a row's attention and MLP, (B, 1, 1) each; None draws it in the call."""
+Paths = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""What is kept of a row's attention, MLP and side path, (B, 1, 1) each; None: the call decides."""
 
 
 class Block(nn.Module):
@@ -82,23 +82,26 @@ class Block(nn.Module):
         self,
         x: Tensor,
         state: LayerState = (None, None),
-        paths: Paths = (None, None),
+        paths: Paths = (None, None, None),
         **side_options: Any,
     ) -> tuple[Tensor, LayerState]:
         """x (B, N, d) -> x (B, N, d), state; options go to the side path."""
         cache, remembered = state
         x, cache = self.attend(x, cache, paths[0])
         if self.side_place == "after_attention":
-            x, remembered = self.remember(x, remembered, **side_options)
+            x, remembered = self.remember(x, remembered, paths[2], **side_options)
         x = self.transform(x, paths[1])
         if self.side_place == "after_mlp":
-            x, remembered = self.remember(x, remembered, **side_options)
+            x, remembered = self.remember(x, remembered, paths[2], **side_options)
         return x, (cache, remembered)
 
     def draw_paths(self, x: Tensor) -> Paths:
-        """Which rows of x keep attention and MLP: for several calls on parts of the same rows."""
-        first, second = (kept_rows(x, self.drop_path, self) for _ in range(2))
-        return first, second
+        """Which rows of x keep what is added to them, for several calls on parts of these rows.
+
+        A side path with a `drop_path` of its own would drop again: give it none.
+        """
+        first, second, third = (kept_rows(x, self.drop_path, self) for _ in range(3))
+        return first, second, None if self.side is None else third
 
     def attend(
         self, x: Tensor, cache: Any = None, path: Tensor | None = None
@@ -113,9 +116,14 @@ class Block(nn.Module):
         """x plus its MLP."""
         return x + self._drop(self.narrow(F.gelu(self.widen(self.mlp_norm(x)))), path)
 
-    def remember(self, x: Tensor, state: Any = None, **options: Any) -> tuple[Tensor, Any]:
+    def remember(
+        self, x: Tensor, state: Any = None, path: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, Any]:
         """x plus its side path, where there is one."""
-        return (x, state) if self.side is None else self.side(x, state, **options)
+        if self.side is None:
+            return x, state
+        after, state = self.side(x, state, **options)
+        return after if path is None else x + (after - x) * path.to(x.dtype), state
 
     def _drop(self, added: Tensor, path: Tensor | None) -> Tensor:
         added = F.dropout(added, self.dropout, self.training)

@@ -146,7 +146,7 @@ class VideoModel(Model):
                 c.with_memory,
                 gate_init=c.gate_init,
                 dropout=c.dropout,
-                drop_path=c.drop_path,
+                drop_path=0.0 if c.scope == "depth" else c.drop_path,  # there by `_paths`
             )
         initialise(self, narrow=True)
         with torch.no_grad():
