@@ -5,6 +5,7 @@ into a tensor, or a tensor into a number, goes through a function of torch that 
 """
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -14,10 +15,13 @@ from vision_data import CLASSES, write_cub, write_ucf
 
 from tensor_memory import MemoryConfig
 from tensor_memory.experiments.models.image import ImageModelConfig
+from tensor_memory.experiments.models.language import LanguageMethod, LanguageModelConfig
 from tensor_memory.experiments.models.toy import ToyModelConfig
 from tensor_memory.experiments.models.video import VideoModelConfig
 from tensor_memory.experiments.tasks.binding import BindingConfig
+from tensor_memory.experiments.tasks.language import LanguageTask, LanguageTaskConfig
 from tensor_memory.experiments.tasks.masked_images import MaskedImagesConfig
+from tensor_memory.experiments.tasks.text import Corpus, Vocabulary
 from tensor_memory.experiments.tasks.video import VideoTaskConfig
 
 MEMORY = MemoryConfig(channels=4, grid=(3, 3, 3), chunk_size=4)
@@ -64,8 +68,9 @@ def _is_mask(index):
 def passages(task, config):
     """What a step and a measurement hand from host to device or back."""
     batch, model = task.batch("train", 0, 2), config.build(task).train()
+    _, carry = model(batch)
     with Watched() as watched:
-        outputs, _ = model(batch)
+        outputs, _ = model(batch, carry) if task.carries else model(batch)
         task.loss(outputs, batch).backward()
         task.measure(outputs, batch)
     return watched.passages
@@ -95,6 +100,36 @@ def actions(tmp_path_factory):
         patch=8,
     )
     return config.build(0)
+
+
+def text(**options):
+    splits = {s: torch.arange(400, dtype=torch.int32) % 9 for s in ("train", "valid", "test")}
+    words = ("<eos>", "<unk>", *map(str, range(7)))
+    config = LanguageTaskConfig(corpus="any", length=12, **options)
+    return LanguageTask(config, Corpus(Vocabulary(words), splits), 0)
+
+
+@pytest.mark.parametrize("carried", [False, True])
+@pytest.mark.parametrize("method", get_args(LanguageMethod))
+def test_text_never_waits_for_the_host(method, carried):
+    future = method == "tensor-depth"
+    if future and carried:
+        pytest.skip("what sees the future is never carried")
+    model = LanguageModelConfig(
+        method=method, dim=16, heads=2, layers=2, window=4, memory=MEMORY, slots=2, cache=3,
+        segment=6 if carried else None, non_causal=future,
+    )  # fmt: skip
+    assert passages(text(carried=carried, leak=future), model) == []
+
+
+@pytest.mark.parametrize("carried", [False, True])
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_text_is_sent_without_waiting(split, carried):
+    task = text(carried=carried)
+    with Sendings() as sendings:
+        task.batch(split, 1, 2)
+    assert sendings.sent > 0
+    assert sendings.waited == 0
 
 
 @pytest.mark.parametrize("method", ["base", "local", "registers", "spatial", "wide"])

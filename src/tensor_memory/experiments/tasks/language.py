@@ -222,8 +222,11 @@ class LanguageTask:
 
     def _cut(self, tokens: Tensor, starts: Tensor, fresh: Tensor, end: int | Tensor) -> Batch:
         N, device = self.config.length, tokens.device
-        end = end.to(device)[:, None] if isinstance(end, Tensor) else end
-        at = starts.to(device)[:, None] + torch.arange(N, device=device)  # (B, N)
+        # Without waiting, so that a GPU is at work on one step while the next is made ready.
+        starts, fresh = (x.to(device, non_blocking=True) for x in (starts, fresh))
+        if isinstance(end, Tensor):
+            end = end.to(device, non_blocking=True)[:, None]
+        at = starts[:, None] + torch.arange(N, device=device)  # (B, N)
         scored = at < end
         at = at.clamp(max=len(tokens) - 1)
         before = tokens[(at - 1).clamp(min=0)].long()
@@ -231,5 +234,5 @@ class LanguageTask:
             "ids": torch.where(at == 0, self.vocabulary.start, before),
             "targets": tokens[at].long(),
             "scored": scored,
-            "fresh": fresh.to(device),
+            "fresh": fresh,
         }
