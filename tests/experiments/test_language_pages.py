@@ -16,6 +16,7 @@ from tensor_memory.experiments.results.comparison import compare
 from tensor_memory.experiments.results.language_page import (
     carried_table,
     fresh_table,
+    rate_table,
     search_table,
 )
 from tensor_memory.experiments.results.language_rows import (
@@ -75,6 +76,17 @@ def test_the_papers_table_has_means_counts_the_paper_and_costs():
     assert (base["paper"], base["seeds"], base["parameters"]) == ("130.30", "3", "25,912,704")
     assert (base["step"], base["peak memory"]) == ("20.0 ms", "4.0 GiB")
     assert (base["test, memory off"], tensor["test, memory off"]) == ("–", "140.00")
+
+
+def test_rates_are_compared_on_the_same_method():
+    runs = [fresh("base", 112.0), fresh("base", 110.0, 1), fresh("base", 109.0)]
+    runs[2]["config"]["optimizer"] = runs[2]["config"]["optimizer"] | {"lr": 1e-3}
+    table = rate_table([runs[2], *runs[:2]])
+    assert [(line["learning rate"], line["seeds"]) for line in table] == [
+        ("0.0006", "2"),
+        ("0.001", "1"),
+    ]
+    assert (table[1]["valid"], table[1]["test"]) == ("114.00", "109.00")
 
 
 def test_streams_show_what_is_carried_and_what_it_closes():
@@ -152,7 +164,9 @@ def plan(name):
     return DOCS.parent / "grids" / f"{name}.toml"
 
 
-@pytest.mark.parametrize("name", ["1-fresh", "2-carried", "3-search", "4-rest", "5-leak", "cost"])
+@pytest.mark.parametrize(
+    "name", ["0-rate", "1-fresh", "2-carried", "3-search", "4-rest", "5-leak", "cost"]
+)
 def test_what_a_plan_holds_is_what_a_sweep_would_run(name):
     path = plan(f"language-{name}")
     runs = expand(read_plan(path))
@@ -220,6 +234,7 @@ def test_the_language_page_is_filled_from_records(tmp_path, capsys):
     write_result(results / "fresh", record("recurrent-slots", 130.0, segment=256))
     write_result(results / "carried", record("local", 120.0, shared=True))
     write_result(results / "search", record("local", 121.0))
+    write_result(results / "rate", fresh("base", 110.0))
     cost = record("local", 999.0, step_ms=20.5) | {"steps": 100}
     cost["config"]["budget"]["steps"] = 100
     write_result(results / "cost", cost)
@@ -235,7 +250,7 @@ def test_the_language_page_is_filled_from_records(tmp_path, capsys):
     page = tmp_path / "language.md"
     shutil.copy(DOCS / "language.md", page)
     assert language_page.main([str(results), str(page)]) == 0
-    assert "filled language-paper, carried, search and positions" in capsys.readouterr().out
+    assert "filled rate, language-paper, carried, search and positions" in capsys.readouterr().out
     text = page.read_text()
     for shown in ("110.00", "120.00", "121.00", "+0.1000 ± 0.0196", "not run yet", "20.5 ms"):
         assert shown in text

@@ -3,10 +3,10 @@
     python -m tensor_memory.experiments.results.language_page results/language docs/language.md
 
 The folder holds `fresh` and `carried` (recipes language, language-paper and language-carried),
-`search` (language-carried with a smaller budget), `cost` (short runs, one at a time) and
-`positions`. What stands between `<!-- NAME -->` and `<!-- /NAME -->` of the page is replaced; a
-table without records stays as it is. Rows that the plans in `grids`, two folders up, hold and no
-record answers say so.
+`search` (language-carried with a smaller budget), `rate` (base under several learning rates),
+`cost` (short runs, one at a time) and `positions`. What stands between `<!-- NAME -->` and
+`<!-- /NAME -->` of the page is replaced; a table without records stays as it is. Rows that the
+plans in `grids`, two folders up, hold and no record answers say so.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tensor_memory.experiments.results.comparison import Record, compare
+from tensor_memory.experiments.results.comparison import Record, compare, show
 from tensor_memory.experiments.results.gap import (
     PERPLEXITY,
     GapRow,
@@ -50,6 +50,23 @@ PLANS = {
     "search": ("language-3-search",),
 }
 """Plans whose runs a table shows."""
+
+
+def rate_table(records: Sequence[Record]) -> Table:
+    """Perplexities by learning rate, the lowest rate first."""
+    rates: dict[float, list[Record]] = {}
+    for record in sorted(records, key=lambda record: record["config"]["optimizer"]["lr"]):
+        rates.setdefault(record["config"]["optimizer"]["lr"], []).append(record)
+    return [
+        {
+            "learning rate": show(rate),
+            "method": listing(sorted({run["method"] for run in runs})),
+            "seeds": str(len(runs)),
+            "valid": _text([run["valid"].get(PERPLEXITY) for run in runs]),
+            "test": _measured(runs, "test"),
+        }
+        for rate, runs in rates.items()
+    ]
 
 
 def fresh_table(records: Sequence[Record], planned: Sequence[Record] = ()) -> Table:
@@ -130,6 +147,8 @@ def blocks(folder: Path, figures: Path) -> dict[str, str]:
     plans, costs = folder.parent.parent / "grids", _finished(folder / "cost")
     whole = timed([*_finished(folder / "fresh"), *_finished(folder / "carried")], costs)
     texts: dict[str, str] = {}
+    if rates := _finished(folder / "rate"):
+        texts["rate"] = markdown(rate_table(rates))
     for recipe in ("language-paper", "language", "language-carried"):
         runs = [record for record in whole if record["recipe"] == recipe]
         if runs:
@@ -159,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv,
         blocks,
         module="tensor_memory.experiments.results.language_page",
-        results="fresh, carried, search, cost and positions",
+        results="fresh, carried, search, rate, cost and positions",
     )
 
 
