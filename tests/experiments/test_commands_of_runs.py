@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from invented_runs import count_threads, not_trained, sign
+from invented_runs import count_threads, not_trained, record, sign
 
 from tensor_memory.cli import main
 from tensor_memory.experiments import recipes
@@ -260,6 +260,18 @@ def test_a_sweep_runs_its_grid_skips_what_is_done_and_reports_failures(capsys):
     assert "1 runs done, 1 skipped, 0 failed" in capsys.readouterr().out
     alone = {record["seed"]: not record["shared_device"] for record in read_results(["kept"])}
     assert alone == {0: False, 1: True}
+
+
+def test_a_result_of_an_older_version_counts_as_the_run_it_is_of(capsys):
+    old = record(sign())
+    del old["config"]["speed"]  # a field that has come since, and is at its default
+    Path("kept").mkdir()
+    Path("kept/under-its-old-name.json").write_text(json.dumps(old))
+    assert sweep_command([SIGN, "--results", "kept", "--dry-run"], trainer=not_trained) == 0
+    assert capsys.readouterr().out.startswith("finished ")
+    other = ["--speed", "eager"]
+    assert sweep_command([SIGN, "--results", "kept", "--dry-run", *other]) == 0
+    assert capsys.readouterr().out.startswith("new ")
 
 
 def test_a_worker_takes_no_more_threads_than_it_is_given(monkeypatch):

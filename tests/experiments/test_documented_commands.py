@@ -30,7 +30,7 @@ def shown() -> list[str]:
 )
 def test_a_command_that_is_shown_is_one_that_exists(command, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    _, kind, *words = shlex.split(command)
+    _, kind, *words = shlex.split(command, comments=True)
     if kind == "run":
         config, _ = parse_run(words[0], words[1:])
         assert config.recipe == words[0]

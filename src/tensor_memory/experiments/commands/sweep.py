@@ -7,7 +7,7 @@ import functools
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,12 @@ from tensor_memory.experiments.commands.grid import (
 )
 from tensor_memory.experiments.commands.run import RUNS, make_folder
 from tensor_memory.experiments.commands.workers import Job, Outcome, run_jobs
-from tensor_memory.experiments.results import read_results, write_result
+from tensor_memory.experiments.results import (
+    config_from_dict,
+    read_results,
+    run_name,
+    write_result,
+)
 from tensor_memory.experiments.results.wording import measure_text
 from tensor_memory.experiments.run_config import RunConfig
 from tensor_memory.experiments.train import RunOptions, train
@@ -41,11 +46,17 @@ def sweep_command(arguments: Sequence[str], *, trainer: Train = train) -> int:
     options, flags = _parser().parse_known_args(arguments[split:])
     stages = _stages(recipes, options, flags)
     runs = expand(stages)
-    states = {run.name: _state(run, options.output, options.results) for run in runs}
+    kept = options.results
+    records = read_results([kept]) if kept is not None and kept.is_dir() else []
+    finished = set(_finished_names(records))
+    states = {run.name: _state(run, options.output, finished) for run in runs}
     if options.dry_run:
         for run in runs:
             print(f"{states[run.name]:<10} {run.name}  {' '.join(run.changes)}".rstrip())
-        _print_forecast(runs, states, options)
+        todo = [run for run in runs if states[run.name] != "finished"]
+        print(f"{len(runs)} runs, {len(runs) - len(todo)} of them finished")
+        print(f"{len(todo)} to do with --jobs {options.jobs}: ", end="")
+        print(forecast(todo, records, options.jobs))
         return 0
     for device in options.device.split(","):
         find_device(device)  # wrong for one run is wrong for all
@@ -100,17 +111,6 @@ def _stages(recipes: list[str], options: argparse.Namespace, flags: list[str]) -
     if options.timeout is not None:
         stages = [replace(stage, timeout=options.timeout) for stage in stages]
     return stages
-
-
-def _print_forecast(
-    runs: Sequence[PlannedRun], states: dict[str, str], options: argparse.Namespace
-) -> None:
-    todo = [run for run in runs if states[run.name] != "finished"]
-    print(f"{len(runs)} runs, {len(runs) - len(todo)} of them finished")
-    place = options.results or options.output
-    done = read_results([place]) if place.is_dir() else []
-    expected = forecast(todo, done, options.jobs)
-    print(f"{len(todo)} to do with --jobs {options.jobs}: {expected}")
 
 
 def _run_all(
@@ -188,14 +188,22 @@ def _line(outcome: Outcome) -> str:
     return f"{name}: {seconds}, {tests}"
 
 
-def _state(run: PlannedRun, output: Path, results: Path | None) -> str:
+def _state(run: PlannedRun, output: Path, finished: set[str]) -> str:
     """Whether a run is "finished", "unfinished" (its folder is there) or "new"."""
-    places = [output / run.name / "result.json"]
-    if results is not None:
-        places.append(results / f"{run.name}.json")
-    if any(_is_finished(place) for place in places):
+    folder = output / run.name
+    if run.name in finished or _is_finished(folder / "result.json"):
         return "finished"
-    return "unfinished" if (output / run.name).exists() else "new"
+    return "unfinished" if folder.exists() else "new"
+
+
+def _finished_names(records: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """The names that the runs of these records have today, whatever version made them."""
+    for record in records:
+        if record["finished"]:
+            try:
+                yield run_name(config_from_dict(record["config"]))
+            except ValueError:  # a config that today's classes refuse is nobody's
+                continue
 
 
 def _is_finished(path: Path) -> bool:
