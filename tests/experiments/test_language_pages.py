@@ -78,6 +78,13 @@ def test_the_papers_table_has_means_counts_the_paper_and_costs():
     assert (base["test, memory off"], tensor["test, memory off"]) == ("–", "140.00")
 
 
+def test_the_context_of_a_prediction_stands_in_every_row():
+    labels = {"context": "64 per layer within window 512"}
+    for table in (fresh_table, carried_table, search_table):
+        (line,) = table([record("local", 120.0, labels=labels)])
+        assert line["context"] == labels["context"]
+
+
 def test_rates_are_compared_on_the_same_method():
     runs = [fresh("base", 112.0), fresh("base", 110.0, 1), fresh("base", 109.0)]
     runs[2]["config"]["optimizer"] = runs[2]["config"]["optimizer"] | {"lr": 1e-3}

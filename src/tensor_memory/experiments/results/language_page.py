@@ -77,6 +77,7 @@ def fresh_table(records: Sequence[Record], planned: Sequence[Record] = ()) -> Ta
         if row.runs:
             runs, paper = row.runs, published(row.runs[0], "test", PERPLEXITY)
             line |= {
+                "context": runs[0]["labels"].get("context", "–"),
                 "parameters": f"{runs[0]['parameters']:,}",
                 "state": bytes_text(runs[0]["state_bytes"]),
                 "valid": _text([run["valid"].get(PERPLEXITY) for run in runs]),
@@ -119,6 +120,7 @@ def search_table(records: Sequence[Record], planned: Sequence[Record] = ()) -> T
         line = {"variant": row.label, "seeds": row.seeds}
         if gap is not None:
             line |= {
+                "context": row.runs[0]["labels"].get("context", "–"),
                 "state": bytes_text(row.runs[0]["state_bytes"]),
                 "valid": _text([run["valid"].get(PERPLEXITY) for run in row.runs]),
                 "gap closed, valid": share_text(gap.valid_share),
