@@ -71,6 +71,13 @@ def test_the_size_never_depends_on_what_has_been_seen(data, option, seed):
 
 
 @pytest.mark.parametrize("option", OPTIONS)
+def test_the_size_is_the_same_wherever_a_call_without_marks_ends(option):
+    memory = make_memory(OPTIONS[option])
+    sizes = {memory(make_tokens(2, length, DIM))[1].nbytes for length in range(8)}
+    assert sizes == {MemoryState.zeros(OPTIONS[option], DIM, 2, dtype=torch.float64).nbytes}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_state_holds_no_larger_buffer_through_a_view(option, masked):
     x = make_tokens(2, 8, DIM)  # ends inside a chunk of 3
