@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -82,8 +83,9 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 def _versions() -> dict[str, str]:
     versions = {"tensor-memory": tensor_memory.__version__, "python": platform.python_version()}
-    installed = {name.lower() for d in metadata.distributions() if (name := d.name)}
-    versions |= {name: metadata.version(name) for name in _PACKAGES if name in installed}
+    for name in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
     versions["torch"] = torch.__version__  # with its build, which tells CPU from CUDA
     return versions
 
