@@ -1,5 +1,6 @@
 """What every test runs under: one thread per worker, no deadlines, a known seed."""
 
+import gc
 import importlib.util
 import os
 import signal
@@ -36,6 +37,16 @@ def seed() -> int:
     """Every test starts from the same random state."""
     torch.manual_seed(0)
     return 0
+
+
+def pytest_collection_finish() -> None:
+    """No collection of garbage looks through what was imported: every run of a test begins one."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # extensions complain of what is left when the interpreter ends
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
