@@ -20,7 +20,8 @@ from tensor_memory.cli import main as tensor_memory
 from tensor_memory.inspect.page import write_page
 
 RECIPES = {
-    "binding": "demo --model.method tensor",
+    "binding": "demo --model.method tensor --model.memory.forget-bias 0 --optimizer.warmup 100 "
+    "--budget.steps 900 --budget.evaluate-every 50",
     "language": "language-carried --task.level byte --task.length 128 --model.method tensor-local "
     "--model.window 32 --model.dim 128 --model.layers 2 --model.heads 4 --model.dropout 0 "
     "--model.memory.grid 6 6 6 --model.memory.channels 16 --model.memory.chunk-size 8 "

@@ -68,6 +68,14 @@ def test_what_the_gallery_trains_can_be_trained(gallery):
         assert config.model.method == {"binding": "tensor", "language": "tensor-local"}[name]
 
 
+@pytest.mark.parametrize("name", ["binding", "language"])
+def test_the_recordings_are_of_what_the_gallery_trains(gallery, name):
+    recipe, *flags = gallery.RECIPES[name].split()
+    config, _ = parse_run(recipe, flags)
+    for layer in Recording.load(DOCS / "recordings" / f"{name}.safetensors").layers:
+        assert layer.config == config.model.memory
+
+
 def test_questions_read_where_their_values_were_written():
     recording = Recording.load(DOCS / "recordings" / "binding.safetensors")
     layer, near = recording[0], []
