@@ -11,6 +11,7 @@ from tensor_memory.experiments.results.records import (
     CLASS,
     config_dict,
     config_from_dict,
+    file_name,
     without_places,
 )
 from tensor_memory.experiments.results.wording import listing
@@ -100,6 +101,11 @@ class Comparison:
         """The recipe, with what tells its budget from others where that was split."""
         apart = ", ".join(f"{name}={show(self.budget[name])}" for name in self.told_apart)
         return f"{self.recipe} ({apart})" if apart else self.recipe
+
+    @property
+    def file_name(self) -> str:
+        """The title as the beginning of a file's name."""
+        return file_name(self.title)
 
 
 def compare(records: Sequence[Record], *, split_budgets: bool = False) -> list[Comparison]:

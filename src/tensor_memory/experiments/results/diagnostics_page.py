@@ -10,7 +10,6 @@ an error.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -45,7 +44,7 @@ def _section(comparison: Comparison) -> Iterable[str]:
 
 
 def _name(comparison: Comparison) -> str:
-    return "diagnostics-" + re.sub(r"[^\w.@+-]+", "-", comparison.title).strip("-")
+    return f"diagnostics-{comparison.file_name}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

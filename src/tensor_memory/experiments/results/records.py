@@ -106,8 +106,16 @@ def without_places(config: Any) -> Any:
 
 def run_name(config: RunConfig) -> str:
     """The folder a run is kept in: `<recipe>-<method>-<config_hash>-s<seed>`."""
-    stem = f"{config.recipe}-{config.model.method}-{config_hash(config)}-s{config.seed}"
-    return re.sub(r"[^\w.@+-]+", "-", stem)
+    return file_name(f"{config.recipe}-{config.model.method}-{config_hash(config)}-s{config.seed}")
+
+
+def file_name(text: str) -> str:
+    """A text as the name of a file anywhere.
+
+    >>> file_name("binding (budget.steps=500)")
+    'binding-budget.steps-500'
+    """
+    return re.sub(r"[^\w.@+-]+", "-", text).strip("-")
 
 
 def write_result(path: str | os.PathLike[str], record: Mapping[str, Any]) -> Path:
@@ -122,7 +130,7 @@ def write_result(path: str | os.PathLike[str], record: Mapping[str, Any]) -> Pat
         path = path / f"{run_name(config_from_dict(record['config']))}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [
-        f"  {json.dumps(key)}: {json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)}"
+        f"  {json.dumps(key)}: {json.dumps(finite(value), ensure_ascii=False, allow_nan=False)}"
         for key, value in record.items()
     ]
     text = "{\n" + ",\n".join(lines) + "\n}\n"
@@ -243,11 +251,16 @@ def _rich(value: Any, hint: Any) -> Any:
     return value
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Plain values with null for every number that JSON has no word for.
+
+    >>> finite({"loss": float("nan"), "curve": (1.0, float("inf"))})
+    {'loss': None, 'curve': [1.0, None]}
+    """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value

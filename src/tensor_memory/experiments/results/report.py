@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -45,7 +44,7 @@ def write_report(
 
 
 def _section(comparison: Comparison, folder: Path, measures: Sequence[str]) -> Iterable[str]:
-    name = re.sub(r"[^\w.@+-]+", "-", comparison.title).strip("-")
+    name = comparison.file_name
     yield f"## {comparison.title}\n"
     yield tables.markdown(tables.result_table(comparison, measures))
     yield tables.caption(comparison) + "\n"

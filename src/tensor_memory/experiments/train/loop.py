@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import math
 import shutil
 import sys
 import time
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tensor_memory.experiments.results import write_result
+from tensor_memory.experiments.results.records import finite
 from tensor_memory.experiments.results.wording import measure_text
 from tensor_memory.experiments.run_config import RunConfig
 from tensor_memory.experiments.train.batches import TrainingBatches, check_batch_size, rows_of
@@ -216,7 +216,7 @@ class _Run:
                     self.best = {name: x.clone() for name, x in weights_of(self.model).items()}
             entry["seconds"] = round(journal.seconds + time.perf_counter() - self.began, 3)
             if self.main:
-                self.folder.log(_finite(entry))
+                self.folder.log(finite(entry))
             self.trackers.log(entry)
         metric = self.task.metric
         known = journal.curve[-1]["valid"][metric] if journal.curve else None
@@ -316,18 +316,6 @@ class _Run:
 
 def _unseen(amount: int = 1, note: str = "") -> None:
     """An `Advance` that shows nothing."""
-
-
-def _finite(entry: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN: a measure that is no number becomes null."""
-    return {
-        name: _finite(value)
-        if isinstance(value, dict)
-        else None
-        if isinstance(value, float) and not math.isfinite(value)
-        else value
-        for name, value in entry.items()
-    }
 
 
 def _leave_processes() -> None:
