@@ -25,6 +25,7 @@ from tensor_memory.experiments.tasks.images import (
     decode_images,
     load_images,
 )
+from tensor_memory.experiments.tasks.masked_images import MaskedImagesConfig
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +70,12 @@ def test_a_fraction_that_leaves_nothing_is_refused(fraction):
         chosen_by_hash(["a", "b"], fraction, salt="")
 
 
-def test_a_missing_folder_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"birds: expected a folder of images or a \.zip"):
+def test_a_missing_folder_is_named_and_told_the_layout(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"birds: expected a folder .* <class>/<name>\.jpg"):
         Source(tmp_path / "birds")
+    config = MaskedImagesConfig(data_dir=str(tmp_path / "birds"))
+    with pytest.raises(FileNotFoundError, match=r"birds: .* CUB_200_2011/\{images\.txt, train_"):
+        config.build(0)
 
 
 def test_a_folder_without_the_lists_is_told_the_layout(tmp_path):

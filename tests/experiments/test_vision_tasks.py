@@ -292,6 +292,19 @@ def test_clips_left_out_are_in_no_split_and_in_the_facts(tmp_path):
     assert len(task.names["test"]) == 5
     assert task.facts()["left_out"] == ["Archery/v_Archery_g01_c01.avi"]
     assert task.facts()["clips"]["test"] == 5
+    assert task.facts()["groups"] == {"train": 6, "valid": 3, "test": 3}
+
+
+def test_a_split_that_cannot_be_decoded_at_all_is_an_error(tmp_path):
+    data = write_ucf(tmp_path / "data", frames=4)
+    for path in (data / "UCF-101").glob("*/*_g01_*.avi"):  # the official test part
+        path.write_bytes(b"")
+    config = VideoTaskConfig(
+        data_dir=str(data), cache_dir=str(tmp_path), frames=4, cached_frames=4, crop=(32, 32)
+    )
+    complaint = "test: expected clips, but not one of its 6 can be decoded"
+    with pytest.warns(UserWarning, match="6 of 24"), pytest.raises(ValueError, match=complaint):
+        config.build(0)
 
 
 def test_top5_counts_the_first_five(actions):

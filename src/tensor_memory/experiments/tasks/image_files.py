@@ -37,9 +37,14 @@ class ImageFile:
 
 
 class Source:
-    """Files by name, from a folder or from inside a zip."""
+    """Files by name, from a folder or from inside a zip.
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    Args:
+        path: the folder or the zip.
+        layout: what should lie there, for the error where nothing does.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], layout: str = PLAIN_LAYOUT) -> None:
         self.path = Path(path)
         self._zips = threading.local()  # a ZipFile may not be read by two threads at once
         if self.path.is_dir():
@@ -56,7 +61,8 @@ class Source:
             self.names = frozenset(self.sizes)
         else:
             raise FileNotFoundError(
-                f"{self.path}: expected a folder of images or a .zip of one, found neither"
+                f"{self.path}: expected a folder or a .zip of one, found neither; in it should be "
+                f"{layout}"
             )
 
     def open(self, name: str) -> BinaryIO:

@@ -16,6 +16,7 @@ from torch import Tensor
 from tensor_memory.experiments.tasks import Annotations, Batch, Outputs, Sums, image_metrics
 from tensor_memory.experiments.tasks.epochs import drawn, epoch_rows
 from tensor_memory.experiments.tasks.image_files import (
+    CUB_LAYOUT,
     Source,
     cub_images,
     folder_images,
@@ -77,10 +78,11 @@ class MaskedImagesConfig:
 
     def build(self, seed: int) -> MaskedImages:
         """Read the lists and decode what is not decoded yet."""
-        source = Source(self.data_dir)
         if self.layout == "cub":
+            source = Source(self.data_dir, CUB_LAYOUT)
             images, name = cub_images(source), "cub200"
         else:
+            source = Source(self.data_dir)
             images = folder_images(source, test_fraction=self.test_fraction)
             name = source.path.stem.lower()
         store = load_images(source, images, side=self.side, cache=self.cache_dir)

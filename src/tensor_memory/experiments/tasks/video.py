@@ -124,6 +124,14 @@ class VideoTask:
             split: [clip for clip in clips if clip.name in store.row]
             for split, clips in lists.splits.items()
         }
+        lost = [split for split, clips in there.items() if not clips]
+        if lost:
+            raise ValueError(
+                f"{lost[0]}: expected clips, but not one of its {len(lists.splits[lost[0]])} can "
+                "be decoded; take the files from the original archive again"
+            )
+        self.groups = {split: len({c.group for c in clips}) for split, clips in there.items()}
+        """How many recordings are in each split."""
         self.names = {split: [clip.name for clip in clips] for split, clips in there.items()}
         self._rows = {
             split: torch.tensor([store.row[clip.name] for clip in clips], device=self.device)
@@ -198,13 +206,12 @@ class VideoTask:
     def facts(self) -> dict[str, Any]:
         """Sizes, and which part of the official lists this is."""
         c = self.config
-        groups = {s: len({clip.group for clip in part}) for s, part in self.lists.splits.items()}
         return {
             "classes": list(self.lists.classes) if c.classes else "all 101",
             "chance": 1 / self.classes,
             "official_split": c.split,
             "clips": {split: len(part) for split, part in self.names.items()},
-            "groups": groups,
+            "groups": self.groups,
             "left_out": sorted(self.store.left_out),
             "frames": c.frames,
             "crop": list(c.crop),
