@@ -124,6 +124,15 @@ def test_a_missing_part_is_named_with_the_layout(tmp_path):
         read_corpus(str(tmp_path / "nowhere"))
 
 
+def test_a_file_that_is_no_text_and_one_that_is_empty_are_named(tmp_path):
+    folder = write(tmp_path, train="a", valid="", test="b")
+    with pytest.raises(ValueError, match="expected text in the valid part, got an empty file"):
+        read_corpus(folder, wikitext=False, protocol="paper")
+    (tmp_path / "valid.txt").write_bytes(b"ab\xff")
+    with pytest.raises(ValueError, match=r"valid.txt: expected text in UTF-8, got byte 0xff at 2"):
+        read_corpus(folder, wikitext=False)
+
+
 def test_a_partial_wikitext_is_refused_with_both_counts(tmp_path):
     folder = write(tmp_path, train=LINES, valid=LINES, test=LINES)
     with pytest.raises(ValueError, match=r"train 2,088,628, got 16;.*--task.corpus any"):

@@ -139,7 +139,7 @@ def _read_corpus(
 ) -> Corpus:
     """The corpus of these files as they were at `stamps`, times and sizes; of none: `datasets`."""
     if files:
-        texts = {s: f.read_text(encoding="utf-8") for s, f in zip(SPLITS, files, strict=True)}
+        texts = {split: _read(file) for split, file in zip(SPLITS, files, strict=True)}
     else:
         texts = _from_datasets()
     if level == "byte":
@@ -179,6 +179,16 @@ def _files(folder: Path) -> dict[str, Path]:
             )
         files[split] = found[0]
     return files
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{file}: expected text in UTF-8, got byte {error.object[error.start]:#x} at "
+            f"{error.start:,}; convert the file, or fetch it again"
+        ) from error
 
 
 def _from_datasets() -> dict[str, str]:
