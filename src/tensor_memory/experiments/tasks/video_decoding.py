@@ -146,7 +146,9 @@ def _container(path: Path) -> Any:
 def _capture(path: Path) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such video")
-    capture = _cv2().VideoCapture(str(path))
+    cv2 = _cv2()
+    one_thread = [cv2.CAP_PROP_N_THREADS, 1]  # clips are decoded side by side already
+    capture = cv2.VideoCapture(str(path), cv2.CAP_ANY, one_thread)
     if not capture.isOpened():
         raise VideoError(f"{path}: expected a video, but it cannot be opened")
     return capture
