@@ -57,6 +57,13 @@ def test_the_commands_of_a_document_exist(name):
         assert command in bench.COMMANDS
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_tests_a_document_names_exist(name):
+    sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    named = re.findall(r"`(test_\w+)`", (ROOT / name).read_text())
+    assert [test for test in named if f"def {test}(" not in sources] == []
+
+
 def test_the_streams_numbers_in_the_readme_are_the_committed_ones():
     record = json.loads((ROOT / "results" / "bench" / "stream-cpu.json").read_text())
     text, result = " ".join((ROOT / "README.md").read_text().split()), record["result"]
