@@ -90,8 +90,7 @@ def steps(
 
     read_at = memory._read_at(tokens)  # (B, S, Q, n)
     summary = memory.write_proj(tokens.flatten(2))  # (B, S, d)
-    head = memory.coordinate if config.share_coordinates else memory.write_coordinate
-    write_at = memory._coordinates(head, summary)  # (B, S, M, n)
+    write_at = memory._coordinates(memory.write_head, summary)  # (B, S, M, n)
     spread = memory._spread(summary) if config.write == "gaussian" else None  # (B, S, M)
     content = memory.content(summary).unflatten(-1, (config.write_heads, config.channels))
 
