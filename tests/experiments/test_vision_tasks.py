@@ -104,7 +104,7 @@ def test_the_test_image_is_the_middle_of_the_decoded_file(birds):
     batch = task.batch("test@50%", 0, 4)
     source = Source(birds.data_dir)
     for row, file in enumerate(split_images(cub_images(source))["test"][:4]):
-        whole = torch.from_numpy(decode_image(source, file.id, 40).copy()).permute(2, 0, 1) / 255
+        whole = torch.from_numpy(decode_image(source, file.path, 40).copy()).permute(2, 0, 1) / 255
         top, left = ((length - 32 + 1) // 2 for length in whole.shape[1:])
         image = task.images(batch["patches"])[row]
         assert torch.allclose(image, whole[:, top : top + 32, left : left + 32], atol=1e-6)

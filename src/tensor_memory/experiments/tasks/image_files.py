@@ -27,10 +27,12 @@ PLAIN_LAYOUT = "<class>/<name>.jpg, or images without class folders"
 
 @dataclass(frozen=True)
 class ImageFile:
-    """One image: its id never changes, whichever subset it is listed in."""
+    """One image: its id never changes, whichever subset it is listed in and wherever it lies."""
 
     id: str
-    """Path under the data folder, `/` between the parts."""
+    """`<class>/<name>.jpg`: its mask and whether it is for validation are made of this."""
+    path: str
+    """Under the data folder, `/` between the parts."""
     label: int
     train: bool
     """Of the training part; the official one where there is one."""
@@ -117,7 +119,8 @@ def cub_images(source: Source) -> list[ImageFile]:
             )
     images = [
         ImageFile(
-            id=f"{prefix}images/{name}",
+            id=name,
+            path=f"{prefix}images/{name}",
             label=int(tables["image_class_labels"][number]) - 1,
             train=tables["train_test_split"][number] == "1",
         )
@@ -138,7 +141,7 @@ def folder_images(source: Source, *, test_fraction: float = 0.2) -> list[ImageFi
             f"{source.path}: no image found; expected {PLAIN_LAYOUT} ({', '.join(SUFFIXES)})"
         )
     classes = {name: i for i, name in enumerate(sorted({n.rpartition("/")[0] for n in names}))}
-    images = [ImageFile(n, classes[n.rpartition("/")[0]], train=True) for n in names]
+    images = [ImageFile(n, n, classes[n.rpartition("/")[0]], train=True) for n in names]
     test = set(chosen_by_hash(names, test_fraction, salt="test"))
     return [replace(image, train=image.id not in test) for image in images]
 
@@ -172,7 +175,7 @@ def split_images(
 
 
 def _require_files(source: Source, images: Sequence[ImageFile], layout: str) -> None:
-    missing = [image.id for image in images if image.id not in source.names]
+    missing = [image.path for image in images if image.path not in source.names]
     if missing:
         raise FileNotFoundError(
             f"{source.path / missing[0]}: listed but not there "

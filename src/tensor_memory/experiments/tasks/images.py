@@ -82,7 +82,7 @@ def load_images(
     workers: int | None = None,
 ) -> ImageStore:
     """All images of a source with their short side at `side`, decoded now or found in `cache`."""
-    wanted = Wanted("images", {"short_side": side}, [image.id for image in images])
+    wanted = Wanted("images", {"short_side": side}, [image.path for image in images])
 
     def decode(folder: Path) -> None:
         decode_images(source, wanted, folder, side=side, workers=workers)
