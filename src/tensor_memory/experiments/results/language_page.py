@@ -25,8 +25,6 @@ from tensor_memory.experiments.results.gap import (
 )
 from tensor_memory.experiments.results.intervals import estimate
 from tensor_memory.experiments.results.language_rows import (
-    NOT_RUN,
-    TableRow,
     planned_runs,
     table_rows,
     timed,
@@ -34,6 +32,7 @@ from tensor_memory.experiments.results.language_rows import (
 from tensor_memory.experiments.results.language_search import draw_search, limits_table
 from tensor_memory.experiments.results.pages import fill_page
 from tensor_memory.experiments.results.paper import published
+from tensor_memory.experiments.results.planned import NOT_RUN, Row
 from tensor_memory.experiments.results.positions import (
     draw_positions,
     positions_table,
@@ -138,7 +137,7 @@ def search_table(records: Sequence[Record], planned: Sequence[Record] = ()) -> T
 
 def searched(
     records: Sequence[Record], planned: Sequence[Record] = ()
-) -> list[tuple[TableRow, GapRow | None]]:
+) -> list[tuple[Row, GapRow | None]]:
     """Variants by window, then by the share of the gap they close on "valid"."""
     found = _gaps(table_rows(records, planned))
     return sorted(found, key=lambda pair: (pair[0].model["window"], *_worst_last(pair[1])))
@@ -195,7 +194,7 @@ def _planned(plans: Path, table: str, recipe: str) -> list[Record]:
     return [run for file in files for run in planned_runs(file, recipe)]
 
 
-def _gaps(rows: Sequence[TableRow]) -> list[tuple[TableRow, GapRow | None]]:
+def _gaps(rows: Sequence[Row]) -> list[tuple[Row, GapRow | None]]:
     """Rows with what they close of the gap; None where a row was not run."""
     gaps = iter(gap_rows([(row.label, row.runs) for row in rows if row.runs]))
     return [(row, next(gaps) if row.runs else None) for row in rows]

@@ -7,10 +7,7 @@ too, so that a table never hides what was left out.
 
 from __future__ import annotations
 
-import itertools
-import tomllib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,56 +19,31 @@ from tensor_memory.experiments.results.comparison import (
     flatten,
     method_rank,
 )
+from tensor_memory.experiments.results.planned import Row, planned_values, with_values
 from tensor_memory.experiments.results.records import config_dict
 from tensor_memory.experiments.results.vision_runs import grouped
 
 RECIPE_METHODS = {"language-carried": "tensor-local", "language-leak": "tensor-depth"}
 """Methods of recipes where a plan does not say; `base` in the others."""
 
-NOT_RUN = "not run yet"
 
-
-@dataclass(frozen=True)
-class TableRow:
-    """Runs that differ in their seed alone."""
-
-    label: str
-    runs: tuple[Record, ...]
-    """Those there are, none where a plan asks for this row and it was not run."""
-    planned: int
-    """Seeds that were run or are to be."""
-    model: Mapping[str, Any]
-    """Its config, flat."""
-
-    @property
-    def method(self) -> str:
-        """What is compared."""
-        return self.model["method"]
-
-    @property
-    def seeds(self) -> str:
-        """How many, and of how many where some are missing."""
-        done = len(self.runs)
-        return str(done) if done >= self.planned else f"{done} of {self.planned}"
-
-
-def table_rows(records: Sequence[Record], planned: Iterable[Record] = ()) -> list[TableRow]:
+def table_rows(records: Sequence[Record], planned: Iterable[Record] = ()) -> list[Row]:
     """Rows by method, then by what departs from its defaults; planned ones without a run too."""
     done = {(_model_key(record), record["seed"]) for record in records}
     missing = [run for run in planned if (_model_key(run), run["seed"]) not in done]
     rows = []
     for label, members in grouped([*records, *missing]):
-        runs = tuple(run for run in members if not run.get("planned"))
+        runs = [run for run in members if not run.get("planned")]
         future = any(run["labels"].get("non_causal") for run in runs)
         rows.append(
-            TableRow(
+            Row(
                 f"{label}, {FUTURE}" if future else label,
                 runs,
                 len(members),
                 flatten(members[0]["config"]["model"]),
             )
         )
-    return sorted(rows, key=lambda row: (method_rank(row.method), row.label))
+    return sorted(rows, key=lambda row: (method_rank(row.model["method"]), row.label))
 
 
 def planned_runs(plan: Path, recipe: str) -> list[Record]:
@@ -80,23 +52,18 @@ def planned_runs(plan: Path, recipe: str) -> list[Record]:
     None where the plan's file is not there.
     """
     runs: list[Record] = []
-    if not plan.is_file():
-        return runs
-    for stage in tomllib.loads(plan.read_text(encoding="utf-8"))["stage"]:
-        over = stage.get("over", {})
-        if recipe not in stage["recipes"]:
-            continue
-        for values in itertools.product(*over.values()):
-            chosen = stage.get("set", {}) | dict(zip(over, values, strict=True))
-            model = LanguageModelConfig(**_model_fields(recipe, chosen))
-            runs.append(
-                {
-                    "planned": True,
-                    "method": model.method,
-                    "seed": chosen.get("seed", 0),
-                    "config": {"model": config_dict(model)},
-                }
-            )
+    for chosen in planned_values(plan, recipe) if plan.is_file() else ():
+        method = chosen.get("model.method", RECIPE_METHODS.get(recipe, "base"))
+        usual = LanguageModelConfig(method=method, non_causal=method == "tensor-depth")
+        model = with_values(usual, chosen)
+        runs.append(
+            {
+                "planned": True,
+                "method": model.method,
+                "seed": chosen.get("seed", 0),
+                "config": {"model": config_dict(model)},
+            }
+        )
     return runs
 
 
@@ -111,22 +78,6 @@ def timed(records: Iterable[Record], costs: Iterable[Record]) -> list[Record]:
             record = {**record, **lent, "shared_device": False, "timed_apart": lender["steps"]}
         found.append(record)
     return found
-
-
-def _model_fields(recipe: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a plan's values the model's config takes."""
-    usual = LanguageModelConfig()
-    fields: dict[str, Any] = {"method": RECIPE_METHODS.get(recipe, usual.method)}
-    memory: dict[str, Any] = {}
-    for name, value in chosen.items():
-        group, _, field = name.rpartition(".")
-        kept = tuple(value) if isinstance(value, list) else value
-        if group == "model":
-            fields[field.replace("-", "_")] = kept
-        elif group == "model.memory":
-            memory[field.replace("-", "_")] = kept
-    fields.setdefault("non_causal", fields["method"] == "tensor-depth")
-    return fields | {"memory": replace(usual.memory, **memory)}
 
 
 def _model_key(record: Record) -> tuple[Any, ...]:

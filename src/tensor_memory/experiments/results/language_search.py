@@ -9,13 +9,13 @@ from typing import Any
 from tensor_memory.experiments.models.language import LanguageModelConfig
 from tensor_memory.experiments.results.comparison import flatten
 from tensor_memory.experiments.results.gap import PERPLEXITY, GapRow, share_text
-from tensor_memory.experiments.results.language_rows import TableRow
+from tensor_memory.experiments.results.planned import Row
 from tensor_memory.experiments.results.plots import LOOKS, _figure, _legend, _save
 from tensor_memory.experiments.results.records import config_dict
 from tensor_memory.experiments.results.tables import Table
 from tensor_memory.experiments.results.vision_runs import shown
 
-Found = Sequence[tuple[TableRow, GapRow | None]]
+Found = Sequence[tuple[Row, GapRow | None]]
 """Rows of the search and what they close of the gap; None where a row was not run."""
 
 LIMITS = {
@@ -49,7 +49,7 @@ def limits_table(found: Found) -> Table:
     start, before = published[0].model, _valid(published[0])
     lines: list[tuple[tuple[Any, ...], dict[str, str]]] = []
     for row, gap in found:
-        same_kind = row.method == "tensor-local" and row.model["window"] == start["window"]
+        same_kind = row.model["method"] == "tensor-local" and row.model["window"] == start["window"]
         changed = {k: v for k, v in row.model.items() if v != start[k]}
         limits = [limit for limit, fields in LIMITS.items() if changed.keys() & set(fields)]
         if gap is None or not same_kind or not limits:
@@ -83,12 +83,13 @@ def draw_search(found: Found, path: Path) -> list[Path]:
         for row, gap in rows:
             if gap.step_ratio is None or gap.valid_share is None:
                 continue
-            colour, _, marker = LOOKS[row.method]
+            method = row.model["method"]
+            colour, _, marker = LOOKS[method]
             hollow = row.model["window"] != narrow
             axis.plot(gap.step_ratio, 100 * gap.valid_share, marker, color=colour, markersize=6,
                       fillstyle="none" if hollow else "full", linestyle="none",
-                      label=None if row.method in named else row.method)  # fmt: skip
-            named.add(row.method)
+                      label=None if method in named else method)  # fmt: skip
+            named.add(method)
         axis.axhline(100 * AIM_SHARE, color="#555555", linestyle=(0, (4, 3)), linewidth=0.8)
         axis.axvline(AIM_TIME, color="#555555", linestyle=(0, (4, 3)), linewidth=0.8)
         axis.annotate("aim", (AIM_TIME, 100 * AIM_SHARE), (-4, 4), textcoords="offset points",
@@ -99,12 +100,12 @@ def draw_search(found: Found, path: Path) -> list[Path]:
         return _save(figure, path)
 
 
-def _is_published(pair: tuple[TableRow, GapRow | None]) -> bool:
+def _is_published(pair: tuple[Row, GapRow | None]) -> bool:
     model = LanguageModelConfig(method="tensor-local", memory_layers=PUBLISHED_LAYERS)
     return pair[1] is not None and pair[0].model == flatten(config_dict(model))
 
 
-def _valid(row: TableRow) -> float:
+def _valid(row: Row) -> float:
     values = [run["valid"][PERPLEXITY] for run in row.runs]
     return sum(values) / len(values)
 

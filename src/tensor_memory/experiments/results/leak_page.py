@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tensor_memory.experiments.results.comparison import Comparison, Record, Row, compare
-from tensor_memory.experiments.results.language_rows import NOT_RUN, planned_runs
+from tensor_memory.experiments.results.language_rows import planned_runs
 from tensor_memory.experiments.results.pages import fill_page
+from tensor_memory.experiments.results.planned import NOT_RUN
 from tensor_memory.experiments.results.plots import (
     BLUE,
     LOOKS,

@@ -21,6 +21,7 @@ from tensor_memory.experiments.models.image import ImageModelConfig
 from tensor_memory.experiments.models.video import VideoModelConfig
 from tensor_memory.experiments.results.intervals import estimate
 from tensor_memory.experiments.results.pages import fill_page
+from tensor_memory.experiments.results.planned import NOT_RUN
 from tensor_memory.experiments.results.records import read_results
 from tensor_memory.experiments.results.tables import Table, markdown
 from tensor_memory.experiments.results.vision_figures import draw_cost, draw_missing
@@ -35,8 +36,6 @@ from tensor_memory.experiments.results.vision_runs import (
     rows,
 )
 from tensor_memory.experiments.results.wording import bytes_text, estimate_text, listing
-
-NOT_RUN = "not run yet"
 
 
 def reconstruction_table(records: Sequence[Record], planned: Sequence[Record] = ()) -> Table:

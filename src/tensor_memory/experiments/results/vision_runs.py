@@ -5,14 +5,12 @@ What a plan holds and no record answers is a row too, so that a table never hide
 
 from __future__ import annotations
 
-import itertools
-import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tensor_memory.experiments.results.comparison import Record, flatten, show
+from tensor_memory.experiments.results.planned import Row, planned_values, with_values
 from tensor_memory.experiments.results.records import config_dict, config_from_dict
 from tensor_memory.experiments.results.wording import listing
 
@@ -50,23 +48,6 @@ def grouped(records: Sequence[Record]) -> list[Group]:
     return sorted(named, key=lambda group: (_rank(group[1][0]["method"]), group[0]))
 
 
-@dataclass(frozen=True)
-class Row:
-    """Runs that differ in their seed alone."""
-
-    label: str
-    runs: list[Record]
-    """Those there are; none where a plan asks for this row and it was not run."""
-    wanted: int
-    """Seeds that were run or are to be."""
-
-    @property
-    def seeds(self) -> str:
-        """How many, and of how many where some are missing."""
-        done = len(self.runs)
-        return str(done) if done == self.wanted else f"{done} of {self.wanted}"
-
-
 def rows(records: Sequence[Record]) -> list[Row]:
     """Rows of a table; among the records may be `planned_runs`, which count where none was run."""
     done = {_identity(record) for record in records if not record.get("planned")}
@@ -87,34 +68,19 @@ def planned_runs(plan: Path, usual: Any, frames: int | None = None) -> list[Reco
         usual: the model's config where the plan does not say otherwise.
         frames: T where the plan does not say; None for images.
     """
-    runs = []
-    for stage in tomllib.loads(plan.read_text(encoding="utf-8"))["stage"]:
-        over = stage.get("over", {})
-        for values in itertools.product(*over.values()):
-            chosen = stage.get("set", {}) | dict(zip(over, values, strict=True))
-            model = _with_fields(usual, chosen)
-            runs.append(
-                {
-                    "planned": True,
-                    "method": model.method,
-                    "seed": chosen.get("seed", 0),
-                    "facts": {"frames": chosen.get("task.frames", frames)},
-                    "config": {"model": config_dict(model)},
-                }
-            )
+    runs: list[Record] = []
+    for chosen in planned_values(plan):
+        model = with_values(usual, chosen)
+        runs.append(
+            {
+                "planned": True,
+                "method": model.method,
+                "seed": chosen.get("seed", 0),
+                "facts": {"frames": chosen.get("task.frames", frames)},
+                "config": {"model": config_dict(model)},
+            }
+        )
     return runs
-
-
-def _with_fields(usual: Any, chosen: Mapping[str, Any]) -> Any:
-    """A model's config with what a plan sets of it and of its memory."""
-    fields: dict[str, dict[str, Any]] = {"model": {}, "model.memory": {}}
-    for name, value in chosen.items():
-        group, _, field = name.rpartition(".")
-        if group in fields:
-            kept = tuple(value) if isinstance(value, list) else value
-            fields[group][field.replace("-", "_")] = kept
-    memory = replace(usual.memory, **fields["model.memory"])
-    return replace(usual, memory=memory, **fields["model"])
 
 
 def _identity(record: Record) -> tuple[Any, ...]:

@@ -1,0 +1,63 @@
+"""What a plan of `tensor-memory sweep` holds, for tables that show what has not been run too.
+
+A table that left out the rows without a record would hide what is missing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tensor_memory.experiments.results.comparison import Record
+
+NOT_RUN = "not run yet"
+"""What a table says where a plan asks for a row and no record answers."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Runs that differ in their seed alone."""
+
+    label: str
+    runs: list[Record]
+    """Those there are; none where a plan asks for this row and it was not run."""
+    wanted: int
+    """Seeds that were run or are to be."""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """The config of its model, flat."""
+
+    @property
+    def seeds(self) -> str:
+        """How many, and of how many where some are missing.
+
+        >>> Row("base", [{}], 3).seeds, Row("base", [{}], 1).seeds
+        ('1 of 3', '1')
+        """
+        done = len(self.runs)
+        return str(done) if done == self.wanted else f"{done} of {self.wanted}"
+
+
+def planned_values(plan: Path, recipe: str | None = None) -> Iterator[dict[str, Any]]:
+    """What each run of a plan, or each run of a recipe in it, sets: fields and their values."""
+    for stage in tomllib.loads(plan.read_text(encoding="utf-8"))["stage"]:
+        over = stage.get("over", {})
+        if recipe is not None and recipe not in stage["recipes"]:
+            continue
+        for values in itertools.product(*over.values()):
+            yield stage.get("set", {}) | dict(zip(over, values, strict=True))
+
+
+def with_values(usual: Any, chosen: Mapping[str, Any]) -> Any:
+    """A model's config with what a run of a plan sets of it and of its memory."""
+    fields: dict[str, dict[str, Any]] = {"model": {}, "model.memory": {}}
+    for name, value in chosen.items():
+        group, _, last = name.rpartition(".")
+        if group in fields:
+            kept = tuple(value) if isinstance(value, list) else value
+            fields[group][last.replace("-", "_")] = kept
+    memory = replace(usual.memory, **fields["model.memory"])
+    return replace(usual, memory=memory, **fields["model"])
