@@ -124,7 +124,7 @@ def test_a_frozen_memory_passes_gradients_on(monkeypatch):
 
 def test_dropout_drops_its_share_and_keeps_the_mean():
     layer = build(SMALL, dropout=0.25)
-    x = torch.randn(3, 96, DIM).to(HERE)
+    x = torch.randn(3, 48, DIM).to(HERE)
     added = layer.eval()(x)[0] - x
     dropped = layer.train()(x)[0] - x
     ratio = dropped / added
@@ -132,18 +132,19 @@ def test_dropout_drops_its_share_and_keeps_the_mean():
     gone = (ratio[there].abs() < 1e-3).float().mean().item()
     assert abs(gone - 0.25) < 0.04
     assert ratio[there].mean().item() == pytest.approx(1, abs=0.06)
+    x = x[:1, :6]
     assert not torch.equal(layer(x)[0], layer(x)[0])
 
 
 def test_a_dropped_path_drops_whole_rows():
     layer = build(SMALL, drop_path=0.5)
-    x = torch.randn(64, 6, DIM).to(HERE)
+    x = torch.randn(32, 6, DIM).to(HERE)
     added = layer.eval()(x)[0] - x
     dropped = layer.train()(x)[0] - x
     kept = (dropped[:, -1] - 2 * added[:, -1]).abs().amax(1) < 1e-4
     gone = dropped.abs().amax((1, 2)) < 1e-5
     assert (kept | gone).all()
-    assert 16 < gone.sum() < 48
+    assert 8 < gone.sum() < 24
 
 
 def test_the_backward_drops_what_the_forward_dropped():
