@@ -313,6 +313,16 @@ def test_a_sweep_leaves_out_what_stands_at_one_value_alone(tmp_path):
     assert "forget_bias" not in drawn
 
 
+def test_a_figure_has_room_for_the_longest_name(tmp_path):
+    plain = MemoryConfig(channels=4, grid=(2, 2))
+    open_and_narrow = replace(plain, read_heads=2, write_heads=2, forget_bias=5.0, spread_bias=-1.0)
+    models = [replace(TENSOR, memory=memory) for memory in (plain, open_and_narrow)]
+    records = [run(model, seed=seed) for model in (BASE, *models) for seed in (0, 1)]
+    write_report(records, tmp_path)  # what does not fit is a warning, and those are errors here
+    drawn = (tmp_path / "sign-curves.svg").read_text()
+    assert "read_heads=2, write_heads=2, spread_bias=-1, forget_bias=5" in drawn
+
+
 def test_a_legend_follows_the_table_and_ends_with_the_ceiling(tmp_path):
     write_report(ablations(), tmp_path)
     drawn = (tmp_path / "sign-curves.svg").read_text()

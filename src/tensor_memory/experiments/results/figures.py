@@ -71,7 +71,7 @@ def draw_variants(comparison: Comparison, path: Path) -> list[Path]:
     scale = 100.0 if metric in PERCENT else 1.0
     most = max(sum(row.setting == setting for row in comparison.rows) for setting in settings)
     found = looks(comparison)
-    with _figure(len(settings), height=0.8 + 0.2 * most) as (figure, axes):
+    with _figure(len(settings), list(found), height=0.8 + 0.2 * most) as (figure, axes):
         for axis, setting in zip(axes, settings, strict=True):
             rows = [row for row in comparison.rows if row.setting == setting]
             for place, row in enumerate(rows):

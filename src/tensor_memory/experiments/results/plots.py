@@ -75,7 +75,7 @@ def draw_curves(comparison: Comparison, path: Path) -> list[Path]:
     for row in comparison.rows:
         panels.setdefault(row.setting, []).append(row)
     found = looks(comparison)
-    with _figure(len(panels), len(found)) as (figure, axes):
+    with _figure(len(panels), list(found)) as (figure, axes):
         for axis, (setting, rows) in zip(axes, panels.items(), strict=True):
             for row in rows:
                 steps, means, halves = _curve(row, comparison.metric)
@@ -121,7 +121,8 @@ def draw_sweep(comparison: Comparison, field: str, path: Path) -> list[Path]:
             rest = tuple(pair for pair in row.setting if pair[0] != field)
             panels.setdefault(rest, {}).setdefault(row.label, []).append(row)
     look = looks(comparison)
-    with _figure(len(panels), sum(len(some) > 1 for some in values.values())) as (figure, axes):
+    labels = [label for label in look if len(values[label]) > 1]
+    with _figure(len(panels), labels) as (figure, axes):
         for axis, (rest, methods) in zip(axes, panels.items(), strict=True):
             for label, rows in methods.items():
                 places = [dict(row.setting)[field] for row in rows]
@@ -139,7 +140,7 @@ def draw_sweep(comparison: Comparison, field: str, path: Path) -> list[Path]:
                 axis.minorticks_off()
             axis.set_xlabel(field.rpartition(".")[2])
         axes[0].set_ylabel(_axis_name(comparison.metric, split))
-        _legend(figure, axes, list(look))
+        _legend(figure, axes, labels)
         return _save(figure, path)
 
 
@@ -232,7 +233,7 @@ def _axis_name(metric: str, split: str) -> str:
 class _figure:  # noqa: N801 - used as `with _figure(...)`
     """A figure with so many panels and labels, in our style, drawn without a display."""
 
-    def __init__(self, panels: int, labels: int = 0, height: float = 2.6) -> None:
+    def __init__(self, panels: int, labels: Sequence[str] = (), height: float = 2.6) -> None:
         self.panels, self.labels, self.height = panels, labels, height
 
     def __enter__(self) -> tuple[Any, list[Any]]:
@@ -243,8 +244,10 @@ class _figure:  # noqa: N801 - used as `with _figure(...)`
         self._style.__enter__()
         across = min(self.panels, PANELS_ACROSS)
         down = -(-self.panels // across)
-        tall = max(0.6 + self.height * down, 0.4 + 0.19 * self.labels)  # the legend must fit too
-        figure = Figure(figsize=(1.4 + 3.2 * across, tall), layout="constrained")
+        # Room for the labels, in inches: what is too small for them has no panels left.
+        beside = max(1.4, 0.6 + 0.066 * max((len(label) for label in self.labels), default=0))
+        tall = max(0.6 + self.height * down, 0.4 + 0.19 * len(self.labels))
+        figure = Figure(figsize=(beside + 3.2 * across, tall), layout="constrained")
         grid = figure.subplots(down, across, squeeze=False).flatten()
         for unused in grid[self.panels :]:
             unused.set_visible(False)
