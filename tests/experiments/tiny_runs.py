@@ -140,5 +140,5 @@ def shared_run():
 
 
 def long_run():
-    """A run long enough to be interrupted: a recipe for the command line."""
-    return tiny_run(model={"dropout": 0.2}, budget={"steps": 3000, "checkpoint_every": 1000})
+    """A run that is interrupted long before its end: a recipe for the command line."""
+    return tiny_run(model={"dropout": 0.2}, budget={"steps": 3_000_000, "checkpoint_every": 1000})
