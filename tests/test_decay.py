@@ -34,7 +34,7 @@ def test_the_distances_drawn_are_those_of_the_recipes(name):
 
 def test_the_page_quotes_the_runs_over_a_gap_as_they_came_out():
     quoted = {}
-    for record in read_results([ROOT / "results" / "forget-bias"]):
+    for record in read_results((ROOT / "results" / "forget-bias").glob("*.json")):
         config = record["config"]
         assert (config["task"]["gap"], config["task"]["writes"]) == (32, 8)
         assert (config["budget"]["steps"], config["budget"]["batch_size"]) == (500, 32)

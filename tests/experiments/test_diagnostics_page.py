@@ -31,6 +31,32 @@ def test_every_place_of_the_page_is_a_recipe(records):
     assert {record["recipe"] for record in records} <= opened
 
 
+def small_row(config):
+    """How the page tells one of the small runs from the others."""
+    model, memory = config["model"], config["model"]["memory"]
+    if model["method"] == "linear":
+        return f"linear, {'two heads' if model['heads'] == 2 else 'one head'} | | |"
+    told = (memory["forget_bias"], memory["spread_bias"], memory["read_heads"])
+    name = {
+        model["memory_layers"] == [0, 1]: "tensor, a memory in both layers",
+        memory["chunk_size"] == 3: "tensor, three tokens per chunk, each reading",
+        told == (0, 1, 1): "tensor, as published",
+    }.get(True, "tensor")
+    return f"{name} | {told[0]:g} | {told[1]:g} | {told[2]:g}"
+
+
+def test_the_small_runs_are_quoted_as_they_came_out():
+    columns = ("windowed-map", "windowed-binding-long")
+    found = {}
+    for record in read_results([RESULTS.parent / "forget-bias" / "small"]):
+        cells = found.setdefault(small_row(record["config"]), ["–", "–"])
+        cells[columns.index(record["recipe"])] = f"{100 * record['valid']['accuracy']:.1f} %"
+    page = PAGE.read_text(encoding="utf-8")
+    lines = [f"| {row} | {' | '.join(cells)} |" for row, cells in found.items()]
+    assert len(lines) == 14
+    assert [line for line in lines if line not in page] == []
+
+
 def test_a_page_is_filled_and_its_figures_drawn(tmp_path, capsys):
     recipe = "windowed-binding"
     source = next(iter(sorted(RESULTS.glob(f"{recipe}-tensor-*-s0.json"))))
