@@ -67,6 +67,10 @@ class MemoryConfig:
     backend: str = "auto"
     """Implementation of the scan, see `tensor_memory.memory_scan`."""
 
+    checkpoint_every: int | None = None
+    """Keep the state of every so many chunks alone for the backward, which runs the chunks between
+    again: less memory for more time. None keeps what the backward needs of all of them."""
+
     def __post_init__(self) -> None:
         if not isinstance(self.grid, Sequence) or not all(_is_int(size) for size in self.grid):
             raise TypeError(
@@ -84,7 +88,10 @@ class MemoryConfig:
                 f"grid: expected at least 2 voxels along every axis, got {self.grid}; "
                 "drop the axis instead of giving it one voxel"
             )
-        for name in ("channels", "chunk_size", "read_heads", "write_heads"):
+        counts = ["channels", "chunk_size", "read_heads", "write_heads"]
+        if self.checkpoint_every is not None:
+            counts.append("checkpoint_every")
+        for name in counts:
             value = getattr(self, name)
             if not _is_int(value):
                 raise TypeError(

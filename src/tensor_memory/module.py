@@ -239,7 +239,8 @@ class TensorMemory(MemoryWeights):
             resets,
         )
         products = products_of(tokens)
-        reads, hidden, cell = scan_checked(request, config.backend, None, products)
+        every = config.checkpoint_every
+        reads, hidden, cell = scan_checked(request, config.backend, every, products)
         assert reads is not None
         return reads.flatten(2), hidden, cell
 
