@@ -124,9 +124,61 @@ class MemoryResidual(nn.Module):
         rates = (self.dropout, self.drop_path) if self.training else (0.0, 0.0)
         if flush is False and not any(rates) and self._takes_token(layer, x, state):
             return self._token(layer, x, state, state.aligned)
+        _, waiting, frame, flushed = calls[0]
+        if waiting == 0 and (flushed or x.shape[1] % memory.config.chunk_size == 0):
+            whole = self._whole(layer, x, state, frame, rates)
+            if whole is not None:
+                return whole
         normed, x = layer.norm_and_through(x, norm)
-        m, placing, state = memory._forward_aligned(normed, state, *calls[0][1:])
+        m, placing, state = memory._forward_aligned(normed, state, waiting, frame, flushed)
         return layer.add_gated(x, m, self.gate, placing, *rates), state
+
+    def _whole(
+        self,
+        layer: Any,
+        x: Tensor,
+        state: MemoryState,
+        frame: int,
+        rates: tuple[float, float],
+    ) -> tuple[Tensor, MemoryState] | None:
+        """A call that leaves no chunk unfinished and that somebody learns from, in one function."""
+        memory, norm, config = self.memory, self.norm, self.memory.config
+        assert isinstance(norm, nn.LayerNorm)
+        if not torch.is_grad_enabled() or not layer.plain(*memory.children()):
+            return None
+        spread = memory.spread if config.write == "gaussian" else None
+        weights = layer.Weights(
+            norm=norm.weight,
+            norm_bias=norm.bias,
+            gate=self.gate,
+            write_proj=memory.write_proj.weight,
+            read_coordinate=memory.read_head.weight,
+            write_coordinate=memory.write_head.weight,
+            content=memory.content.weight,
+            spread=None if spread is None else spread.weight,
+            spread_bias=None if spread is None else spread.bias,
+            taps=memory.taps if config.mixing == "factorized" else None,
+            mix=memory.mix.weight,
+            bias=memory.mix.bias,
+            output=memory.output.weight,
+        )
+        tensors = (x, state.hidden, state.cell, *weights)
+        learns = any(t is not None and t.requires_grad for t in tensors)
+        if not learns or not layer.serves_whole(state.hidden, weights):
+            return None
+        options = layer.Options(
+            epsilon=norm.eps,
+            chunk_size=config.chunk_size,
+            frame=frame,
+            every_token=config.reads == "token",
+            sigma_scale=float(config.sigma_scale),
+            checkpoint_every=config.checkpoint_every or 0,
+            dropout=rates[0],
+            drop_path=rates[1],
+        )
+        out, hidden, cell = layer.whole(x, state.hidden, state.cell, weights, options)
+        kept = (state.tokens, state.fill, state.readout)
+        return out, MemoryState(hidden, cell, *kept, aligned=0)
 
     def _takes_token(self, layer: Any, x: Tensor, state: MemoryState) -> bool:
         """Whether x is a single token that nobody learns from, for one launch to take."""

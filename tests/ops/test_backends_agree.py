@@ -24,6 +24,7 @@ FUSED_CASES = [  # interpreted on a CPU, so every program counts
     *(replace(case, B=min(case.B, 2), S=min(case.S, 3)) for case in CASES if fits_fused(case)),
     Case(B=3, S=4, Q=1, M=1, C=16, grid=(3, 2)),
     Case(B=3, S=4, Q=1, M=1, C=16, grid=(3, 2), writes=False),
+    Case(B=1, S=2, Q=1, M=1, C=64, grid=(2, 3, 2), writes=False),  # neighbours in one sum
 ]
 
 

@@ -116,6 +116,55 @@ def test_under_autocast_a_fused_layer_is_as_exact_as_the_plain_one(monkeypatch):
         assert fused_error <= max(3 * plain_error, RMS_RATIO[torch.bfloat16]), name
 
 
+@pytest.mark.parametrize("flush", [False, 4])
+def test_training_takes_a_whole_layer_as_one_function(flush, monkeypatch):
+    taken = []
+    door = fused_layer(torch.ones(1, 1, DIM).to(HERE), "triton")
+    whole = door.whole
+    monkeypatch.setattr(door, "whole", lambda *a: (taken.append(1), whole(*a))[1])
+    layer, x = build(SMALL), torch.randn(2, 8, DIM).to(HERE)
+    layer(x[:, :6])
+    assert taken == [1]
+    layer(x, flush=flush)  # eight tokens leave two of three waiting, unless frames are flushed
+    with torch.no_grad():
+        layer(x[:, :6])
+    assert len(taken) == (2 if flush else 1)
+
+
+def test_a_whole_layer_can_be_learned_from_through_its_state_alone(monkeypatch):
+    def gradients() -> list[Tensor]:
+        layer, x = build(SMALL), torch.randn(2, 6, DIM).to(HERE).requires_grad_()
+        layer(x)[1].hidden.square().sum().backward()
+        return [x.grad, *(p.grad for p in layer.memory.parameters() if p.grad is not None)]
+
+    torch.manual_seed(1)
+    fused = gradients()
+    plainly(monkeypatch)
+    torch.manual_seed(1)
+    plain = [grad for grad in gradients() if grad.count_nonzero()]
+    fused = [grad for grad in fused if grad.count_nonzero()]
+    assert len(plain) > 5
+    for got, expected in zip(fused, plain, strict=True):
+        assert_same_rms("gradient", got, expected.double(), torch.float32)
+
+
+@pytest.mark.parametrize("length", [6, 5])  # in one function, and part by part
+def test_a_second_derivative_of_a_fused_layer_is_refused_with_the_remedy(length):
+    layer, x = build(SMALL), torch.randn(2, length, DIM).to(HERE).requires_grad_()
+    (grad,) = torch.autograd.grad(layer(x)[0].square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r'second derivative; use backend="reference"'):
+        grad.sum().backward()
+
+
+def test_a_layer_that_keeps_fewer_states_learns_the_same():
+    x = torch.randn(2, 12, DIM).to(HERE)
+    expected = everything(build(SMALL), x, None)
+    got = everything(build(replace(SMALL, checkpoint_every=3)), x, None)
+    assert_same_state(got.pop("state"), expected.pop("state"))
+    for name, value in got.items():
+        assert_same_rms(name, value, expected[name].double(), torch.float32)
+
+
 def test_a_frozen_memory_passes_gradients_on(monkeypatch):
     layer, x = build(SMALL), torch.randn(2, 6, DIM).to(HERE)
     layer.memory.requires_grad_(False)

@@ -41,6 +41,20 @@ def test_the_operators_are_registered_as_pytorch_wants_them(backend, case, check
     torch.library.opcheck(operator.scan_backward, (*grads, *inputs[:11], kept, *inputs[12:]))
 
 
+@pytest.mark.parametrize("backend", ["torch", FUSED])
+@pytest.mark.parametrize("checkpoint_every", [0, 2])
+@pytest.mark.parametrize("C", [3, 16])  # widened to 16, and as it is
+def test_no_result_of_the_operators_shares_memory_with_another(backend, checkpoint_every, C):
+    """A compiler may overwrite one of them; versions of PyTorch differ in whether they look."""
+    case = Case(B=1, S=3, C=C, grid=(3, 2), Q=1, M=1)
+    inputs = arguments(case, backend, checkpoint_every, grad=False)
+    *results, kept = operator.scan(*inputs)
+    grads = [torch.ones_like(result) for result in results]
+    gradients = operator.scan_backward(*grads, *inputs[:11], kept, *inputs[12:])
+    tensors = [t for t in (*inputs, *grads, *results, *kept, *gradients) if torch.is_tensor(t)]
+    assert len({t.untyped_storage().data_ptr() for t in tensors}) == len(tensors)
+
+
 def test_without_keep_nothing_is_kept_and_no_backward_is_possible():
     inputs = list(arguments(CASES[0], "torch", 0, grad=True))
     inputs[11] = False

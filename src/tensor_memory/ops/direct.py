@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tensor_memory.ops import operator
+from tensor_memory.ops.once import undone
 from tensor_memory.ops.request import Request
 
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -54,11 +55,13 @@ class DirectScan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *wanted: Any) -> Any:
-        """Nine gradients; through the operator where somebody wants a second derivative of it."""
+        """Nine gradients."""
+        return undone(DirectScan, ctx, wanted)
+
+    @staticmethod
+    def undo(ctx: Any, *wanted: Any) -> Any:
+        """The gradients, without a graph of their own."""
         saved = ctx.saved_tensors
-        tensors, kept = saved[:11], list(saved[11:])
-        if torch.is_grad_enabled():  # create_graph: the operator says that it has none
-            grads = operator.wanted_backward(wanted, tensors, kept, *ctx.options)
-        else:
-            grads = operator.run_backward(wanted, Request._make(tensors), kept, *ctx.options)
+        request, kept = Request._make(saved[:11]), list(saved[11:])
+        grads = operator.run_backward(wanted, request, kept, *ctx.options)
         return *grads, None, None, None

@@ -1,8 +1,10 @@
-"""What surrounds the scan in a layer, in one pass each way: for the fused backend's layers.
+"""A layer around a fused scan: the door to its parts, and all of them as one autograd function.
 
-Each function here has a plain twin: `nn.LayerNorm`, the heads in `module`, the sum in `residual`.
+Python spends more on ten functions and their graph than on the launches between them, so where all
+chunks of a call are complete the parts (`layer_parts`, `direct`) run one after another inside one:
+norm, heads, scan, readout and gated sum.
 
-Letters: B batch, N tokens, K tokens per chunk, S chunks, d width, C channels, U units.
+Letters: B batch, N tokens, K tokens per chunk, S chunks, d width, C channels, n axes.
 """
 
 from __future__ import annotations
@@ -10,249 +12,176 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
-from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+import torch.nn.functional as F
+from torch import Tensor
 
-from tensor_memory.ops import products_of, triton_layer
+from tensor_memory.ops import direct, products_of, triton_plan
+from tensor_memory.ops.direct import DirectScan
+from tensor_memory.ops.layer_parts import (
+    AddGated,
+    Heads,
+    NormAndThrough,
+    Steer,
+    add_gated,
+    norm_and_through,
+    plain,
+    serves,
+    steer,
+)
+from tensor_memory.ops.once import undone
 from tensor_memory.ops.placing import Placing
-from tensor_memory.ops.triton_launch import INTERPRETED, launch
+from tensor_memory.ops.request import Request
 from tensor_memory.ops.triton_token import serves as serves_token
 from tensor_memory.ops.triton_token import step as token_step
 
 __all__ = [
-    "Heads", "add_gated", "norm_and_through", "plain", "serves", "serves_token", "steer",
-    "token_step",
+    "Heads", "Options", "Weights", "add_gated", "norm_and_through", "plain", "serves",
+    "serves_token", "serves_whole", "steer", "token_step", "whole",
 ]  # fmt: skip
 
-NORM_VALUES = 2048  # per program of the norm
-NORM_PROGRAMS = 528  # that share the sums for its weights: four per multiprocessor of an H200
-STEER_BLOCK = 512
-MAX_WIDTH = 8192  # of a token: a program holds a whole one
 
+class Weights(NamedTuple):
+    """Everything a layer learns; with shared coordinates the two are one tensor."""
 
-def norm_and_through(x: Tensor, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
-    """LayerNorm(x) in the type to multiply in, and x itself: their gradients meet in one pass."""
-    return _NormAndThrough.apply(x, norm.weight, norm.bias, norm.eps, products_of(x))  # type: ignore
-
-
-class _NormAndThrough(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        x, weight, bias, epsilon, dtype = inputs
-        x = x.contiguous()
-        D, rows = x.shape[-1], x[..., 0].numel()
-        out = torch.empty_like(x, dtype=dtype)
-        centre, scale = x.new_empty(2, rows, dtype=torch.float32)
-        options = _norm_options(D)
-        launch(
-            triton_layer.norm_kernel, (-(-rows // options["ROWS"]),),
-            x, weight, bias, out, centre, scale, rows, epsilon, **options,
-        )  # fmt: skip
-        ctx.save_for_backward(x, weight, centre, scale)
-        ctx.set_materialize_grads(False)
-        return out, x
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore
-        grad_out, grad_through = grads
-        if grad_out is None:
-            return grad_through, None, None, None, None
-        x, weight, centre, scale = ctx.saved_tensors
-        D, rows = x.shape[-1], centre.numel()
-        options = _norm_options(D)
-        blocks = -(-rows // options["ROWS"])
-        programs = min(blocks, NORM_PROGRAMS)
-        grad_x = torch.empty_like(x)
-        partial = centre.new_empty(programs, 2, D)
-        launch(
-            triton_layer.norm_backward_kernel, (programs,),
-            x, weight, centre, scale, grad_out.contiguous(),
-            x if grad_through is None else grad_through.contiguous(), grad_x, partial,
-            rows, -(-blocks // programs), **options, THROUGH=grad_through is not None,
-        )  # fmt: skip
-        grad_weight, grad_bias = partial.sum(0).to(weight.dtype)
-        return grad_x, grad_weight, grad_bias, None, None
-
-
-def _norm_options(D: int) -> dict[str, int]:
-    width = triton.next_power_of_2(D)
-    return {"D": D, "WIDTH": width, "ROWS": max(1, NORM_VALUES // width)}
-
-
-class Heads(NamedTuple):
-    """The weights that steer a memory; with shared coordinates the two are one tensor."""
-
+    norm: Tensor
+    norm_bias: Tensor
+    gate: Tensor
     write_proj: Tensor
     read_coordinate: Tensor
     write_coordinate: Tensor
     content: Tensor
     spread: Tensor | None
     spread_bias: Tensor | None
+    taps: Tensor | None
+    mix: Tensor
+    bias: Tensor
+    output: Tensor
 
 
-def steer(
-    tokens: Tensor, heads: Heads, every_token: bool, sigma_scale: float
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Flat coordinates of reads and writes, spread and content, in float32.
+class Options(NamedTuple):
+    """What a layer does besides; `frame` tokens at a time, each frame padded to whole chunks."""
 
-    tokens (B, S, K, d) -> (B, S, Q·n), (B, S, M·n), (B, S, M) or None, (B, S, M·C).
-    """
-    dtype = products_of(tokens)
-    return _Steer.apply(tokens.to(dtype), every_token, sigma_scale, dtype, *heads)  # type: ignore
+    epsilon: float
+    chunk_size: int
+    frame: int
+    every_token: bool
+    sigma_scale: float
+    checkpoint_every: int
+    dropout: float
+    drop_path: float
 
 
-class _Steer(torch.autograd.Function):
+def serves_whole(hidden: Tensor, weights: Weights) -> bool:
+    """Whether `whole` can take this state and these weights."""
+    tensors = (hidden, *weights)
+    return direct.serves(tensors) and triton_plan.why_not(hidden, hidden.dtype) is None
+
+
+def whole(
+    x: Tensor, hidden: Tensor, cell: Tensor, weights: Weights, options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x (B, N, d) -> x̂ (B, N, d), and the state after its last chunk."""
+    return _Whole.apply(x, hidden, cell, options, products_of(x), *weights)  # type: ignore
+
+
+class _Part:
+    """What a function that runs inside another one keeps for its backward."""
+
+    saved_tensors: tuple[Tensor | None, ...] = ()
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+    def set_materialize_grads(self, value: bool) -> None:
+        pass
+
+
+class _Whole(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Any:
-        tokens, every_token, sigma_scale, dtype, *weights = inputs
-        tokens = tokens.contiguous()
-        heads = Heads._make(weights)
-        B, S, K, d = tokens.shape
-        flat = tokens.view(B * S, K * d)
-        queries = flat.view(-1, d) if every_token else flat[:, :d]
-        write_proj = heads.write_proj.to(dtype)
-        for_reads = heads.read_coordinate.to(dtype)
-        parts = (heads.write_coordinate, heads.content, heads.spread)
-        for_writes = torch.cat([part for part in parts if part is not None]).to(dtype)
-        summary = flat @ write_proj.t()
-        raw_reads, raw_writes = queries @ for_reads.t(), summary @ for_writes.t()
-        AT, CONTENT = len(heads.write_coordinate), len(heads.content)
-        SPREAD = 0 if heads.spread is None else len(heads.spread)
-        read_at = tokens.new_empty(B, S, raw_reads.numel() // (B * S), dtype=torch.float32)
-        write_at = read_at.new_empty(B, S, AT)
-        content = read_at.new_empty(B, S, CONTENT)
-        spread = read_at.new_empty(B, S, SPREAD) if SPREAD else None
-        stand_in = read_at
-        options = {"AT": AT, "CONTENT": CONTENT, "SPREAD": SPREAD, "BLOCK": STEER_BLOCK}
-        programs = -(-max(raw_reads.numel(), raw_writes.numel()) // STEER_BLOCK)
-        launch(
-            triton_layer.steer_kernel, (programs,),
-            raw_reads, raw_writes, stand_in if heads.spread_bias is None else heads.spread_bias,
-            read_at, write_at, stand_in if spread is None else spread, content,
-            raw_reads.numel(), B * S, sigma_scale, **options,
-        )  # fmt: skip
-        kept = (tokens, summary, write_proj, for_reads, for_writes, read_at, write_at, spread)
-        ctx.save_for_backward(*kept)
-        ctx.every_token, ctx.sigma_scale, ctx.options = every_token, sigma_scale, options
-        ctx.shared = heads.read_coordinate is heads.write_coordinate
-        ctx.kinds = tuple(None if weight is None else weight.dtype for weight in weights)
-        return read_at, write_at, spread, content
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        x, hidden, cell, options, dtype, *rest = inputs
+        weights = Weights._make(rest)
+        K, frame, d = options.chunk_size, options.frame, x.shape[2]
+        B, n = len(x), hidden.ndim - 2
+        padded = -(-frame // K) * K
+        norm, steer, scan, gated = parts = [_Part() for _ in range(4)]
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore
-        kept = ctx.saved_tensors
-        tokens, summary, write_proj, for_reads, for_writes, read_at, write_at, spread = kept
-        grad_read_at, grad_write_at, grad_spread, grad_content = grads
-        B, S, K, d = tokens.shape
-        flat = tokens.view(B * S, K * d)
-        queries = flat.view(-1, d) if ctx.every_token else flat[:, :d]
-        grad_reads = tokens.new_empty(len(queries), len(for_reads))
-        grad_writes = tokens.new_empty(B * S, len(for_writes))
-        programs = -(-max(grad_reads.numel(), grad_writes.numel()) // STEER_BLOCK)
-        stand_in = read_at
-        launch(
-            triton_layer.steer_backward_kernel, (programs,),
-            read_at, write_at, stand_in if spread is None else spread,
-            grad_read_at.contiguous(), grad_write_at.contiguous(),
-            stand_in if spread is None else grad_spread.contiguous(), grad_content.contiguous(),
-            grad_reads, grad_writes, grad_reads.numel(), B * S, ctx.sigma_scale, **ctx.options,
-        )  # fmt: skip
-        grad_summary = grad_writes @ for_writes
-        grad_flat = grad_summary @ write_proj
-        into = grad_flat.view(-1, d) if ctx.every_token else grad_flat[:, :d]
-        into.addmm_(grad_reads, for_reads)
-        grad_heads = (grad_writes.t() @ summary).to(torch.float32)
-        by_reads = grad_reads.t() @ queries
-        at, content, *rest = grad_heads.split([size for size in _sizes(ctx.options) if size])
-        if ctx.shared:  # one tensor twice among the inputs: its gradients are added
-            at = at + by_reads
-        results = (
-            grad_summary.t() @ flat,
-            None if ctx.shared else by_reads,
-            at,
-            content,
-            *(rest if rest else [None]),
-            grad_writes[:, -ctx.options["SPREAD"] :].sum(0, dtype=torch.float32) if rest else None,
+        normed, x = NormAndThrough.forward(
+            norm, x, weights.norm, weights.norm_bias, options.epsilon, dtype
         )
+        if padded > frame:
+            normed = F.pad(normed.view(B, -1, frame, d), (0, 0, 0, padded - frame))
+        tokens = normed.view(B, -1, K, d)
+        read_at, write_at, spread, content = Steer.forward(
+            steer, tokens, options.every_token, options.sigma_scale, dtype, *weights[3:9]
+        )
+        request = Request(
+            read_at.view(B, -1, read_at.shape[2] // n, n),
+            write_at.view(B, -1, write_at.shape[2] // n, n),
+            spread,
+            content.view(*write_at.shape[:2], -1, hidden.shape[1]),
+            weights.taps,
+            weights.mix,
+            weights.bias,
+            hidden,
+            cell,
+        ).at_rest(torch.float32)
+        how = (options.checkpoint_every, dtype, "triton")
+        reads, last_hidden, last_cell = DirectScan.forward(scan, *request, how)
+        reads, output = reads.view(-1, weights.output.shape[1]).to(dtype), weights.output.to(dtype)
+        m = (reads @ output.t()).view(B, -1, d)
+        repeat = 1 if options.every_token else K
+        placing = Placing(repeat, frame, padded // repeat, 0)
+        out = AddGated.forward(
+            gated, x, m, weights.gate, placing, options.dropout, options.drop_path
+        )
+        ctx.lengths = [len(part.saved_tensors) for part in parts]
+        ctx.save_for_backward(reads, output, *(t for part in parts for t in part.saved_tensors))
+        for part in parts:
+            part.saved_tensors = ()
+        ctx.parts, ctx.frame = parts, (frame, padded)
+        ctx.kinds = (hidden.dtype, *(t if t is None else t.dtype for t in weights))
+        ctx.set_materialize_grads(False)
+        return out, last_hidden, last_cell
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore
+        return undone(_Whole, ctx, grads)
+
+    @staticmethod
+    def undo(ctx: Any, *grads: Any) -> Any:
+        """The gradients, without a graph of their own."""
+        grad_out, grad_hidden, grad_cell = grads
+        reads, output, *saved = ctx.saved_tensors
+        for part, length in zip(ctx.parts, ctx.lengths, strict=True):
+            part.saved_tensors, saved = tuple(saved[:length]), saved[length:]
+        norm, steer, scan, gated = ctx.parts
+        x = norm.saved_tensors[0]
+        (B, _, d), (frame, padded) = x.shape, ctx.frame
+        if grad_out is None:  # the state alone was made use of
+            grad_out = torch.zeros_like(x)
+
+        grad_through, grad_m, grad_gate, *_ = AddGated.undo(gated, grad_out)
+        grad_m = grad_m.view(-1, d)
+        grad_reads = (grad_m @ output).to(torch.float32)
+        read_at, content = scan.saved_tensors[0], scan.saved_tensors[3]
+        grad_reads = grad_reads.view(*read_at.shape[:3], content.shape[3])
+        scanned = DirectScan.undo(scan, grad_reads, grad_hidden, grad_cell)
+        by_read_at, by_write_at, by_spread, by_content, by_taps, by_mix, by_bias, *state = scanned
+        by_tokens, _, _, _, *by_heads = Steer.undo(
+            steer, by_read_at, by_write_at, by_spread, by_content
+        )
+        if padded > frame:
+            by_tokens = by_tokens.view(B, -1, padded, d)[:, :, :frame]
+        by_x, by_norm, by_norm_bias, *_ = NormAndThrough.undo(
+            norm, by_tokens.reshape(x.shape), grad_through
+        )
+        by_output = grad_m.t() @ reads
+        found = (by_norm, by_norm_bias, grad_gate, *by_heads, by_taps, by_mix, by_bias, by_output)
+        state_kind, *kinds = ctx.kinds
         typed = (
-            None if grad is None else grad.to(kind)
-            for grad, kind in zip(results, ctx.kinds, strict=True)
+            grad if grad is None or grad.dtype == kind else grad.to(kind)
+            for grad, kind in zip(found, kinds, strict=True)
         )
-        return grad_flat.view(tokens.shape), None, None, None, *typed
-
-
-def _sizes(options: dict[str, int]) -> tuple[int, int, int]:
-    return options["AT"], options["CONTENT"], options["SPREAD"]
-
-
-def add_gated(
-    x: Tensor, m: Tensor, gate: Tensor, placing: Placing, dropout: float, drop_path: float
-) -> Tensor:
-    """x̂ = x + σ(γ)·D(m): x (B, N, d), m (B, U, d), once for all tokens of a unit."""
-    return _AddGated.apply(x, m, gate, placing, dropout, drop_path)  # type: ignore
-
-
-class _AddGated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        x, m, gate, placing, dropout, drop_path = inputs
-        x, m = x.contiguous(), m.contiguous()
-        seeds = gate  # stands in where nothing is drawn
-        if dropout or drop_path:
-            seeds = torch.randint(2**62, (2,), device=x.device)
-        ctx.save_for_backward(m, gate, seeds)
-        ctx.numbers = (x.shape[1], m.shape[1], placing.frame, placing.units, placing.waiting)
-        ctx.rates = (float(dropout), float(drop_path))
-        D = x.shape[2]
-        ctx.options = {
-            "D": D,
-            "WIDTH": triton.next_power_of_2(D),
-            "REPEAT": placing.repeat,
-            "DROP": dropout > 0,
-            "PATH": drop_path > 0,
-        }
-        out = torch.empty_like(x)
-        launch(
-            triton_layer.residual_kernel, (m.shape[0] * m.shape[1],),
-            x, m, gate, seeds, out, *ctx.numbers, *ctx.rates, **ctx.options,
-        )  # fmt: skip
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore
-        (grad,) = grads
-        m, gate, seeds = ctx.saved_tensors
-        grad = grad.contiguous()
-        grad_m = torch.empty_like(m)
-        units = m.shape[0] * m.shape[1]
-        partial = m.new_empty(units, dtype=torch.float32)
-        launch(
-            triton_layer.residual_backward_kernel, (units,),
-            grad, m, gate, seeds, grad_m, partial, *ctx.numbers, *ctx.rates, **ctx.options,
-        )  # fmt: skip
-        return grad, grad_m, partial.sum(0, keepdim=True).to(gate.dtype), None, None, None
-
-
-def serves(x: Tensor) -> bool:
-    """Whether these functions can take tokens like x."""
-    floats = (torch.float32, torch.bfloat16)
-    return (
-        (x.is_cuda or INTERPRETED)
-        and x.dtype in floats
-        and products_of(x) in floats
-        and x.numel() > 0
-        and x.shape[-1] <= MAX_WIDTH
-    )
-
-
-def plain(*modules: nn.Module) -> bool:
-    """Whether these are linear maps or LayerNorms as PyTorch made them, and nobody watches them."""
-    return all(
-        type(module) in (nn.Linear, nn.LayerNorm)
-        and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
-        for module in modules
-    )
+        by_hidden, by_cell = (grad.to(state_kind) for grad in state[:2])
+        return by_x, by_hidden, by_cell, None, None, *typed

@@ -9,6 +9,7 @@ None comes back empty, since an operator's results have fixed types.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tensor_memory.ops import checkpointing
+from tensor_memory.ops.once import NO_SECOND_DERIVATIVE
 from tensor_memory.ops.request import Floats, Request
 
 Wanted = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -23,6 +25,7 @@ Wanted = tuple[Tensor | None, Tensor | None, Tensor | None]
 NineTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
+@functools.cache
 def implementation(name: str) -> Any:
     """The module that serves; the fused one brings triton with it, so it is loaded when asked."""
     return importlib.import_module(f"tensor_memory.ops.{name}_scan")
@@ -33,7 +36,7 @@ def run_forward(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """What `scan` does: reads, hidden, cell and what is kept."""
     serving = implementation(name)
-    with _no_autocast(request.hidden.device.type):
+    with _no_autocast(request.hidden.device.type, name):
         if keep and checkpoint_every:
             return checkpointing.forward(serving, request, checkpoint_every, products)
         return serving.forward(request, keep=keep, products=products)
@@ -57,7 +60,7 @@ def run_backward(
         grad_cell = torch.zeros_like(request.hidden) if grad_cell is None else grad_cell
     wanted = (grad_reads, grad_hidden, grad_cell)
     serving = implementation(name)
-    with _no_autocast(request.hidden.device.type):
+    with _no_autocast(request.hidden.device.type, name):
         if checkpoint_every:
             return checkpointing.backward(
                 serving, *wanted, request, kept, checkpoint_every, products
@@ -65,10 +68,14 @@ def run_backward(
         return serving.backward(*wanted, request, kept, products=products)
 
 
-def _no_autocast(device: str) -> Any:
-    """Autocast would reach inside; entering the context costs more than asking."""
-    enabled = torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if enabled else contextlib.nullcontext()
+_UNTOUCHED = contextlib.nullcontext()
+
+
+def _no_autocast(device: str, name: str) -> Any:
+    """Autocast would reach inside, but for kernels; entering the context costs more than asking."""
+    if name == "triton" or not torch.is_autocast_enabled(device):
+        return _UNTOUCHED
+    return torch.autocast(device, enabled=False)
 
 
 @torch.library.custom_op("tensor_memory::scan", mutates_args=())
@@ -123,19 +130,8 @@ def scan_backward(
     )
     wanted = (grad_reads, grad_hidden, grad_cell)
     grads = run_backward(wanted, request, kept, checkpoint_every, products, name)
-    filled = tuple(content.new_empty(0) if g is None else _alone(g) for g in grads)
+    filled = tuple(content.new_empty(0) if g is None else g.contiguous() for g in grads)
     return cast(NineTensors, filled)
-
-
-def _alone(gradient: Tensor) -> Tensor:
-    """A gradient in memory of its own, as an operator's results must be.
-
-    The fused backward leaves some of them side by side in one buffer.
-    """
-    shared = gradient.untyped_storage().nbytes() > gradient.numel() * gradient.element_size()
-    return (
-        gradient.clone(memory_format=torch.contiguous_format) if shared else gradient.contiguous()
-    )
 
 
 @torch.library.custom_op("tensor_memory::read", mutates_args=())
@@ -188,25 +184,13 @@ def _backward(ctx: Any, grad_reads: Any, grad_hidden: Any, grad_cell: Any, _: An
             "tensor_memory::scan: a backward needs what a forward with keep=True has kept"
         )
     saved = ctx.saved_tensors  # asked for once: gradient checkpointing unpacks only once
-    wanted = (grad_reads, grad_hidden, grad_cell)
-    grads = wanted_backward(wanted, saved[:11], list(saved[11:]), *ctx.options)
-    return *grads, *[None] * 6
-
-
-def wanted_backward(
-    wanted: Wanted, tensors: Any, kept: list[Tensor], *options: Any
-) -> list[Tensor | None]:
-    """`scan_backward`, whose gradients of inputs that are None are None again."""
-    contiguous = (grad if grad is None else grad.contiguous() for grad in wanted)
-    grads = scan_backward(*contiguous, *tensors, kept, *options)
-    return [None if t is None else g for t, g in zip(tensors, grads, strict=False)]
+    contiguous = (g if g is None else g.contiguous() for g in (grad_reads, grad_hidden, grad_cell))
+    grads = scan_backward(*contiguous, *saved[:11], list(saved[11:]), *ctx.options)
+    return *(None if t is None else g for t, g in zip(saved, grads, strict=False)), *[None] * 6
 
 
 def _no_double_backward(ctx: Any, *grads: Any) -> Any:
-    raise NotImplementedError(
-        "memory_scan: this backend has no second derivative; "
-        'use backend="reference", which is differentiable any number of times'
-    )
+    raise NotImplementedError(NO_SECOND_DERIVATIVE)
 
 
 scan.register_autograd(_backward, setup_context=_setup)

@@ -18,6 +18,19 @@ Floats = tuple[
 ]
 STEPWISE = ("read_at", "write_at", "spread", "content", "writes", "resets")  # (B, S, ...)
 SHARED = ("taps", "mix", "bias")  # by all rows
+LETTERS = {
+    "read_at": "(B, S, Q, n)",
+    "write_at": "(B, S, M, n)",
+    "spread": "(B, S, M)",
+    "content": "(B, S, M, C)",
+    "taps": "(n, 2C, 3)",
+    "mix": "(4C, 2C)",
+    "bias": "(4C)",
+    "hidden": "(B, C, *grid)",
+    "cell": "(B, C, *grid)",
+    "writes": "(B, S)",
+    "resets": "(B, S)",
+}
 
 
 class Request(NamedTuple):
@@ -43,16 +56,20 @@ class Request(NamedTuple):
     @property
     def dtype(self) -> torch.dtype:
         """The type to compute in: that of the widest input, at least float32."""
-        types = (value.dtype for value in self.floats if value is not None)
+        types = {value.dtype for value in self.floats if value is not None}
         return functools.reduce(torch.promote_types, types, torch.float32)
 
     def at_rest(self, dtype: torch.dtype) -> Request:
         """All floats in one type, everything contiguous, and no reads as reads of no place."""
         B, S, _, n = self.write_at.shape
         read_at = self.write_at.new_empty(B, S, 0, n) if self.read_at is None else self.read_at
-        floats = (v if v is None else v.to(dtype) for v in (read_at, *self.floats[1:]))
-        values = (*floats, self.writes, self.resets)
-        return Request._make(v if v is None else v.contiguous() for v in values)
+        values = [read_at, *self[1:]]
+        for place, value in enumerate(values):
+            if value is not None:
+                if place < len(self.floats) and value.dtype != dtype:
+                    value = value.to(dtype)
+                values[place] = value if value.is_contiguous() else value.contiguous()
+        return Request._make(values)
 
     def empty_reads(self) -> Tensor:
         """Room for what the request reads: (B, S, Q, C)."""
@@ -92,27 +109,17 @@ class Request(NamedTuple):
                 f"memory_scan: expected at least 2 voxels along every axis, got {tuple(grid)}"
             )
         Q = self.read_at.shape[2] if self.read_at is not None and self.read_at.ndim == 4 else 1
-        expected = {
-            "read_at": ((B, S, Q, n), "(B, S, Q, n)"),
-            "write_at": ((B, S, M, n), "(B, S, M, n)"),
-            "spread": ((B, S, M), "(B, S, M)"),
-            "content": ((B, S, M, C), "(B, S, M, C)"),
-            "taps": ((n, 2 * C, 3), "(n, 2C, 3)"),
-            "mix": ((4 * C, 2 * C), "(4C, 2C)"),
-            "bias": ((4 * C,), "(4C)"),
-            "hidden": ((B, C, *grid), "(B, C, *grid)"),
-            "cell": ((B, C, *grid), "(B, C, *grid)"),
-            "writes": ((B, S), "(B, S)"),
-            "resets": ((B, S), "(B, S)"),
-        }
-        for name, (shape, letters) in expected.items():
-            tensor = getattr(self, name)
+        expected = (
+            (B, S, Q, n), (B, S, M, n), (B, S, M), (B, S, M, C), (n, 2 * C, 3), (4 * C, 2 * C),
+            (4 * C,), hidden.shape, hidden.shape, (B, S), (B, S),
+        )  # fmt: skip
+        for name, tensor, shape in zip(self._fields, self, expected, strict=True):
             if tensor is None:
                 continue
             if tensor.shape != shape:
                 raise ValueError(
-                    f"memory_scan: expected {name} of shape {letters} = {shape} to go with hidden "
-                    f"{tuple(hidden.shape)} and write_at {tuple(write_at.shape)}, "
+                    f"memory_scan: expected {name} of shape {LETTERS[name]} = {tuple(shape)} to go "
+                    f"with hidden {tuple(hidden.shape)} and write_at {tuple(write_at.shape)}, "
                     f"got {tuple(tensor.shape)}"
                 )
             if tensor.device != hidden.device:

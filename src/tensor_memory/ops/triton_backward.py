@@ -15,6 +15,7 @@ from tensor_memory.ops.triton_forward import (
     EPSILON,
     axis_taps,
     corner,
+    gate_sum,
     kernel_value,
     meet,
     mix_tiles,
@@ -56,6 +57,7 @@ def slopes_kernel(
     """
     c = tl.arange(0, C)
     kind = slopes.dtype.element_ty
+    ui, uf, uo, ug, hi, hf, ho, hg = 0, 0, 0, 0, 0, 0, 0, 0
     if RESIDENT:
         ui, uf, uo, ug = mix_tiles(mix, 0, C, PRODUCTS)
         hi, hf, ho, hg = mix_tiles(mix, 1, C, PRODUCTS)
@@ -70,14 +72,10 @@ def slopes_kernel(
         u = tl.load(written + here, mask=own, other=0.0)
         z = tl.load(kept_filtered + here, mask=own, other=0.0)
         memory = tl.load(kept_cell + here, mask=own, other=0.0).to(tl.float32)
-        if not RESIDENT:
-            ui, uf, uo, ug = mix_tiles(mix, 0, C, PRODUCTS)
-            hi, hf, ho, hg = mix_tiles(mix, 1, C, PRODUCTS)
-        zero = tl.zeros([BLOCK, C], dtype=tl.float32)
-        i = product(z, hi, product(u, ui, zero, PRODUCTS), PRODUCTS) + bias_i
-        g = product(z, hg, product(u, ug, zero, PRODUCTS), PRODUCTS) + bias_g
-        f = product(z, hf, product(u, uf, zero, PRODUCTS), PRODUCTS) + bias_f
-        o = product(z, ho, product(u, uo, zero, PRODUCTS), PRODUCTS) + bias_o
+        i = gate_sum(u, z, ui, hi, bias_i, mix, 0, RESIDENT, C, PRODUCTS)
+        g = gate_sum(u, z, ug, hg, bias_g, mix, 3, RESIDENT, C, PRODUCTS)
+        f = gate_sum(u, z, uf, hf, bias_f, mix, 1, RESIDENT, C, PRODUCTS)
+        o = gate_sum(u, z, uo, ho, bias_o, mix, 2, RESIDENT, C, PRODUCTS)
         i, f, o = sigmoid(i, FAST), sigmoid(f, FAST), sigmoid(o, FAST)
         g = tanh(g, FAST)
         new = tanh(f * memory + i * g, FAST)
@@ -407,17 +405,26 @@ def taps_kernel(
 
 
 @triton.jit
-def add_rows(rows, sums, count, width, block, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Columns `block` · COLUMNS onwards of rows (count, width), summed over the rows."""
-    column = block * COLUMNS + tl.arange(0, COLUMNS)
-    own = column < width
+def add_rows(rows, first, count, width, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Some columns of rows (…, width), summed over the rows from `first` up to `count`."""
     total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    for start in range(0, count, ROWS):
+    for start in range(first, count, ROWS):
         row = start + tl.arange(0, ROWS)
-        mask = (row < count)[:, None] & own[None, :]
+        mask = (row < count)[:, None] & (column < width)[None, :]
         at = rows + row[:, None].to(tl.int64) * width + column[None, :]
         total += tl.load(at, mask=mask, other=0.0)
-    tl.store(sums + column, tl.sum(total, axis=0), mask=own)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def add_share(rows, sums, count, part, block, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+              ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    """One of PARTS shares of the rows, into sums (PARTS, WIDTH)."""
+    share = (count + PARTS - 1) // PARTS
+    column = block * COLUMNS + tl.arange(0, COLUMNS)
+    until = tl.minimum((part + 1) * share, count)
+    total = add_rows(rows, part * share, until, WIDTH, column, ROWS, COLUMNS)
+    tl.store(sums + part * WIDTH + column, total, mask=column < WIDTH)
 
 
 @triton.jit(do_not_specialize=["mix_count", "write_count", "hidden_count"])
@@ -426,6 +433,7 @@ def sums_kernel(
     partial_writes,
     partial_hidden,
     grad_mix,
+    grad_bias,
     written,
     cube,
     mix_count,
@@ -433,23 +441,37 @@ def sums_kernel(
     hidden_count,
     C: tl.constexpr,
     AXES: tl.constexpr,
-    FILTERED: tl.constexpr,
+    PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """All partial sums in one launch: the mix with its bias, the taps of both halves."""
-    MIX: tl.constexpr = 4 * C * (2 * C + 1)
+    """All partial sums in one launch: the mix with its bias, the taps of both halves.
+
+    The taps' rows, thousands, are shared by PARTS programs, whose sums `share_taps_kernel` adds.
+    """
+    MIX: tl.constexpr = 8 * C * C
     WRITES: tl.constexpr = AXES * 3 * C
     block = tl.program_id(0)
-    first: tl.constexpr = (MIX + COLUMNS - 1) // COLUMNS
-    second: tl.constexpr = first + (WRITES + COLUMNS - 1) // COLUMNS
-    if block < first:
-        add_rows(partial_mix, grad_mix, mix_count, MIX, block, ROWS, COLUMNS)
-    elif FILTERED:
-        if block < second:
-            add_rows(partial_writes, written, write_count, WRITES, block - first, ROWS, COLUMNS)
+    mixes: tl.constexpr = (MIX + 4 * C + COLUMNS - 1) // COLUMNS
+    writes: tl.constexpr = (WRITES + COLUMNS - 1) // COLUMNS
+    shared: tl.constexpr = writes + (27 * C + COLUMNS - 1) // COLUMNS
+    if block < mixes:
+        column = block * COLUMNS + tl.arange(0, COLUMNS)
+        total = add_rows(partial_mix, 0, mix_count, MIX + 4 * C, column, ROWS, COLUMNS)
+        tl.store(grad_mix + column, total, mask=column < MIX)
+        column -= MIX
+        tl.store(grad_bias + column, total, mask=(column >= 0) & (column < 4 * C))
+    else:
+        part, block = (block - mixes) // shared, (block - mixes) % shared
+        if block < writes:
+            add_share(
+                partial_writes, written, write_count, part, block, WRITES, PARTS, ROWS, COLUMNS
+            )
         else:
-            add_rows(partial_hidden, cube, hidden_count, 27 * C, block - second, ROWS, COLUMNS)
+            add_share(
+                partial_hidden, cube, hidden_count, part, block - writes, 27 * C, PARTS, ROWS,
+                COLUMNS,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -462,17 +484,21 @@ def share_taps_kernel(
     AXES: tl.constexpr,
     ALL: tl.constexpr,
     ALL_PADDED: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """The 3ⁿ products of taps are one filter: share its gradient out by axis.
 
-    cube (3, 3, 3, C), of which missing axes use the middle alone; written (n, 3, C) is the written
-    half's gradient; grad_taps and taps (n, 2C, 3).
+    cube (PARTS, 3, 3, 3, C), of which missing axes use the middle alone; written (PARTS, n, 3, C)
+    is the written half's gradient; grad_taps and taps (n, 2C, 3).
     """
     c = tl.program_id(0) * 16 + tl.arange(0, 16)
-    k = tl.arange(0, ALL_PADDED)
+    k, part = tl.arange(0, ALL_PADDED), tl.arange(0, PARTS)
     own = (k < ALL)[:, None]
     MIDDLE: tl.constexpr = (27 - ALL) // 2  # 0, 9 or 12: where the used part begins
-    d = tl.load(cube + (MIDDLE + k[:, None]) * C + c[None, :], mask=own, other=0.0)
+    d = tl.zeros([ALL_PADDED, 16], dtype=tl.float32)
+    for i in tl.static_range(PARTS):
+        at = cube + ((i * 27 + MIDDLE + k)[:, None] * C + c[None, :])
+        d += tl.load(at, mask=own, other=0.0)
     for axis in tl.static_range(AXES):
         rest = d
         for other in tl.static_range(AXES):
@@ -483,7 +509,8 @@ def share_taps_kernel(
         digit = (k // 3 ** (AXES - 1 - axis)) % 3
         for t in tl.static_range(3):
             at = grad_taps + (axis * 2 * C + c) * 3 + t
-            tl.store(at, tl.load(written + (axis * 3 + t) * C + c))
+            from_writes = written + (part[:, None] * AXES + axis) * (3 * C) + t * C + c[None, :]
+            tl.store(at, tl.sum(tl.load(from_writes), axis=0))
             tl.store(at + 3 * C, tl.sum(tl.where((digit == t)[:, None], rest, 0.0), axis=0))
 
 

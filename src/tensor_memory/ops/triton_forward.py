@@ -97,6 +97,20 @@ def mix_tiles(mix, HALF: tl.constexpr, C: tl.constexpr, PRODUCTS: tl.constexpr):
 
 
 @triton.jit
+def gate_sum(u, z, by_write, by_hidden, bias, mix, GATE: tl.constexpr, RESIDENT: tl.constexpr,
+             C: tl.constexpr, PRODUCTS: tl.constexpr):  # fmt: skip
+    """One gate before its activation, from the filtered write u and the filtered hidden half z.
+
+    Weights that are not RESIDENT are loaded here, a gate's at a time.
+    """
+    if not RESIDENT:
+        by_write = mix_tile(mix, GATE, 0, C, PRODUCTS)
+        by_hidden = mix_tile(mix, GATE, 1, C, PRODUCTS)
+    total = product(u, by_write, tl.zeros(z.shape, dtype=tl.float32), PRODUCTS)
+    return product(z, by_hidden, total, PRODUCTS) + bias
+
+
+@triton.jit
 def tap(taps, AXIS: tl.constexpr, T: tl.constexpr, HALF: tl.constexpr, C: tl.constexpr):
     """One tap of one axis for all channels, as a row (1, C): taps (n, 2C, 3)."""
     return tl.load(taps + (AXIS * 2 * C + HALF * C + tl.arange(0, C)[None, :]) * 3 + T)
@@ -140,6 +154,55 @@ def near_plane(volume, v, inside, y, x, tx0, tx1, tx2, ty0, ty1, ty2, SHIFT: tl.
 
 
 @triton.jit
+def add_line(total, volume, v, inside, x, tx0, tx1, tx2, weight, SHIFT: tl.constexpr,
+             C: tl.constexpr, W: tl.constexpr):  # fmt: skip
+    """`near_line` times a weight, into a sum that exists already."""
+    at = volume + (v + SHIFT)[:, None] * C + tl.arange(0, C)[None, :]
+    before = (inside & (x > 0))[:, None]
+    after = (inside & (x < W - 1))[:, None]
+    total += tl.load(at, mask=inside[:, None], other=0.0).to(tl.float32) * (tx1 * weight)
+    total += tl.load(at - C, mask=before, other=0.0).to(tl.float32) * (tx0 * weight)
+    total += tl.load(at + C, mask=after, other=0.0).to(tl.float32) * (tx2 * weight)
+    return total
+
+
+@triton.jit
+def add_plane(total, volume, v, inside, y, x, tx0, tx1, tx2, ty0, ty1, ty2, weight,
+              SHIFT: tl.constexpr, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr):  # fmt: skip
+    total = add_line(total, volume, v, inside, x, tx0, tx1, tx2, ty1 * weight, SHIFT, C, W)
+    if H > 1:
+        before, after = inside & (y > 0), inside & (y < H - 1)
+        total = add_line(total, volume, v, before, x, tx0, tx1, tx2, ty0 * weight, SHIFT - W, C, W)
+        total = add_line(total, volume, v, after, x, tx0, tx1, tx2, ty2 * weight, SHIFT + W, C, W)
+    return total
+
+
+@triton.jit
+def near_cube(volume, v, own, z, y, x, tx0, tx1, tx2, ty0, ty1, ty2, tz0, tz1, tz2,
+              C: tl.constexpr, D: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+              PIN: tl.constexpr):  # fmt: skip
+    """All neighbours in one sum, each weighted by the product of its taps.
+
+    With many channels the sums of lines, of planes and of all do not fit into registers together.
+    """
+    # Here and now: products of taps that were kept from step to step would fill all registers.
+    tx0, tx1, tx2 = pinned(tx0, PIN), pinned(tx1, PIN), pinned(tx2, PIN)
+    ty0, ty1, ty2 = pinned(ty0, PIN), pinned(ty1, PIN), pinned(ty2, PIN)
+    tz0, tz1, tz2 = pinned(tz0, PIN), pinned(tz1, PIN), pinned(tz2, PIN)
+    total = tl.zeros([v.shape[0], C], dtype=tl.float32)
+    total = add_plane(total, volume, v, own, y, x, tx0, tx1, tx2, ty0, ty1, ty2, tz1, 0, C, H, W)
+    if D > 1:
+        before, after = own & (z > 0), own & (z < D - 1)
+        total = add_plane(
+            total, volume, v, before, y, x, tx0, tx1, tx2, ty0, ty1, ty2, tz0, -H * W, C, H, W
+        )
+        total = add_plane(
+            total, volume, v, after, y, x, tx0, tx1, tx2, ty0, ty1, ty2, tz2, H * W, C, H, W
+        )
+    return total
+
+
+@triton.jit
 def neighbours(volume, v, tx0, tx1, tx2, ty0, ty1, ty2, tz0, tz1, tz2, FILTERED: tl.constexpr,
                C: tl.constexpr, D: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
                PIN: tl.constexpr):  # fmt: skip
@@ -149,6 +212,11 @@ def neighbours(volume, v, tx0, tx1, tx2, ty0, ty1, ty2, tz0, tz1, tz2, FILTERED:
     if not FILTERED:
         at = volume + v[:, None] * C + tl.arange(0, C)[None, :]
         return tl.load(at, mask=own[:, None], other=0.0).to(tl.float32)
+    if C == 64:
+        total = near_cube(
+            volume, v, own, z, y, x, tx0, tx1, tx2, ty0, ty1, ty2, tz0, tz1, tz2, C, D, H, W, PIN
+        )
+        return pinned(total, PIN)
     total = near_plane(volume, v, own, y, x, tx0, tx1, tx2, ty0, ty1, ty2, 0, C, H, W) * tz1
     if D > 1:
         before, after = own & (z > 0), own & (z < D - 1)
@@ -449,6 +517,7 @@ def forward_kernel(
     tx0, tx1, tx2 = axis_taps(taps, AXES - 1, W if FILTERED else 1, False, C)
     ty0, ty1, ty2 = axis_taps(taps, AXES - 2, H if FILTERED else 1, False, C)
     tz0, tz1, tz2 = axis_taps(taps, AXES - 3, D if FILTERED else 1, False, C)
+    ui, uf, uo, ug, hi, hf, ho, hg = 0, 0, 0, 0, 0, 0, 0, 0
     if RESIDENT:
         ui, uf, uo, ug = mix_tiles(mix, 0, C, PRODUCTS)
         hi, hf, ho, hg = mix_tiles(mix, 1, C, PRODUCTS)
@@ -491,24 +560,18 @@ def forward_kernel(
             z = neighbours(
                 now, v, tx0, tx1, tx2, ty0, ty1, ty2, tz0, tz1, tz2, FILTERED, C, D, H, W, PIN
             )
-            if not RESIDENT:
-                ui, uf, uo, ug = mix_tiles(mix, 0, C, PRODUCTS)
-                hi, hf, ho, hg = mix_tiles(mix, 1, C, PRODUCTS)
-            zero = tl.zeros([BLOCK_V, C], dtype=tl.float32)
-            gate_i = product(u, ui, zero, PRODUCTS)
-            gate_f = product(u, uf, zero, PRODUCTS)
-            gate_o = product(u, uo, zero, PRODUCTS)
-            gate_g = product(u, ug, zero, PRODUCTS)
             if KEEP:
                 kept = s * slot_size + offset + here
                 tl.store(kept_cell + kept, memory.to(kept_cell.dtype.element_ty), mask=own)
                 tl.store(kept_filtered + kept, z.to(kept_filtered.dtype.element_ty), mask=own)
-            gate_i = product(z, hi, gate_i, PRODUCTS) + bias_i
-            gate_f = product(z, hf, gate_f, PRODUCTS) + bias_f
-            gate_o = product(z, ho, gate_o, PRODUCTS) + bias_o
-            gate_g = product(z, hg, gate_g, PRODUCTS) + bias_g
-            new = sigmoid(gate_f, FAST) * memory + sigmoid(gate_i, FAST) * tanh(gate_g, FAST)
-            h = sigmoid(gate_o, FAST) * tanh(new, FAST)
+            i = gate_sum(u, z, ui, hi, bias_i, mix, 0, RESIDENT, C, PRODUCTS)
+            new = sigmoid(i, FAST)  # one gate after another: four at once do not fit
+            g = gate_sum(u, z, ug, hg, bias_g, mix, 3, RESIDENT, C, PRODUCTS)
+            new *= tanh(g, FAST)
+            f = gate_sum(u, z, uf, hf, bias_f, mix, 1, RESIDENT, C, PRODUCTS)
+            new += sigmoid(f, FAST) * memory
+            o = gate_sum(u, z, uo, ho, bias_o, mix, 2, RESIDENT, C, PRODUCTS)
+            h = sigmoid(o, FAST) * tanh(new, FAST)
             if WRITES:
                 h = tl.where(write, h, tl.load(now + here, mask=own, other=0.0).to(tl.float32))
                 new = tl.where(write, new, memory)

@@ -1,11 +1,16 @@
 """Launching a kernel that has been launched before, without asking again what to compile.
 
-Triton derives a kernel's variant from every argument of every launch, which takes longer than most
-of our kernels run. Here a variant is found by what can change it: types, alignment and constants.
+Triton derives a kernel's variant from every argument of every launch, and asks the driver about
+every pointer, which together take longer than most of our kernels run. Here a kernel is bound to
+its constants once (`bound`); a launch then looks at types and alignment alone and hands over plain
+addresses. Triton's own launch hooks are not called; PyTorch's profiler sees the kernels as ever.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,35 +22,55 @@ from tensor_memory.ops import triton_forward
 INTERPRETED = not isinstance(triton_forward.forward_kernel, triton.JITFunction)
 # Earlier versions take other arguments when a compiled kernel is called.
 _DIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 4)
+_ALIGNED = 16  # bytes: what compiled code may rely on
 
-_compiled: dict[tuple[Any, ...], Any] = {}
 
+class Bound:
+    """A kernel with its constants and launch options; call it with a grid, tensors and numbers.
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Tensor | float, **settings: Any) -> None:
-    """kernel[grid](*arguments, **settings): constants and launch options by name.
-
-    The kernel must not specialise on the value of any integer argument.
+    The kernel takes pointers first, then numbers, then constants, and must not specialise on the
+    value of any number.
     """
-    variant = None if INTERPRETED or not _DIRECT else _variant(kernel, arguments, settings)
-    if variant is None:
-        kernel[grid](*arguments, **settings)
-    elif variant in _compiled:
-        constants = (settings[name] for name in kernel.arg_names[len(arguments) :])
-        _compiled[variant][(*grid, 1, 1)[:3]](*arguments, *constants)
-    else:
-        _compiled[variant] = kernel[grid](*arguments, **settings)
+
+    def __init__(self, kernel: Any, settings: dict[str, Any]) -> None:
+        self.kernel, self.settings = kernel, settings
+        self.variants: dict[Any, Any] = {}
+
+    def __call__(
+        self, grid: tuple[int, ...], tensors: Sequence[Tensor], numbers: tuple[float, ...] = ()
+    ) -> None:
+        """Launch on the device and the current stream of the first tensor."""
+        if INTERPRETED or not _DIRECT:
+            self.kernel[grid](*tensors, *numbers, **self.settings)
+            return
+        device = tensors[0].device.index
+        variant = (device, *[tensor.dtype for tensor in tensors])
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        if functools.reduce(operator.or_, pointers) % _ALIGNED or max(numbers, default=0) >= 2**31:
+            variant = None  # odd pointers and huge integers have code of their own, and are rare
+        known = self.variants.get(variant)
+        if torch._C._cuda_getDevice() != device:
+            with torch.cuda.device(device):
+                self(grid, tensors, numbers)
+        elif known is None:
+            compiled = self.kernel[grid](*tensors, *numbers, **self.settings)
+            if variant is not None:
+                names = self.kernel.arg_names[len(tensors) + len(numbers) :]
+                constants = tuple(self.settings[name] for name in names)
+                handles = (compiled.function, compiled.packed_metadata, None, None, None)
+                self.variants[variant] = (compiled.run, handles, constants)
+        else:
+            run, handles, constants = known
+            stream = torch._C._cuda_getCurrentRawStream(device)
+            run(*(*grid, 1, 1)[:3], stream, *handles, *pointers, *numbers, *constants)
 
 
-def _variant(
-    kernel: Any, arguments: tuple[Tensor | float, ...], settings: dict[str, Any]
-) -> tuple[Any, ...] | None:
-    """What decides which machine code runs; None for what is rare: odd pointers, huge integers."""
-    types: list[Any] = []
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            if argument.data_ptr() % 16:
-                return None
-            types.append(argument.dtype)
-        elif argument >= 2**31:
-            return None
-    return kernel, torch.cuda.current_device(), tuple(types), tuple(settings.items())
+_bound: dict[tuple[Any, ...], Bound] = {}
+
+
+def bound(kernel: Any, **settings: Any) -> Bound:
+    """The kernel with these constants and launch options, the same object for the same ones."""
+    key = (kernel.__name__, *settings.items())
+    if key not in _bound:
+        _bound[key] = Bound(kernel, settings)
+    return _bound[key]

@@ -1,16 +1,17 @@
 """What the fused scan can serve, and how one request is laid out on the device.
 
-Letters: B batch, V voxels, C channels, M writes per step.
+Letters: B batch, S steps, V voxels, C channels, Q reads and M writes per step.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
 from tensor_memory.ops.request import Request
@@ -20,7 +21,8 @@ MAX_VOXELS = 4096
 MAX_CHANNELS = 128
 SCAN_TILE = {16: 256, 32: 128, 64: 128, 128: 32}  # voxels a program of the scan holds, by C,
 SCAN_WARPS = 8  # with so many warps;
-SCAN_SHARE = 1  # such programs per multiprocessor, all resident at once;
+FORWARD_SHARE = {16: 1, 32: 2, 64: 1, 128: 1}  # such programs per multiprocessor in bfloat16,
+BACKWARD_SHARE = {16: 1, 32: 2, 64: 2, 128: 1}  # all resident at once; float32 has one;
 LEAST_VOXELS = 64  # of a row per such program: fewer, and waiting outweighs the work
 BLOCK_WARPS = 4  # the kernels that treat all steps at once are smaller, so that several programs
 BLOCK_BYTES = 4096  # of so many bytes share a multiprocessor and hide each other's loads
@@ -50,18 +52,66 @@ def why_not_read(hidden: Tensor) -> str | None:
     return why_not(hidden, hidden.dtype)
 
 
+class Shape(NamedTuple):
+    """All that decides how a scan is laid out: requests that share it share their plan."""
+
+    device: torch.device
+    B: int
+    S: int
+    Q: int
+    M: int
+    C: int
+    grid: tuple[int, ...]
+    gaussian: bool
+    filtered: bool
+    writes: bool
+    resets: bool
+    products: torch.dtype
+    exact: bool
+    """Whether float32 products are true float32, as `torch.get_float32_matmul_precision` says."""
+
+    @classmethod
+    def of(cls, request: Request, products: torch.dtype) -> Shape:
+        """The shape of a request at rest."""
+        assert request.read_at is not None
+        B, S, Q, _ = request.read_at.shape
+        hidden = request.hidden.shape
+        return cls(
+            request.hidden.device, B, S, Q, request.write_at.shape[2], hidden[1], hidden[2:],
+            request.spread is not None, request.taps is not None, request.writes is not None,
+            request.resets is not None, products,
+            torch.get_float32_matmul_precision() == "highest",
+        )  # fmt: skip
+
+    @property
+    def V(self) -> int:  # noqa: N802
+        """Voxels."""
+        return math.prod(self.grid)
+
+    @property
+    def low(self) -> bool:
+        """Whether products are in bfloat16."""
+        return self.products == torch.bfloat16
+
+
+class Layout(NamedTuple):
+    """How the programs of a sequential kernel share the rows' voxels."""
+
+    parts: int
+    """Programs that share a row."""
+    options: dict[str, Any]
+    """Launch options: programs that wait for each other must all be resident at once."""
+    constants: dict[str, int]
+    """BLOCK_V voxels that a program holds at a time, TILES of them per step (with one, the cell
+    stays in registers), PARTS programs per row."""
+
+
 class Plan(NamedTuple):
     """How one scan is laid out on the device; everything here is fixed at compile time."""
 
-    tile: int
-    """Voxels that one program of the scan holds at a time."""
-    tiles: int
-    """Tiles it goes through per step; with one, the cell stays in registers."""
-    parts: int
-    """Programs of the scan that share a row."""
     block: int
     """Voxels per program of the kernels that treat all steps at once."""
-    shape: dict[str, int]
+    sizes: dict[str, int]
     write: dict[str, Any]
     products: str
     fast: bool
@@ -73,65 +123,73 @@ class Plan(NamedTuple):
     """Launch options of programs that need nobody."""
     streamed: dict[str, Any]
     """Launch options of programs that read much and meet nobody: loads run ahead."""
-    together: dict[str, Any]
-    """Launch options of programs that wait for each other: all must be resident at once."""
 
 
-def plan(request: Request, products: torch.dtype, *, alone: bool = False) -> Plan:
-    """Divide each row's voxels among programs so that the device is full but all are resident.
-
-    `alone` gives each row a single program, which needs no counter.
-    """
-    hidden = request.hidden
-    B, C, *grid = hidden.shape
-    V = math.prod(grid)
-    parts = 1
-    if hidden.device.type == "cuda" and not alone:
-        multiprocessors = torch.cuda.get_device_properties(hidden.device).multi_processor_count
-        room = SCAN_SHARE * multiprocessors
-        while 2 * parts * B <= room and 2 * parts * LEAST_VOXELS <= V:
-            parts *= 2
-    tile = max(16, min(triton.next_power_of_2(-(-V // parts)), SCAN_TILE[C]))
-    low = products == torch.bfloat16
+@functools.lru_cache(maxsize=256)
+def plan(shape: Shape) -> Plan:
+    """What the kernels of a scan of this shape have in common."""
+    low, C = shape.low, shape.C
     kept = torch.bfloat16 if low else torch.float32
     if low:
         mode = "bf16-emulated" if INTERPRETED else "bf16"
     else:
-        exact = torch.get_float32_matmul_precision() == "highest"
-        mode = "ieee" if INTERPRETED else "tf32x3" if exact else "tf32"
-    together: dict[str, Any] = {"num_warps": SCAN_WARPS, "num_stages": 1}
-    if parts > 1:
-        together["launch_cooperative_grid"] = True
+        mode = "ieee" if INTERPRETED else "tf32x3" if shape.exact else "tf32"
     return Plan(
-        tile=tile,
-        tiles=-(-V // (parts * tile)),
-        parts=parts,
         block=max(16, BLOCK_BYTES // (C * kept.itemsize)),
-        shape=shape_of(hidden),
-        write={
-            "M": request.write_at.shape[2],
-            "GAUSSIAN": request.spread is not None,
-            "FILTERED": request.taps is not None,
-        },
+        sizes=sizes_of(C, shape.grid),
+        write={"M": shape.M, "GAUSSIAN": shape.gaussian, "FILTERED": shape.filtered},
         products=mode,
         fast=low and not INTERPRETED,
         resident=(low and C <= 64) or C <= 32,
         kept=kept,
         alone={} if INTERPRETED else {"num_warps": BLOCK_WARPS, "num_stages": 1},
         streamed={} if INTERPRETED else {"num_warps": 8, "num_stages": 3 if C <= 64 else 2},
-        together={} if INTERPRETED else together,
     )
 
 
-def shape_of(hidden: Tensor) -> dict[str, int]:
-    _, C, *grid = hidden.shape
+def layout(shape: Shape, share: dict[int, int], *, alone: bool = False) -> Layout:
+    """Divide each row's voxels among programs so that the device is full but all are resident.
+
+    `share` gives the programs per multiprocessor in bfloat16, by C; several have fewer warps and
+    smaller tiles each. `alone` gives each row a single program, which needs no counter.
+    """
+    B, V, C = shape.B, shape.V, shape.C
+    parts, warps = 1, SCAN_WARPS
+    if shape.device.type == "cuda" and not alone:
+        multiprocessors = torch.cuda.get_device_properties(shape.device).multi_processor_count
+        sharing = share[C] if shape.low else 1
+        while 2 * parts * B <= sharing * multiprocessors and 2 * parts * LEAST_VOXELS <= V:
+            parts *= 2
+        if parts * B > multiprocessors:
+            warps //= sharing
+    most = SCAN_TILE[C] * warps // SCAN_WARPS
+    tile = max(16, min(power_of_2(-(-V // parts)), most))
+    options: dict[str, Any] = {"num_warps": warps, "num_stages": 1}
+    if C > 64:
+        options["maxnreg"] = 255  # the assembler takes 32 by itself, and ten times the time
+    if parts > 1:
+        options["launch_cooperative_grid"] = True
+    return Layout(
+        parts=parts,
+        options={} if INTERPRETED else options,
+        constants={"BLOCK_V": tile, "TILES": -(-V // (parts * tile)), "PARTS": parts},
+    )
+
+
+def sizes_of(C: int, grid: Sequence[int]) -> dict[str, int]:
+    """A kernel's constants for a volume; grids of 1 and 2 axes are grids of 3."""
     depth, height, width = (*(1,) * (3 - len(grid)), *grid)
     return {"C": C, "D": depth, "H": height, "W": width, "AXES": len(grid)}
 
 
+def power_of_2(n: int) -> int:
+    """The smallest power of 2 that is at least n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
 def padded_channels(C: int) -> int:
     """Kernels hold a power of two, at least 16: channels beyond C start, stay and end at zero."""
-    return max(16, triton.next_power_of_2(C))
+    return max(16, power_of_2(C))
 
 
 def widened(request: Request, C: int) -> Request:

@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from tensor_memory.ops.triton_forward import read_place, tanh
-from tensor_memory.ops.triton_launch import launch
-from tensor_memory.ops.triton_plan import shape_of, why_not_read
+from tensor_memory.ops.triton_launch import bound
+from tensor_memory.ops.triton_plan import power_of_2, sizes_of, why_not_read
 
 MAX_READS = 4  # heads, which one program goes through one by one
 
@@ -151,13 +151,19 @@ def step(
     next_readout = readout if every_token else into
     if complete and not every_token:
         next_readout = torch.empty_like(readout)
-    launch(
-        token_kernel, (B,),
-        x, norm.weight, norm.bias, coordinates, output, gate, hidden, tokens, into,
-        out, tokens if chunk is None else chunk, next_tokens,
-        into if every_token else next_readout, next_fill, waiting, norm.eps,
-        K=K, WIDTH_D=d, WIDTH=triton.next_power_of_2(d), R=R, **shape_of(hidden),
+    launch = bound(
+        token_kernel,
+        K=K, WIDTH_D=d, WIDTH=power_of_2(d), R=R, **sizes_of(C, hidden.shape[2:]),
         READ=reads, COMPLETE=complete, KEPT=not every_token,
+    )  # fmt: skip
+    launch(
+        (B,),
+        (
+            x, norm.weight, norm.bias, coordinates, output, gate, hidden, tokens, into,
+            out, tokens if chunk is None else chunk, next_tokens,
+            into if every_token else next_readout, next_fill,
+        ),
+        (waiting, norm.eps),
     )  # fmt: skip
     return Stepped(out, chunk, next_tokens, next_fill, next_readout)
 
