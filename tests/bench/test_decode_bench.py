@@ -7,7 +7,7 @@ import torch
 
 from tensor_memory import TensorMemory, bench
 from tensor_memory.bench import decode
-from tensor_memory.bench.lean_models import language_host
+from tensor_memory.bench.hosts import language_host
 
 
 def run_quick(tmp_path, *arguments):

@@ -1,14 +1,13 @@
-"""The lean models are what they claim to be; no step is timed before its scan agrees."""
+"""The hosts are what they claim to be; no step is timed before its scan agrees."""
 
 import json
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from tensor_memory import bench, find_leak, ops
-from tensor_memory.bench import lean_models, train_step
-from tensor_memory.bench.lean_models import LinearCrossEntropy, give_memory
+from tensor_memory import bench, ops
+from tensor_memory.bench import hosts, train_step
+from tensor_memory.experiments.models.video import VideoModel
 
 
 def run_quick(tmp_path, *arguments):
@@ -53,10 +52,10 @@ def test_a_wrong_scan_gets_no_speed_and_status_1(tmp_path, monkeypatch, capsys):
 
 
 def test_a_model_that_dies_is_recorded_and_the_other_goes_on(tmp_path, monkeypatch):
-    def dying(self, clips, targets):
+    def dying(self, batch):
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(lean_models.VideoModel, "forward", dying)
+    monkeypatch.setattr(VideoModel, "forward", dying)
     status, record = run_quick(tmp_path)
     assert status == 1
     models = record["result"]["models"]
@@ -84,19 +83,17 @@ def test_options_reach_the_memory(tmp_path):
     [("language", 25_912_704, 28_314_156), ("video", 5_014_373, 5_608_623)],
 )
 def test_full_size_models_have_the_published_numbers_of_weights(name, without, with_memory):
-    host = lean_models.HOSTS[name]()
+    host = hosts.HOSTS[name]()
     with torch.device("meta"):
-        model = host.build()
-        base = sum(p.numel() for p in model.parameters())
-        give_memory(model, host.dim, host.memory, range(host.layers), gate_init=0.0, dropout=0.0)
-        full = sum(p.numel() for p in model.parameters())
+        models = host.build(None, ()), host.build(host.memory, range(host.layers))
+    base, full = (sum(p.numel() for p in model.parameters()) for model in models)
     assert base == pytest.approx(without, rel=1e-4)
     assert full == pytest.approx(with_memory, rel=1e-3)  # the published heads have biases
 
 
 def test_scans_have_the_published_lengths():
-    assert lean_models.language_host().steps(16) == 32
-    assert lean_models.video_host().steps(8) == 8 * 25
+    assert hosts.language_host().steps(16) == 32
+    assert hosts.video_host().steps(8) == 8 * 25
 
 
 def test_the_video_models_scan_is_as_long_as_was_compared(monkeypatch):
@@ -108,53 +105,16 @@ def test_the_video_models_scan_is_as_long_as_was_compared(monkeypatch):
         return honest(request, *options)
 
     monkeypatch.setattr("tensor_memory.module.scan_checked", watching)
-    host = lean_models.video_host(quick=True)
-    model = host.build()
-    give_memory(model, host.dim, host.memory, range(host.layers), gate_init=0.0, dropout=0.0)
-    model(*host.draw(torch.device("cpu")))
+    host = hosts.video_host(quick=True)
+    model = host.build(host.memory, range(host.layers))
+    host.loss(model, host.draw(torch.device("cpu")))
     assert seen == [(host.batch, host.steps(host.memory.chunk_size))] * host.layers
 
 
-def test_the_language_model_with_memory_does_not_look_ahead():
-    host = lean_models.language_host(quick=True)
-    model = host.build()
-    give_memory(model, host.dim, host.memory, range(host.layers), gate_init=0.0, dropout=0.0)
-    model.norm = torch.nn.Identity()  # catch the tokens before they meet the loss
-    ids, targets = host.draw(torch.device("cpu"))
-
-    def features(ids):
-        caught = []
-        handle = model.norm.register_forward_hook(lambda m, given, out: caught.append(out))
-        model(ids, targets[: ids.shape[0]])
-        handle.remove()
-        return caught[0]
-
-    model.eval()
-    report = find_leak(features, ids)
-    assert not report, report
-
-
-@pytest.mark.parametrize("part", [3, 5, 100])
-def test_the_lean_loss_and_its_gradients_are_the_plain_ones(monkeypatch, part):
-    monkeypatch.setattr(lean_models, "LOSS_TOKENS", part)
-    h = torch.randn(10, 4, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
-    targets = torch.randint(7, (10,))
-    lean = LinearCrossEntropy.apply(h, weight, targets)
-    plain = F.cross_entropy(h @ weight.t(), targets)
-    torch.testing.assert_close(lean.double(), plain, rtol=1e-6, atol=1e-6)
-    for got, expected in zip(
-        torch.autograd.grad(2 * lean, (h, weight)),
-        torch.autograd.grad(2 * plain, (h, weight)),
-        strict=True,
-    ):
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
-
-
 def test_a_step_trains():
-    host = lean_models.language_host(quick=True)
-    model = host.build()
-    step = train_step.Training(model, host.draw(torch.device("cpu")), torch.device("cpu"))
+    host, cpu = hosts.language_host(quick=True), torch.device("cpu")
+    model = host.build(host.memory, [0])
+    step = train_step.Training(host, model, host.draw(cpu), cpu)
     before = model.word.weight.detach().clone()
     step()
     assert not torch.equal(before, model.word.weight)

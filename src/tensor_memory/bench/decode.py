@@ -2,7 +2,7 @@
 
     tensor-memory bench decode
 
-The language model of `lean_models` without gradients, each layer attending to a window of fixed
+The language model without gradients, each layer attending to a window of fixed
 size, so that nothing grows; with and without memory, turn by turn. First the scan is compared with
 the float64 reference, and one token at a time with the whole sequence at once; where either fails
 no speed is given and the status is 1.
@@ -20,15 +20,12 @@ import torch
 import torch.nn.functional as F
 
 from tensor_memory.bench import agreement, report
-from tensor_memory.bench.lean_models import (
-    Block,
-    Host,
-    LanguageModel,
-    give_memory,
-    language_host,
-)
+from tensor_memory.bench.hosts import Host, language_host
 from tensor_memory.bench.shapes import ScanShape
 from tensor_memory.bench.timing import QUICK, Budget, Timing, describe, part_failures
+from tensor_memory.experiments.models.attention import SelfAttention, merge_heads, split_heads
+from tensor_memory.experiments.models.block import Block
+from tensor_memory.experiments.models.language import LanguageModel
 from tensor_memory.module import TensorMemory
 from tensor_memory.progress import progress
 from tensor_memory.state import MemoryState
@@ -47,12 +44,14 @@ class Decoder:
     def __init__(self, model: LanguageModel, batch: int) -> None:
         self.model = model.eval()
         weight = model.word.weight
-        blocks = [block for block in model.blocks if isinstance(block, Block)]
-        size = (batch, blocks[0].heads, WINDOW, weight.shape[1] // blocks[0].heads)
-        self.blocks = blocks
-        self.keys = [weight.new_zeros(size) for _ in blocks]
-        self.values = [weight.new_zeros(size) for _ in blocks]
-        self.states: dict[str, MemoryState | None] = dict.fromkeys(model.residuals)
+        self.blocks = [block for block in model.stack.blocks if isinstance(block, Block)]
+        heads = model.config.heads
+        size = (batch, heads, WINDOW, weight.shape[1] // heads)
+        self.keys = [weight.new_zeros(size) for _ in self.blocks]
+        self.values = [weight.new_zeros(size) for _ in self.blocks]
+        self.states: dict[int, MemoryState | None] = {
+            index: None for index, block in enumerate(self.blocks) if block.side is not None
+        }
         self.ids = torch.zeros(batch, 1, dtype=torch.long, device=weight.device)
         self.slots = cycle(range(WINDOW))
 
@@ -60,17 +59,18 @@ class Decoder:
     def step(self) -> None:
         """One token for every row."""
         slot, model = next(self.slots), self.model
-        x = model.word(self.ids) + model.position[slot % len(model.position)]
+        x = model.embed(self.ids, slot % model.length)
         for index, block in enumerate(self.blocks):
-            q, k, v = block.split(block.qkv(block.attention_norm(x)))
+            attention = block.attention
+            assert isinstance(attention, SelfAttention)
+            q, k, v = split_heads(attention.qkv(block.attention_norm(x)), 3, attention.heads)
             self.keys[index][:, :, slot] = k[:, :, 0]
             self.values[index][:, :, slot] = v[:, :, 0]
             mixed = F.scaled_dot_product_attention(q, self.keys[index], self.values[index])
-            x = block.transform(x + block.project(block.merge(mixed)))
-            name = str(index)
-            if name in self.states:
-                x, self.states[name] = model.residuals[name](x, self.states[name])
-        self.ids = (model.norm(x) @ model.word.weight.t()).argmax(-1)
+            x = block.transform(x + attention.project(merge_heads(mixed)))
+            if index in self.states:
+                x, self.states[index] = block.remember(x, self.states[index])
+        self.ids = model.logits(x).argmax(-1)
 
     @property
     def state_bytes(self) -> int:
@@ -81,12 +81,8 @@ class Decoder:
 def build(host: Host, device: torch.device, seed: int, *, memory: bool) -> LanguageModel:
     """The model in the type it is served in: bfloat16 on a GPU."""
     torch.manual_seed(seed)
-    model = host.build()
+    model = host.build(host.memory if memory else None, range(host.layers))
     assert isinstance(model, LanguageModel)
-    if memory:
-        give_memory(
-            model, host.dim, host.memory, range(host.layers), gate_init=host.gate_init, dropout=0.0
-        )
     return model.to(device, _dtype(device)).eval()
 
 

@@ -2,7 +2,7 @@
 
     tensor-memory bench train-step
 
-Forward, backward and AdamW of lean models of the published shapes (`lean_models`), bfloat16
+Forward, backward and AdamW of the language and the video model at their published sizes, bfloat16
 autocast on a GPU; there each step is also captured as a CUDA graph, which spares both models the
 time that Python takes to launch. The scan they use is compared with the float64 reference first;
 where that fails no speed is given and the status is 1.
@@ -15,10 +15,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tensor_memory.bench import agreement, aims, report
-from tensor_memory.bench.lean_models import HOSTS, Host, give_memory
+from tensor_memory.bench.hosts import HOSTS, Host
 from tensor_memory.bench.shapes import ScanShape
 from tensor_memory.bench.timing import (
     QUICK,
@@ -30,6 +30,8 @@ from tensor_memory.bench.timing import (
     part_failures,
 )
 from tensor_memory.config import MemoryConfig
+from tensor_memory.experiments.models import Model
+from tensor_memory.experiments.tasks import Batch
 from tensor_memory.progress import progress
 
 GIB = 2**30
@@ -39,8 +41,8 @@ WITHOUT, WITH = "base", "memory"
 class Training:
     """A model, its optimiser and one batch; calling it takes one step."""
 
-    def __init__(self, model: nn.Module, batch: tuple[Tensor, Tensor], device: torch.device):
-        self.device = device
+    def __init__(self, host: Host, model: Model, batch: Batch, device: torch.device) -> None:
+        self.device, self.host = device, host
         self.model = model.to(device).train()
         self.batch = batch
         self.optimizer = torch.optim.AdamW(
@@ -55,7 +57,7 @@ class Training:
         """Forward, backward, update; the loss, which nobody waits for."""
         cuda = self.device.type == "cuda"
         with torch.autocast(self.device.type, torch.bfloat16 if cuda else None, enabled=cuda):
-            loss = self.model(*self.batch)
+            loss = self.host.loss(self.model, self.batch)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -98,18 +100,8 @@ def measure_host(
     for name in (WITHOUT, WITH):
         held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         torch.manual_seed(seed)
-        model = host.build()
-        if name == WITH:
-            give_memory(
-                model,
-                host.dim,
-                config,
-                layers,
-                gate_init=host.gate_init,
-                dropout=host.dropout,
-                drop_path=host.drop_path,
-            )
-        steps[name] = Training(model, batch, device)
+        model = host.build(config if name == WITH else None, layers)
+        steps[name] = Training(host, model, batch, device)
         row.setdefault("parameters", {})[name] = sum(p.numel() for p in model.parameters())
         peaks[name] = _peak_of_training(steps[name], held)
     timed = measure_alternately(steps, device, budget)
@@ -246,7 +238,7 @@ def main(argv: list[str]) -> int:
     """Run the benchmark; 1 where a scan disagreed or a part died."""
     parser = argparse.ArgumentParser(
         prog="tensor-memory bench train-step",
-        description="Time a training step of lean models with and without memory.",
+        description="Time a training step of the compared models with and without memory.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     report.add_common_options(parser)
