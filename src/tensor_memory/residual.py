@@ -164,7 +164,7 @@ class MemoryResidual(nn.Module):
         )
         tensors = (x, state.hidden, state.cell, *weights)
         learns = any(t is not None and t.requires_grad for t in tensors)
-        if not learns or not layer.serves_whole(state.hidden, weights):
+        if not learns or not layer.serves_whole(state.hidden, state.cell, weights):
             return None
         options = layer.Options(
             epsilon=norm.eps,

@@ -1,11 +1,14 @@
 """Launches and layouts of the fused scan, with a device that is only pretended."""
 
+import inspect
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 from scans import HERE
 
+from tensor_memory import MemoryConfig, MemoryResidual, TensorMemory
 from tensor_memory.ops import why_not
 
 if why_not("triton", HERE) is not None:
@@ -18,20 +21,51 @@ from tensor_memory.ops.triton_plan import Shape, layout
 SMS = 132
 
 
+class Before:
+    """Compiled code as Triton 3.4 to 3.6 call it; notes how it was called."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def __call__(self, gridX, gridY, gridZ, stream, function, *args):
+        self.calls.append((gridX, gridY, gridZ, stream, function, *args))
+
+
+class Since(Before):
+    """As Triton 3.7 to 3.9 do."""
+
+    def __call__(
+        self, gridX, gridY, gridZ, stream, function,
+        kernel_metadata, launch_metadata, launch_enter_hook, launch_exit_hook, *args,
+    ):  # fmt: skip
+        hooks = (launch_metadata, launch_enter_hook, launch_exit_hook)
+        super().__call__(gridX, gridY, gridZ, stream, function, kernel_metadata, *hooks, *args)
+
+
+class Other(Before):
+    """As no version known here does."""
+
+    def __call__(self, stream, function, *args):
+        raise AssertionError("called in a way that was guessed")
+
+
 class FakeKernel:
     """A kernel of two pointers, a number and a constant; notes who was launched, and how."""
 
-    __name__ = "fake"
     arg_names = ("x", "y", "count", "C")
+    attributes = ("run", "function", "packed_metadata")
 
-    def __init__(self):
+    def __init__(self, version=Before):
+        self.version = version
         self.compiled, self.ran = [], []
 
     def __getitem__(self, grid):
         def compile_and_run(*arguments, **settings):
             self.compiled.append((grid, arguments, settings))
-            run = lambda *values: self.ran.append(values)  # noqa: E731
-            return SimpleNamespace(run=run, function="code", packed_metadata="metadata")
+            code = {
+                "run": self.version(self.ran), "function": "code", "packed_metadata": "metadata"
+            }  # fmt: skip
+            return SimpleNamespace(**{name: code[name] for name in self.attributes})
 
         return compile_and_run
 
@@ -44,7 +78,9 @@ def kernel(monkeypatch) -> FakeKernel:
     return FakeKernel()
 
 
-def test_a_second_launch_goes_straight_to_the_compiled_code(kernel):
+@pytest.mark.parametrize("version", [Before, Since])
+def test_a_second_launch_goes_straight_to_the_compiled_code(version, kernel):
+    kernel.version = version
     launch = Bound(kernel, {"C": 16, "num_warps": 4})
     x, y = torch.zeros(8), torch.zeros(8)
     launch((3, 2), (x, y), (5,))
@@ -55,6 +91,73 @@ def test_a_second_launch_goes_straight_to_the_compiled_code(kernel):
     assert kernel.ran == [
         (7, 1, 1, "stream", "code", "metadata", *hooks, y.data_ptr(), x.data_ptr(), 6, 16)
     ]
+
+
+@pytest.mark.parametrize("missing", ["how it is called", *FakeKernel.attributes, "the stream"])
+def test_where_triton_is_not_as_known_every_launch_is_an_ordinary_one(missing, kernel, monkeypatch):
+    if missing == "how it is called":
+        kernel.version = Other
+    elif missing == "the stream":
+        monkeypatch.delattr(torch._C, "_cuda_getCurrentRawStream")
+    else:
+        kernel.attributes = tuple(name for name in kernel.attributes if name != missing)
+    launch, x = Bound(kernel, {"C": 16}), torch.zeros(8)
+    for _ in range(3):
+        launch((1,), (x, x), (5,))
+    assert kernel.compiled == [((1,), (x, x, 5), {"C": 16})] * 3
+    assert kernel.ran == []
+
+
+def test_a_launch_happens_on_the_device_of_its_tensors(kernel, monkeypatch):
+    current, entered = ["another"], []
+
+    class Device:
+        def __init__(self, index):
+            entered.append(index)
+
+        def __enter__(self):
+            current.append(None)
+
+        def __exit__(self, *_):
+            current.pop()
+
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[-1], raising=False)
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    launch, x = Bound(kernel, {"C": 16}), torch.zeros(8)
+    launch((1,), (x, x), (5,))
+    launch((1,), (x[1:], x), (5,))  # at an odd address
+    assert entered == [None, None]
+    assert len(kernel.compiled) == 2
+    assert current == ["another"]
+
+
+@pytest.mark.parametrize("reads", ["chunk", "token"])
+def test_no_kernel_is_compiled_for_the_value_of_a_number(reads, monkeypatch):
+    """Triton would compile 1 and multiples of 16 apart; a launch by address does not ask."""
+    launched = {}
+
+    def note(self, grid, tensors, numbers=()):
+        first = len(tensors)
+        names = self.kernel.arg_names[first : first + len(numbers)]
+        launched[self.kernel.fn.__name__] = (self.kernel.fn, dict(zip(names, numbers, strict=True)))
+        self.kernel[grid](*tensors, *numbers, **self.settings)
+
+    monkeypatch.setattr(Bound, "__call__", note)
+    config = MemoryConfig(channels=16, grid=(2,), chunk_size=2, reads=reads, backend="triton")
+    layer = MemoryResidual(TensorMemory(8, config)).to(HERE)
+    x = torch.randn(1, 5, 8, device=HERE, requires_grad=True)
+    (layer(x[:, :4])[0].sum() + layer(x)[0].sum()).backward()
+    with torch.no_grad():
+        _, state = layer(x[:, :1])
+        layer(x[:, :1], state)
+        layer(x)
+    assert {"forward_kernel", "backward_kernel", "sums_kernel", "token_kernel"} <= set(launched)
+    for name, (function, numbers) in launched.items():
+        assert all(type(number) in (int, float) for number in numbers.values()), name
+        listed = re.search(r"do_not_specialize=\[(.*?)\]", inspect.getsource(function), re.DOTALL)
+        unspecialised = "" if listed is None else listed[1]
+        for argument, number in numbers.items():
+            assert isinstance(number, float) or f'"{argument}"' in unspecialised, (name, argument)
 
 
 @pytest.mark.parametrize(

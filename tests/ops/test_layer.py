@@ -131,6 +131,17 @@ def test_training_takes_a_whole_layer_as_one_function(flush, monkeypatch):
     assert len(taken) == (2 if flush else 1)
 
 
+def test_a_whole_layer_holds_nothing_once_its_backward_has_run():
+    layer, x = build(SMALL), torch.randn(2, 6, DIM).to(HERE).requires_grad_()
+    out, _ = layer(x)
+    node = out.grad_fn
+    assert type(node).__name__ == "_WholeBackward"
+    out.sum().backward()
+    assert [part.saved_tensors for part in node.parts] == [(), (), (), ()]
+    with pytest.raises(RuntimeError, match="already been freed"):
+        _ = node.saved_tensors
+
+
 def test_a_whole_layer_can_be_learned_from_through_its_state_alone(monkeypatch):
     def gradients() -> list[Tensor]:
         layer, x = build(SMALL), torch.randn(2, 6, DIM).to(HERE).requires_grad_()

@@ -9,6 +9,7 @@ Letters: B batch, N tokens, K tokens per chunk, S chunks, d width, C channels, n
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -71,9 +72,9 @@ class Options(NamedTuple):
     drop_path: float
 
 
-def serves_whole(hidden: Tensor, weights: Weights) -> bool:
+def serves_whole(hidden: Tensor, cell: Tensor, weights: Weights) -> bool:
     """Whether `whole` can take this state and these weights."""
-    tensors = (hidden, *weights)
+    tensors = (hidden, cell, *weights)
     return direct.serves(tensors) and triton_plan.why_not(hidden, hidden.dtype) is None
 
 
@@ -153,9 +154,10 @@ class _Whole(torch.autograd.Function):
         """The gradients, without a graph of their own."""
         grad_out, grad_hidden, grad_cell = grads
         reads, output, *saved = ctx.saved_tensors
-        for part, length in zip(ctx.parts, ctx.lengths, strict=True):
+        # Copies, so that no part holds its tensors for longer than autograd does.
+        norm, steer, scan, gated = parts = [copy.copy(part) for part in ctx.parts]
+        for part, length in zip(parts, ctx.lengths, strict=True):
             part.saved_tensors, saved = tuple(saved[:length]), saved[length:]
-        norm, steer, scan, gated = ctx.parts
         x = norm.saved_tensors[0]
         (B, _, d), (frame, padded) = x.shape, ctx.frame
         if grad_out is None:  # the state alone was made use of

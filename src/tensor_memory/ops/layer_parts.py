@@ -45,7 +45,7 @@ class NormAndThrough(torch.autograd.Function):
         bound(triton_layer.norm_kernel, **options)(
             (-(-rows // options["ROWS"]),),
             (x, weight, bias, out, centre, scale),
-            (rows, epsilon),
+            (rows, float(epsilon)),
         )
         ctx.save_for_backward(x, weight, centre, scale)
         ctx.set_materialize_grads(False)

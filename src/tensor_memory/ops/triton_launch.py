@@ -3,15 +3,18 @@
 Triton derives a kernel's variant from every argument of every launch, and asks the driver about
 every pointer, which together take longer than most of our kernels run. Here a kernel is bound to
 its constants once (`bound`); a launch then looks at types and alignment alone and hands over plain
-addresses. Triton's own launch hooks are not called; PyTorch's profiler sees the kernels as ever.
+addresses. That goes past Triton's public interface, so it is done only where compiled code takes
+its arguments in a way known here; otherwise every launch is an ordinary one. Triton's own launch
+hooks see the first launch of a variant alone, PyTorch's profiler sees them all.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,9 +23,21 @@ from torch import Tensor
 from tensor_memory.ops import triton_forward
 
 INTERPRETED = not isinstance(triton_forward.forward_kernel, triton.JITFunction)
-# Earlier versions take other arguments when a compiled kernel is called.
-_DIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 4)
 _ALIGNED = 16  # bytes: what compiled code may rely on
+_GRID = ("gridX", "gridY", "gridZ", "stream", "function")
+_HOOKS = ("kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook")
+KNOWN_CALLS = {(*_GRID, "args"), (*_GRID, *_HOOKS, "args")}  # Triton 3.4 to 3.6, and 3.7 to 3.9
+
+
+class Variant(NamedTuple):
+    """Machine code for certain types of arguments, and how to call it."""
+
+    run: Callable[..., Any]
+    before: tuple[Any, ...]
+    """What comes between the stream and the kernel's own arguments."""
+    constants: tuple[Any, ...]
+    compiled: Any
+    """Holds the code: some versions unload it with this object."""
 
 
 class Bound:
@@ -34,35 +49,50 @@ class Bound:
 
     def __init__(self, kernel: Any, settings: dict[str, Any]) -> None:
         self.kernel, self.settings = kernel, settings
-        self.variants: dict[Any, Any] = {}
+        self.variants: dict[tuple[Any, ...], Variant | None] = {}
 
     def __call__(
         self, grid: tuple[int, ...], tensors: Sequence[Tensor], numbers: tuple[float, ...] = ()
     ) -> None:
         """Launch on the device and the current stream of the first tensor."""
-        if INTERPRETED or not _DIRECT:
+        if INTERPRETED:
             self.kernel[grid](*tensors, *numbers, **self.settings)
             return
         device = tensors[0].device.index
-        variant = (device, *[tensor.dtype for tensor in tensors])
-        pointers = [tensor.data_ptr() for tensor in tensors]
-        if functools.reduce(operator.or_, pointers) % _ALIGNED or max(numbers, default=0) >= 2**31:
-            variant = None  # odd pointers and huge integers have code of their own, and are rare
-        known = self.variants.get(variant)
         if torch._C._cuda_getDevice() != device:
             with torch.cuda.device(device):
                 self(grid, tensors, numbers)
-        elif known is None:
+            return
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        if functools.reduce(operator.or_, pointers) % _ALIGNED or max(numbers, default=0) >= 2**31:
+            # Odd addresses and huge integers have code of their own, and are rare.
+            self.kernel[grid](*tensors, *numbers, **self.settings)
+            return
+        types = (device, *[tensor.dtype for tensor in tensors])
+        variant = self.variants.get(types)
+        if variant is None:
             compiled = self.kernel[grid](*tensors, *numbers, **self.settings)
-            if variant is not None:
-                names = self.kernel.arg_names[len(tensors) + len(numbers) :]
-                constants = tuple(self.settings[name] for name in names)
-                handles = (compiled.function, compiled.packed_metadata, None, None, None)
-                self.variants[variant] = (compiled.run, handles, constants)
+            if types not in self.variants:
+                constants = self.kernel.arg_names[len(tensors) + len(numbers) :]
+                self.variants[types] = _variant(compiled, [self.settings[c] for c in constants])
         else:
-            run, handles, constants = known
             stream = torch._C._cuda_getCurrentRawStream(device)
-            run(*(*grid, 1, 1)[:3], stream, *handles, *pointers, *numbers, *constants)
+            variant.run(
+                *(*grid, 1, 1)[:3], stream, *variant.before,
+                *pointers, *numbers, *variant.constants,
+            )  # fmt: skip
+
+
+def _variant(compiled: Any, constants: list[Any]) -> Variant | None:
+    """How to call what Triton compiled, or None where this version calls it in a way not known."""
+    run = getattr(compiled, "run", None)
+    handles = [getattr(compiled, name, None) for name in ("function", "packed_metadata")]
+    if not callable(run) or None in handles or not hasattr(torch._C, "_cuda_getCurrentRawStream"):
+        return None
+    if tuple(inspect.signature(run).parameters) not in KNOWN_CALLS:
+        return None
+    without_hooks = (None, None, None)
+    return Variant(run, (*handles, *without_hooks), tuple(constants), compiled)
 
 
 _bound: dict[tuple[Any, ...], Bound] = {}
@@ -70,7 +100,7 @@ _bound: dict[tuple[Any, ...], Bound] = {}
 
 def bound(kernel: Any, **settings: Any) -> Bound:
     """The kernel with these constants and launch options, the same object for the same ones."""
-    key = (kernel.__name__, *settings.items())
+    key = (id(kernel), *settings.items())  # hashing a kernel hashes its source
     if key not in _bound:
         _bound[key] = Bound(kernel, settings)
     return _bound[key]

@@ -27,6 +27,8 @@ LEAST_VOXELS = 64  # of a row per such program: fewer, and waiting outweighs the
 BLOCK_WARPS = 4  # the kernels that treat all steps at once are smaller, so that several programs
 BLOCK_BYTES = 4096  # of so many bytes share a multiprocessor and hide each other's loads
 
+Grid = tuple[int, ...]
+
 
 def why_not(hidden: Tensor, dtype: torch.dtype) -> str | None:
     """The reason a scan of this state in this type cannot be served, or None."""

@@ -17,9 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from tensor_memory.ops.triton_forward import read_place, tanh
 from tensor_memory.ops.triton_launch import bound
+from tensor_memory.ops.triton_places import read_place
 from tensor_memory.ops.triton_plan import power_of_2, sizes_of, why_not_read
+from tensor_memory.ops.triton_step import tanh
 
 MAX_READS = 4  # heads, which one program goes through one by one
 
@@ -79,12 +80,13 @@ def token_kernel(
 
     kept = tokens + b * (K * WIDTH_D)
     into = (chunk if COMPLETE else next_tokens) + b * (K * WIDTH_D)
+    nothing = tl.zeros([WIDTH], dtype=x.dtype.element_ty)
     for k in range(K):
         before = tl.load(kept + k * WIDTH_D + c, mask=own, other=0.0).to(tl.float32)
         token = tl.where(c * 0 + k == waiting, normed, before).to(x.dtype.element_ty)
         tl.store(into + k * WIDTH_D + c, token, mask=own)
         if COMPLETE:
-            tl.store(next_tokens + b * (K * WIDTH_D) + k * WIDTH_D + c, token * 0.0, mask=own)
+            tl.store(next_tokens + b * (K * WIDTH_D) + k * WIDTH_D + c, nothing, mask=own)
 
     readout += b * (R * C)
     if READ:
@@ -163,7 +165,7 @@ def step(
             out, tokens if chunk is None else chunk, next_tokens,
             into if every_token else next_readout, next_fill,
         ),
-        (waiting, norm.eps),
+        (waiting, float(norm.eps)),
     )  # fmt: skip
     return Stepped(out, chunk, next_tokens, next_fill, next_readout)
 

@@ -1,0 +1,239 @@
+"""Kernels for what the weights receive: the mix with its bias, and the taps.
+
+Sums over programs are stored as partial sums and added by `sums_kernel`, so every gradient is the
+same in every run.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tensor_memory.ops.triton_step import product
+
+
+@triton.jit(do_not_specialize=["rows", "loops"])
+def mix_kernel(
+    slopes,
+    written,
+    kept_filtered,
+    partial,
+    rows,
+    loops,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OUT: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+):
+    """Gate gradients times gate inputs over BLOCK · loops voxels: OUT of the mix's 4C rows.
+
+    partial (chunks, 4C · 2C + 4C): the mix, then the bias.
+    """
+    chunk = tl.program_id(0)
+    out = tl.program_id(1) * OUT + tl.arange(0, OUT)
+    c = tl.arange(0, C)
+    by_write = tl.zeros([OUT, C], dtype=tl.float32)
+    by_hidden = tl.zeros([OUT, C], dtype=tl.float32)
+    sums = tl.zeros([OUT, 16], dtype=tl.float32)
+    ones = tl.full([BLOCK, 16], 1.0, dtype=slopes.dtype.element_ty)
+    for loop in range(loops):
+        i = (chunk.to(tl.int64) * loops + loop) * BLOCK + tl.arange(0, BLOCK)
+        own = (i < rows)[:, None]
+        d = tl.trans(tl.load(slopes + i[:, None] * (6 * C) + out[None, :], mask=own, other=0.0))
+        here = i[:, None] * C + c[None, :]
+        by_write = product(d, tl.load(written + here, mask=own, other=0.0), by_write, PRODUCTS)
+        z = tl.load(kept_filtered + here, mask=own, other=0.0)
+        by_hidden = product(d, z, by_hidden, PRODUCTS)
+        sums = product(d, ones, sums, PRODUCTS)
+    partial += chunk * (4 * C * (2 * C + 1))
+    at = partial + out[:, None] * (2 * C) + c[None, :]
+    tl.store(at, by_write)
+    tl.store(at + C, by_hidden)
+    column = tl.arange(0, 16)[None, :]
+    tl.store(partial + 8 * C * C + out[:, None] + column, sums, mask=column == 0)
+
+
+@triton.jit(do_not_specialize=["items", "loops"])
+def taps_kernel(
+    grad_filtered,
+    kept_hidden,
+    partial,
+    items,
+    loops,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    AXES: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Correlation of grad_filtered with the shifts of hidden, over `loops` steps of one tile.
+
+    A tile is a piece of a plane and goes through the planes: what is loaded of hidden meets the
+    gradients of three. The last program axis is the shift along y; the nine shifts along z and x
+    are nine sums, kept per voxel until the end. partial (tiles, chunks, 3 along z, y and x, C).
+    """
+    tile, chunk = tl.program_id(0), tl.program_id(1)
+    dy = tl.program_id(2) - 1 if H > 1 else 0
+    w = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+    y, x = w // W, w % W
+    c = tl.arange(0, C)
+    PLANE: tl.constexpr = H * W
+    own = w < PLANE
+    line = own & (y + dy >= 0) & (y + dy < H)
+    before, after = (line & (x > 0))[:, None], (line & (x < W - 1))[:, None]
+    own, line = own[:, None], line[:, None]
+    here = w[:, None] * C + c[None, :]
+    near = here + dy * (W * C)
+    size = tl.full([], D * PLANE * C, dtype=tl.int64)
+    down_m = tl.zeros([BLOCK_V, C], dtype=tl.float32)
+    down_o, down_p = down_m, down_m
+    same_m, same_o, same_p = down_m, down_m, down_m
+    up_m, up_o, up_p = down_m, down_m, down_m
+    for item in range(chunk * loops, tl.minimum((chunk + 1) * loops, items)):
+        start = size * item
+        g_below = tl.zeros([BLOCK_V, C], dtype=tl.float32)
+        g = tl.load(grad_filtered + start + here, mask=own, other=0.0).to(tl.float32)
+        for z in range(D):
+            plane = start + z * (PLANE * C)
+            h = kept_hidden + plane + near
+            h_m = tl.load(h - C, mask=before, other=0.0).to(tl.float32)
+            h_o = tl.load(h, mask=line, other=0.0).to(tl.float32)
+            h_p = tl.load(h + C, mask=after, other=0.0).to(tl.float32)
+            same_m += g * h_m
+            same_o += g * h_o
+            same_p += g * h_p
+            if D > 1:  # hidden of this plane lies above the gradients of the plane below
+                g_above = tl.load(
+                    grad_filtered + plane + PLANE * C + here, mask=own & (z < D - 1), other=0.0
+                ).to(tl.float32)
+                up_m += g_below * h_m
+                up_o += g_below * h_o
+                up_p += g_below * h_p
+                down_m += g_above * h_m
+                down_o += g_above * h_o
+                down_p += g_above * h_p
+                g_below, g = g, g_above
+    place_of = (tile * tl.num_programs(1) + chunk) * 27 + (dy + 1) * 3
+    out = partial + place_of * C + c
+    tl.store(out, tl.sum(down_m, axis=0))
+    tl.store(out + C, tl.sum(down_o, axis=0))
+    tl.store(out + 2 * C, tl.sum(down_p, axis=0))
+    tl.store(out + 9 * C, tl.sum(same_m, axis=0))
+    tl.store(out + 10 * C, tl.sum(same_o, axis=0))
+    tl.store(out + 11 * C, tl.sum(same_p, axis=0))
+    tl.store(out + 18 * C, tl.sum(up_m, axis=0))
+    tl.store(out + 19 * C, tl.sum(up_o, axis=0))
+    tl.store(out + 20 * C, tl.sum(up_p, axis=0))
+
+
+@triton.jit
+def add_rows(rows, first, count, width, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Some columns of rows (…, width), summed over the rows from `first` up to `count`."""
+    total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    for start in range(first, count, ROWS):
+        row = start + tl.arange(0, ROWS)
+        mask = (row < count)[:, None] & (column < width)[None, :]
+        at = rows + row[:, None].to(tl.int64) * width + column[None, :]
+        total += tl.load(at, mask=mask, other=0.0)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def add_share(rows, sums, count, part, block, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+              ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    """One of PARTS shares of the rows, into sums (PARTS, WIDTH)."""
+    share = (count + PARTS - 1) // PARTS
+    column = block * COLUMNS + tl.arange(0, COLUMNS)
+    until = tl.minimum((part + 1) * share, count)
+    total = add_rows(rows, part * share, until, WIDTH, column, ROWS, COLUMNS)
+    tl.store(sums + part * WIDTH + column, total, mask=column < WIDTH)
+
+
+@triton.jit(do_not_specialize=["mix_count", "write_count", "hidden_count"])
+def sums_kernel(
+    partial_mix,
+    partial_writes,
+    partial_hidden,
+    grad_mix,
+    grad_bias,
+    written,
+    cube,
+    mix_count,
+    write_count,
+    hidden_count,
+    C: tl.constexpr,
+    AXES: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """All partial sums in one launch: the mix with its bias, the taps of both halves.
+
+    The taps' rows, thousands, are shared by PARTS programs, whose sums `share_taps_kernel` adds.
+    """
+    MIX: tl.constexpr = 8 * C * C
+    WRITES: tl.constexpr = AXES * 3 * C
+    block = tl.program_id(0)
+    mixes: tl.constexpr = (MIX + 4 * C + COLUMNS - 1) // COLUMNS
+    writes: tl.constexpr = (WRITES + COLUMNS - 1) // COLUMNS
+    shared: tl.constexpr = writes + (27 * C + COLUMNS - 1) // COLUMNS
+    if block < mixes:
+        column = block * COLUMNS + tl.arange(0, COLUMNS)
+        total = add_rows(partial_mix, 0, mix_count, MIX + 4 * C, column, ROWS, COLUMNS)
+        tl.store(grad_mix + column, total, mask=column < MIX)
+        column -= MIX
+        tl.store(grad_bias + column, total, mask=(column >= 0) & (column < 4 * C))
+    else:
+        part, block = (block - mixes) // shared, (block - mixes) % shared
+        if block < writes:
+            add_share(
+                partial_writes, written, write_count, part, block, WRITES, PARTS, ROWS, COLUMNS
+            )
+        else:
+            add_share(
+                partial_hidden, cube, hidden_count, part, block - writes, 27 * C, PARTS, ROWS,
+                COLUMNS,
+            )  # fmt: skip
+
+
+@triton.jit
+def share_taps_kernel(
+    cube,
+    written,
+    taps,
+    grad_taps,
+    C: tl.constexpr,
+    AXES: tl.constexpr,
+    ALL: tl.constexpr,
+    ALL_PADDED: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """The 3ⁿ products of taps are one filter: share its gradient out by axis.
+
+    cube (PARTS, 3, 3, 3, C), of which missing axes use the middle alone; written (PARTS, n, 3, C)
+    is the written half's gradient; grad_taps and taps (n, 2C, 3).
+    """
+    c = tl.program_id(0) * 16 + tl.arange(0, 16)
+    k, part = tl.arange(0, ALL_PADDED), tl.arange(0, PARTS)
+    own = (k < ALL)[:, None]
+    MIDDLE: tl.constexpr = (27 - ALL) // 2  # 0, 9 or 12: where the used part begins
+    d = tl.zeros([ALL_PADDED, 16], dtype=tl.float32)
+    for i in tl.static_range(PARTS):
+        at = cube + ((i * 27 + MIDDLE + k)[:, None] * C + c[None, :])
+        d += tl.load(at, mask=own, other=0.0)
+    for axis in tl.static_range(AXES):
+        rest = d
+        for other in tl.static_range(AXES):
+            if other != axis:
+                digit = (k // 3 ** (AXES - 1 - other)) % 3
+                at = taps + (other * 2 * C + C + c[None, :]) * 3 + digit[:, None]
+                rest *= tl.load(at, mask=own, other=0.0)
+        digit = (k // 3 ** (AXES - 1 - axis)) % 3
+        for t in tl.static_range(3):
+            at = grad_taps + (axis * 2 * C + c) * 3 + t
+            from_writes = written + (part[:, None] * AXES + axis) * (3 * C) + t * C + c[None, :]
+            tl.store(at, tl.sum(tl.load(from_writes), axis=0))
+            tl.store(at + 3 * C, tl.sum(tl.where((digit == t)[:, None], rest, 0.0), axis=0))

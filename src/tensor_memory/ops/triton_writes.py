@@ -1,0 +1,268 @@
+"""Kernels for what the places, widths and contents of writes and the places of reads receive."""
+
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tensor_memory.ops.triton_filter import tap
+from tensor_memory.ops.triton_places import EPSILON, corner, kernel_value, profile
+from tensor_memory.ops.triton_step import product
+
+
+@triton.jit
+def tap_columns(taps, AXIS: tl.constexpr, C: tl.constexpr, FILTERED: tl.constexpr):
+    """The written half's taps along one axis as (C, 16), columns 0 to 2; unfiltered: column 1."""
+    c, t = tl.arange(0, C)[:, None], tl.arange(0, 16)[None, :]
+    if FILTERED:
+        return tl.load(taps + (AXIS * 2 * C + c) * 3 + t, mask=t < 3, other=0.0)
+    else:
+        return tl.where(t == 1, 1.0, 0.0) + c * 0.0
+
+
+@triton.jit
+def three(first, second, third, t):
+    """Columns (or rows) 0, 1 and 2 of sixteen; the rest is zero."""
+    return tl.where(t == 0, first, tl.where(t == 1, second, tl.where(t == 2, third, 0.0)))
+
+
+@triton.jit
+def axis_gradient(
+    d,
+    total,
+    i,
+    at,
+    sharpness,
+    taps,
+    AXIS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    C: tl.constexpr,
+    GAUSSIAN: tl.constexpr,
+    FILTERED: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+):
+    """From d (BLOCK_V, C), what reaches one axis's profile, on to its taps and its Gaussian.
+
+    Returns total (16, C) with the taps' share added in rows 0 to 2, and the gradients of the
+    coordinate and of the sharpness 1 / (2σ² + ε). Sums over voxels or channels are products with
+    16 columns, of which three are used: cheaper than nine reductions.
+    """
+    t = tl.arange(0, 16)
+    before = kernel_value(i - 1, at, sharpness, SIZE, GAUSSIAN)
+    here = kernel_value(i, at, sharpness, SIZE, GAUSSIAN)
+    after = kernel_value(i + 1, at, sharpness, SIZE, GAUSSIAN)
+    if FILTERED:
+        values = three(before[None, :], here[None, :], after[None, :], t[:, None])
+        total = product(values, d, total, PRODUCTS)
+    d_at, d_sharpness = 0.0, 0.0
+    if GAUSSIAN:
+        columns = tap_columns(taps, AXIS, C, FILTERED)
+        d_values = product(d, columns, tl.zeros([BLOCK_V, 16], dtype=tl.float32), PRODUCTS)
+        d_values *= three(before[:, None], here[:, None], after[:, None], t[None, :])
+        near = (i[:, None] + t[None, :] - 1).to(tl.float32)
+        offset = near * (2.0 / (SIZE - 1)) - 1.0 - at
+        d_at = tl.sum(d_values * offset) * (2.0 * sharpness)
+        d_sharpness = -tl.sum(d_values * offset * offset)
+    return total, d_at, d_sharpness
+
+
+@triton.jit
+def level_gradient(
+    d,
+    total,
+    i,
+    at,
+    sharpness,
+    taps,
+    AXIS: tl.constexpr,
+    SIZE: tl.constexpr,
+    C: tl.constexpr,
+    GAUSSIAN: tl.constexpr,
+    FILTERED: tl.constexpr,
+):
+    """`axis_gradient` for voxels that share index i along the axis, summed already: d (1, C)."""
+    t = tl.arange(0, 16)[:, None]
+    d_at, d_sharpness = 0.0, 0.0
+    for k in tl.static_range(3):
+        if FILTERED or k == 1:
+            value = kernel_value(i + k - 1, at, sharpness, SIZE, GAUSSIAN)
+            if FILTERED:
+                total += tl.where(t == k, d * value[:, None], 0.0)
+            if GAUSSIAN:
+                d_value = tl.sum(d * tap(taps, AXIS, k, 0, C)) if FILTERED else tl.sum(d)
+                offset = (i + k - 1).to(tl.float32) * (2.0 / (SIZE - 1)) - 1.0 - at
+                d_at += tl.sum(value * offset) * d_value * (2.0 * sharpness)
+                d_sharpness -= tl.sum(value * offset * offset) * d_value
+    return total, d_at, d_sharpness
+
+
+@triton.jit
+def store_taps(partial, total, AXIS: tl.constexpr, C: tl.constexpr):
+    c, t = tl.arange(0, C)[None, :], tl.arange(0, 16)[:, None]
+    tl.store(partial + (AXIS * 3 + t) * C + c, total, mask=t < 3)
+
+
+@triton.jit(do_not_specialize=["S", "B"])
+def writes_kernel(
+    write_at,
+    spread,
+    content,
+    taps,
+    mix,
+    slopes,
+    grad_content,
+    grad_at,
+    grad_spread,
+    partial_taps,
+    S,
+    B,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    AXES: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    GAUSSIAN: tl.constexpr,
+    FILTERED: tl.constexpr,
+    RESIDENT: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """What write m of one step receives; the taps' share is left per program.
+
+    Planes of the grid are folded along z first, so that x and y are dealt with once per step.
+    """
+    item, m = tl.program_id(0), tl.program_id(1)
+    write = ((item % B) * S + item // B) * M + m
+    c = tl.arange(0, C)
+    gate, t = tl.arange(0, 4 * C), tl.arange(0, 16)
+    PLANE: tl.constexpr = H * W
+    at = write_at + write * AXES
+    sigma, sharpness = 0.0, 0.0
+    if GAUSSIAN:
+        sigma = tl.load(spread + write)
+        sharpness = 1.0 / (2.0 * sigma * sigma + EPSILON)
+    what = tl.load(content + write * C + c[None, :])
+    if RESIDENT:
+        weight = tl.load(mix + gate[:, None] * (2 * C) + c[None, :])  # (4C, C), the written half
+    x_at = tl.load(at)
+    y_at = tl.load(at + 1) if H > 1 else 0.0
+    z_at = tl.load(at + 2) if D > 1 else 0.0
+    ones = tl.where(t == 0, 1.0, 0.0)[:, None] + tl.zeros([1, BLOCK_V], dtype=tl.float32)
+    taps_x = tl.zeros([16, C], dtype=tl.float32)
+    taps_y = tl.zeros([16, C], dtype=tl.float32)
+    taps_z = tl.zeros([16, C], dtype=tl.float32)
+    contents = tl.zeros([16, C], dtype=tl.float32)
+    d_x, d_y, d_z, d_sharpness = 0.0, 0.0, 0.0, 0.0
+
+    for block in range((PLANE + BLOCK_V - 1) // BLOCK_V):
+        w = block * BLOCK_V + tl.arange(0, BLOCK_V)
+        y, x = w // W, w % W
+        px = profile(x, x_at, sharpness, taps, AXES - 1, W, C, GAUSSIAN, FILTERED)
+        plane = px
+        if H > 1:
+            py = profile(y, y_at, sharpness, taps, AXES - 2, H, C, GAUSSIAN, FILTERED)
+            plane = px * py
+        folded = tl.zeros([BLOCK_V, C], dtype=tl.float32)
+        for z in range(D):
+            row = item.to(tl.int64) * (D * PLANE) + z * PLANE + w
+            at_gates = slopes + row[:, None] * (6 * C)
+            own = (w < PLANE)[:, None]
+            d = tl.zeros([BLOCK_V, C], dtype=tl.float32)  # reaches the filtered write
+            if RESIDENT:
+                d_gates = tl.load(at_gates + gate[None, :], mask=own, other=0.0)
+                d = product(d_gates, weight, d, PRODUCTS)
+            else:
+                for k in range(4):  # not unrolled: one tile at a time fits
+                    d_gate = tl.load(at_gates + k * C + c[None, :], mask=own, other=0.0)
+                    weight = tl.load(mix + (k * C + c[:, None]) * (2 * C) + c[None, :])
+                    d = product(d_gate, weight, d, PRODUCTS)
+            if D > 1:
+                level = tl.zeros([1], dtype=tl.int32) + z
+                pz = profile(level, z_at, sharpness, taps, AXES - 3, D, C, GAUSSIAN, FILTERED)
+                folded += d * pz
+                column = tl.sum(d * plane, axis=0)[None, :]
+                contents += tl.where((t == 0)[:, None], column * pz, 0.0)
+                column *= what
+                taps_z, more, sharper = level_gradient(
+                    column, taps_z, level, z_at, sharpness, taps,
+                    AXES - 3, D, C, GAUSSIAN, FILTERED,
+                )  # fmt: skip
+                d_z += more
+                d_sharpness += sharper
+            else:
+                folded = d
+        if D == 1:
+            contents = product(ones, folded * plane, contents, SUMS)
+        folded *= what
+        if H > 1:
+            taps_y, more, sharper = axis_gradient(
+                folded * px, taps_y, y, y_at, sharpness, taps,
+                AXES - 2, H, BLOCK_V, C, GAUSSIAN, FILTERED, SUMS,
+            )  # fmt: skip
+            d_y += more
+            d_sharpness += sharper
+            folded *= py
+        taps_x, more, sharper = axis_gradient(
+            folded, taps_x, x, x_at, sharpness, taps,
+            AXES - 1, W, BLOCK_V, C, GAUSSIAN, FILTERED, SUMS,
+        )  # fmt: skip
+        d_x += more
+        d_sharpness += sharper
+
+    row = tl.arange(0, 16)[:, None]
+    tl.store(grad_content + write * C + c[None, :] + row * C, contents, mask=row == 0)
+    tl.store(grad_at + write * AXES, d_x)
+    if H > 1:
+        tl.store(grad_at + write * AXES + 1, d_y)
+    if D > 1:
+        tl.store(grad_at + write * AXES + 2, d_z)
+    if GAUSSIAN:
+        tl.store(grad_spread + write, d_sharpness * (-4.0 * sigma) * sharpness * sharpness)
+    if FILTERED:
+        partial_taps += (item.to(tl.int64) * M + m) * (AXES * 3 * C)
+        store_taps(partial_taps, taps_x, AXES - 1, C)
+        if H > 1:
+            store_taps(partial_taps, taps_y, AXES - 2, C)
+        if D > 1:
+            store_taps(partial_taps, taps_z, AXES - 3, C)
+
+
+@triton.jit(do_not_specialize=["B", "S", "Q"])
+def reads_kernel(
+    volumes,
+    read_at,
+    grad_reads,
+    grad_read_at,
+    B,
+    S,
+    Q,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    AXES: tl.constexpr,
+):
+    """One program per read: how the sample moves with its coordinate. Shapes as `read_kernel`."""
+    i = tl.program_id(0)
+    b, s = i // (S * Q), (i // Q) % S
+    volume = volumes + (s * B + b).to(tl.int64) * (D * H * W * C)
+    at = read_at + i * AXES
+    c, k = tl.arange(0, C), tl.arange(0, 8)
+    ix, wx, slope_x = corner(tl.load(at), k % 2, W)
+    iy, wy, slope_y = corner(tl.load(at + 1) if H > 1 else 0.0, (k // 2) % 2, H)
+    iz, wz, slope_z = corner(tl.load(at + 2) if D > 1 else 0.0, k // 4, D)
+    exists = (k % 2 < W) & ((k // 2) % 2 < H) & (k // 4 < D)
+    near = (iz * H + iy) * W + ix
+    value = tl.load(volume + near[:, None] * C + c[None, :], mask=exists[:, None], other=0.0)
+    d = tl.sum(value.to(tl.float32) * tl.load(grad_reads + i * C + c)[None, :], axis=1)  # (8,)
+    tl.store(grad_read_at + i * AXES, tl.sum(d * slope_x * wy * wz))
+    if H > 1:
+        tl.store(grad_read_at + i * AXES + 1, tl.sum(d * wx * slope_y * wz))
+    if D > 1:
+        tl.store(grad_read_at + i * AXES + 2, tl.sum(d * wx * wy * slope_z))
