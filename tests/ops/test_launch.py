@@ -1,6 +1,7 @@
 """Launches and layouts of the fused scan, with a device that is only pretended."""
 
 import inspect
+import itertools
 import re
 from types import SimpleNamespace
 
@@ -187,18 +188,18 @@ def shape(B: int, C: int, grid: tuple[int, ...], products: torch.dtype) -> Shape
     return Shape(device, B, 4, 1, 1, C, grid, True, True, False, False, products, True)
 
 
-@pytest.mark.parametrize("B", [1, 5, 16, 32, 33, 64, 128, 300])
 @pytest.mark.parametrize("C", [16, 32, 64, 128])
 @pytest.mark.parametrize("grid", [(3,), (6, 6, 6), (8, 8, 8), (16, 16, 16)])
 @pytest.mark.parametrize("products", [torch.bfloat16, torch.float32])
 def test_programs_that_wait_for_each_other_are_resident_and_own_every_voxel(
-    B, C, grid, products, monkeypatch
+    C, grid, products, monkeypatch
 ):
     properties = SimpleNamespace(multi_processor_count=SMS)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(triton_plan, "INTERPRETED", False)
-    asked = shape(B, C, grid, products)
-    for share in (triton_plan.FORWARD_SHARE, triton_plan.BACKWARD_SHARE):
+    tables = (triton_plan.FORWARD_SHARE, triton_plan.BACKWARD_SHARE)
+    for B, share in itertools.product((1, 5, 16, 32, 33, 64, 128, 300), tables):
+        asked = shape(B, C, grid, products)
         rows = layout(asked, share)
         constants, warps = rows.constants, rows.options["num_warps"]
         assert constants["PARTS"] == rows.parts
