@@ -22,6 +22,13 @@ def git(folder, *arguments):
     return done.stdout.strip()
 
 
+@pytest.fixture(autouse=True)
+def nobodys_repository(monkeypatch):
+    """A git hook runs with its own repository named in the environment; ours are elsewhere."""
+    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "TENSOR_MEMORY_COMMIT"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
     """A repository that looks like this project's, with one commit."""
