@@ -16,7 +16,8 @@ MIB = 2**20
 
 def resident_bytes() -> int:
     gc.collect()
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
+    pages = resident - shared  # pages of files come and go with the memory of the machine
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
