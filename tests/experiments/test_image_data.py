@@ -277,13 +277,13 @@ def test_of_two_who_want_a_cache_one_decodes_and_the_other_waits(
     def slowly(*arguments, **options):
         decoded.append(arguments)
         begun.set()
-        assert go_on.wait(30)
+        assert go_on.wait(120)
         decode_images(*arguments, **options)
 
     monkeypatch.setattr(images_module, "decode_images", slowly)
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(load_images, source, cub_images(source), side=24, cache=tmp_path)
-        assert begun.wait(30)
+        assert begun.wait(120)
         second = pool.submit(load_images, source, cub_images(source), side=24, cache=tmp_path)
         said = ""
         while "another process is decoding, waiting for it" not in said and not second.done():
