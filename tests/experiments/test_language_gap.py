@@ -4,6 +4,8 @@ import pytest
 from language_records import record
 
 from tensor_memory.experiments.commands.run import summary
+from tensor_memory.experiments.commands.sweep import _line
+from tensor_memory.experiments.commands.workers import Job, Outcome
 from tensor_memory.experiments.results.comparison import compare
 from tensor_memory.experiments.results.gap import gap_rows, gap_table
 from tensor_memory.experiments.results.report import write_report
@@ -62,6 +64,8 @@ def test_the_protocol_stands_with_the_numbers(tmp_path):
     }
     told = summary(run)
     assert "windows of 512, each from an empty state; context: 64 per layer within window" in told
+    done = Outcome(Job("a-run", lambda _: run, tmp_path), run, None, 1.0)
+    assert "(windows of 512, each from an empty state; context: 64 per layer" in _line(done)
     text = write_report([run], tmp_path)
     assert "Evaluation: windows of 512, each from an empty state" in text
     assert "context: 64 per layer within window 512" in text

@@ -86,13 +86,24 @@ def summary(record: Mapping[str, Any]) -> str:
     if record.get("best_step") is not None:
         parts.append(f"best at step {record['best_step']:,}")
     lines = [f"{record['task']}, {record['method']}, seed {record['seed']}: {', '.join(parts)}"]
-    protocol = (record.get("facts") or {}).get("evaluation")
-    context = (record.get("labels") or {}).get("context")
-    if protocol:
-        lines.append(f"  {protocol}" + (f"; context: {context}" if context else ""))
+    if protocol := protocol_text(record):
+        lines.append(f"  {protocol}")
     for split, measures in record["test"].items():
         shown = ", ".join(f"{name} {measure_text(value, name)}" for name, value in measures.items())
         ceiling = record["ceiling"].get(split)
         end = "" if ceiling is None else f" (ceiling {measure_text(ceiling, record['metric'])})"
         lines.append(f"  {split}: {shown}{end}")
     return "\n".join(lines)
+
+
+def protocol_text(record: Mapping[str, Any]) -> str:
+    """How a run's numbers were measured and what a prediction had seen; empty where nobody says.
+
+    >>> protocol_text({"facts": {"evaluation": "windows of 8"}, "labels": {"context": "all of it"}})
+    'windows of 8; context: all of it'
+    """
+    protocol = (record.get("facts") or {}).get("evaluation")
+    context = (record.get("labels") or {}).get("context")
+    if not protocol:
+        return ""
+    return f"{protocol}; context: {context}" if context else protocol

@@ -21,7 +21,7 @@ from tensor_memory.experiments.commands.grid import (
     parse_over,
     read_plan,
 )
-from tensor_memory.experiments.commands.run import RUNS, make_folder
+from tensor_memory.experiments.commands.run import RUNS, make_folder, protocol_text
 from tensor_memory.experiments.commands.workers import Job, Outcome, run_jobs
 from tensor_memory.experiments.results import (
     config_from_dict,
@@ -185,7 +185,8 @@ def _line(outcome: Outcome) -> str:
         + ", ".join(f"{key} {measure_text(value, key)}" for key, value in measures.items())
         for split, measures in outcome.record["test"].items()
     )
-    return f"{name}: {seconds}, {tests}"
+    protocol = protocol_text(outcome.record)
+    return f"{name}: {seconds}, {tests}" + (f" ({protocol})" if protocol else "")
 
 
 def _state(run: PlannedRun, output: Path, finished: set[str]) -> str:
