@@ -95,19 +95,6 @@ def test_a_finished_run_is_continued_only_when_told(capsys):
     assert main([*arguments, "--resume"]) == 0
 
 
-def test_an_interrupted_run_leaves_no_result_and_says_so(start):
-    command = ["run", SIGN, "--device", "cpu", "--output", "here", "--results", "kept"]
-    command += ["--budget.steps", "10000000", "--budget.evaluate-every", "100"]
-    process = start(*command)
-    wait_for(process, "here/metrics.jsonl")
-    process.send_signal(signal.SIGINT)
-    out, error = process.communicate()
-    assert process.returncode == 130
-    assert "continue by adding --resume" in error
-    assert out == ""
-    assert not list(Path("kept").iterdir())
-
-
 @pytest.mark.parametrize("command", ["run", "sweep"])
 def test_a_results_folder_that_cannot_be_is_refused_before_anything_is_trained(capsys, command):
     Path("taken").write_text("a file")

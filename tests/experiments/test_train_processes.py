@@ -70,17 +70,18 @@ def test_processes_look_for_unused_weights_only_where_there_are_any(tmp_path):
     assert len(lines(tmp_path / "run")) == 4
 
 
-def test_ctrl_c_saves_says_how_to_go_on_and_ends_with_130(tmp_path):
-    folder = tmp_path / "run"
-    words = [sys.executable, *command("tiny_runs:long_run", folder)]
-    process = subprocess.Popen(words, cwd=HERE, env=ENVIRONMENT, stderr=subprocess.PIPE)
+def test_ctrl_c_saves_says_how_to_go_on_and_ends_with_130_and_no_result(tmp_path):
+    folder, kept = tmp_path / "run", tmp_path / "kept"
+    words = [sys.executable, *command("tiny_runs:long_run", folder, "--results", kept)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(words, cwd=HERE, env=ENVIRONMENT, **pipes)
     with process, ExitStack() as leaving:
         leaving.callback(process.kill)  # by then it has ended, unless the test has failed
         while not (folder / "metrics.jsonl").exists():
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        told = process.communicate()[1].decode()
+        out, told = (text.decode() for text in process.communicate())
         assert process.returncode == 130, told
     step = lines(folder)[-1]["step"]
     assert step < 3_000_000
@@ -88,7 +89,9 @@ def test_ctrl_c_saves_says_how_to_go_on_and_ends_with_130(tmp_path):
     assert f" of 3000000 in {folder}; continue by adding --resume to the same command" in told
     saved = json.loads((folder / "last").read_text())["checkpoint"]
     assert f"saved step {int(saved.removeprefix('step-'))} of" in told
+    assert out == ""
     assert not (folder / "result.json").exists()
+    assert not list(kept.iterdir())
     _, _, model = load_run(folder, "last")
     assert not model.training
 
