@@ -24,7 +24,8 @@ def test_every_cell_runs(notebook):
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = []
-    client = NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(EXAMPLES)}})
+    places = {"metadata": {"path": str(EXAMPLES)}}
+    client = NotebookClient(notebook, timeout=200, startup_timeout=200, resources=places)
     client.execute()  # raises where a cell does
     assert pictures(notebook) == shown == 4
 
