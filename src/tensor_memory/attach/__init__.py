@@ -12,6 +12,7 @@ from torch import nn
 from tensor_memory.attach.attachment import Attachment
 from tensor_memory.attach.blocks import Layers, NoBlocksFoundError, find_blocks, is_causal
 from tensor_memory.attach.causal_calls import LEAK
+from tensor_memory.attach.compiled import refuse_compiled
 from tensor_memory.attach.stream import Stream
 from tensor_memory.config import MemoryConfig
 
@@ -107,6 +108,7 @@ def attach(
     if causal not in (True, False, "auto"):
         raise ValueError(f"causal: expected True, False or 'auto', got {causal!r}")
     _require_residual_options(residual)
+    refuse_compiled(model)
     _require_unwrapped(model)
     for path, part in model.named_modules():
         if isinstance(part, Attachment):

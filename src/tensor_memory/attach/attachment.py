@@ -13,6 +13,7 @@ from tensor_memory.attach.blocks import Block
 from tensor_memory.attach.caches import WAYS, find_cache, memory_of, stay_out_of_graphs
 from tensor_memory.attach.call import Call, Marks, OpenCall, Signature, refuse_4d_mask
 from tensor_memory.attach.causal_calls import refuse_causal_call
+from tensor_memory.attach.compiled import guard_hooks
 from tensor_memory.attach.hidden import put_hidden, take_hidden
 from tensor_memory.attach.recompute import FirstRuns, Given, Streamed, in_backward
 from tensor_memory.attach.stream import Stream
@@ -154,6 +155,7 @@ class Attachment(nn.Module):
     def install(self) -> None:
         """Put the hooks on the host."""
         stay_out_of_graphs()
+        guard_hooks()
         for entry in self._entries:
             self._handles += entry.install()
             if getattr(entry.module, _NESTED, False) is True:
@@ -164,6 +166,7 @@ class Attachment(nn.Module):
 
     def uninstall(self) -> bool:
         """Take the hooks off; whether there were any."""
+        guard_hooks()
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.remove()
