@@ -206,6 +206,8 @@ def test_what_is_planned_and_not_run_is_a_row(plan):
         ("32", "frames", "0 of 2", NOT_RUN),
         ("32", "spatial", "0 of 2", NOT_RUN),
     ]
+    del runs[0]["config"]["model"]["memory"]["forget_bias"]  # as if the field were younger
+    assert action_table(runs, planned_runs(plan, VideoModelConfig(), frames=8)) == table
     costs = cost_table(runs, planned_runs(plan, VideoModelConfig(), frames=8))
     assert [line["T = 32"] for line in costs] == [NOT_RUN, NOT_RUN]
     assert [line["T = 8"] for line in costs] == ["10.0 ms (1.0×), 2.0 GiB"] * 2

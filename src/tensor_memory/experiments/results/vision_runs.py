@@ -84,10 +84,9 @@ def planned_runs(plan: Path, usual: Any, frames: int | None = None) -> list[Reco
 
 
 def _identity(record: Record) -> tuple[Any, ...]:
-    model = sorted(
-        (name, show(value)) for name, value in flatten(record["config"]["model"]).items()
-    )
-    return (*model, record["facts"].get("frames"), record["seed"])
+    """What tells a run from others; a field younger than its record counts as the default."""
+    model = sorted(_departures(record["config"]["model"]).items())
+    return record["method"], *model, record["facts"].get("frames"), record["seed"]
 
 
 def _departures(model: Mapping[str, Any]) -> dict[str, str]:
