@@ -67,6 +67,16 @@ def test_a_new_length_compiles_nothing():
     assert compiled() == before
 
 
+def test_this_triton_takes_addresses():
+    """Slow and right without: every launch would be an ordinary one."""
+    from tensor_memory.ops import triton_launch
+
+    run_in(torch.bfloat16, near_the_start(Case(B=2, S=5, C=16, Q=1, M=1)))
+    variants = [v for bound in triton_launch._bound.values() for v in bound.variants.values()]
+    assert len(variants) > 5
+    assert None not in variants
+
+
 def memory_and_tokens() -> tuple[TensorMemory, torch.Tensor]:
     config = MemoryConfig(channels=16, grid=(4, 4, 4), chunk_size=4, backend="triton")
     return TensorMemory(32, config).cuda(), torch.randn(2, 24, 32, device="cuda")

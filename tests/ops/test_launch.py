@@ -16,6 +16,7 @@ if why_not("triton", HERE) is not None:
     pytest.skip(f"triton: {why_not('triton', HERE)}", allow_module_level=True)
 
 from tensor_memory.ops import triton_launch, triton_plan
+from tensor_memory.ops.triton_backward_run import backward_launches
 from tensor_memory.ops.triton_launch import Bound, bound
 from tensor_memory.ops.triton_plan import Shape, layout
 
@@ -209,3 +210,17 @@ def test_programs_that_wait_for_each_other_are_resident_and_own_every_voxel(
             assert rows.options["launch_cooperative_grid"]
             together = -(-B * rows.parts // SMS)
             assert 255 * 32 * warps * together <= 65536  # registers of a multiprocessor
+
+
+@pytest.mark.parametrize(
+    ("C", "grid", "tile", "warps"),
+    [(16, (6, 6, 6), 16, 1), (16, (8, 8, 8), 64, 4), (32, (8, 8, 8), 32, 4), (64, (5,), 8, 2)],
+)
+def test_the_taps_tiles_cover_a_plane_and_leave_little_empty(C, grid, tile, warps, monkeypatch):
+    properties = SimpleNamespace(multi_processor_count=SMS)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    launches = backward_launches.__wrapped__(shape(2, C, grid, torch.float32), last=False)
+    assert launches.taps.settings["BLOCK_V"] == tile
+    assert launches.taps.settings["num_warps"] == warps
+    plane = grid[-1] * (grid[-2] if len(grid) > 1 else 1)
+    assert launches.taps_grid[0] == -(-plane // tile)

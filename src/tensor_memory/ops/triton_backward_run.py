@@ -15,11 +15,15 @@ from tensor_memory.ops import triton_backward, triton_plan, triton_weights, trit
 from tensor_memory.ops.request import Request
 from tensor_memory.ops.triton_forward_run import written_launch
 from tensor_memory.ops.triton_launch import INTERPRETED, Bound, bound
-from tensor_memory.ops.triton_plan import Grid, Shape, layout, plan, power_of_2
+from tensor_memory.ops.triton_plan import BLOCK_WARPS, Grid, Shape, layout, plan, power_of_2
 
 SLOPES_SHARE = {16: 3, 32: 3, 64: 2, 128: 3}  # programs per multiprocessor for the gates, by C
 TAPS_VALUES = 1024  # voxels × channels per program for the nine sums of the taps' gradient,
-TAPS_PROGRAMS = 1024  # of which there are about so many
+TAPS_PROGRAMS = 1024  # of which there are about so many;
+TAPS_TILES = (
+    3  # or half or a quarter of it, with fewer warps, where less of a plane's tiles is empty
+)
+MIX_FLOAT = (64, 64, 2)  # float32's mix: rows, voxels at a time, programs per multiprocessor
 SUM_ROWS, SUM_COLUMNS = 32, 128  # partial sums that a program adds at a time
 SUM_PARTS = 2 if INTERPRETED else 32  # programs that share the rows of a column, thousands
 PROGRAMS = 132  # that share a sum over all voxels of all steps: one per multiprocessor of an H200
@@ -63,17 +67,19 @@ def backward_launches(shape: Shape, last: bool) -> _Backward:
     blocks = -(-S * B * V // p.block)
     slopes_programs = min(blocks, PROGRAMS * SLOPES_SHARE[C])
 
-    if shape.low:
-        out, block, mode = min(4 * C, 128), 128, p.products
-    else:  # tensor cores cannot transpose 32-bit operands; small products do as well without
-        out, block, mode = C, 2048 // C, "ieee" if C <= 32 else p.products
-    mix_loops = max(1, -(-S * B * V * (4 * C // out) // (block * PROGRAMS)))
+    out, block, share, mode = min(4 * C, 128), 128, 1, p.products
+    if not shape.low and C <= 32:  # tensor cores cannot transpose 32-bit operands; small products
+        (out, block, share), mode = MIX_FLOAT, "ieee"  # do as well without
+    elif not shape.low:
+        out, block = C, 2048 // C
+    mix_loops = max(1, -(-S * B * V * (4 * C // out) // (block * share * PROGRAMS)))
     mix_chunks = -(-S * B * V // (block * mix_loops))
 
     plane = p.sizes["H"] * p.sizes["W"]
-    tile = max(4, TAPS_VALUES // C)
+    widest = max(4, TAPS_VALUES // C)
+    tile = min((widest >> k for k in range(TAPS_TILES)), key=lambda tile: -plane % tile)
     tiles, lines = -(-plane // tile), 3 if n > 1 else 1
-    taps_loops = max(1, S * B * tiles * lines // TAPS_PROGRAMS)
+    taps_loops = max(1, S * B * tiles * lines * tile // (widest * TAPS_PROGRAMS))
     taps_chunks = -(-S * B // taps_loops)
 
     counts = (mix_chunks, S * B * M, tiles * taps_chunks) if shape.filtered else (mix_chunks, 0, 0)
@@ -99,7 +105,8 @@ def backward_launches(shape: Shape, last: bool) -> _Backward:
         ),
         scan_grid=(B * rows.parts,),
         mix=bound(
-            triton_weights.mix_kernel, C=C, BLOCK=block, OUT=out, PRODUCTS=mode, **p.streamed
+            triton_weights.mix_kernel,
+            C=C, BLOCK=block, OUT=out, ADD=mode == "ieee", PRODUCTS=mode, **p.streamed,
         ),
         mix_grid=(mix_chunks, 4 * C // out),
         mix_loops=mix_loops,
@@ -109,7 +116,10 @@ def backward_launches(shape: Shape, last: bool) -> _Backward:
             RESIDENT=p.resident, PRODUCTS=p.products,
             SUMS={"bf16": "tf32", "bf16-emulated": "ieee"}.get(p.products, p.products), **p.alone,
         ),
-        taps=bound(triton_weights.taps_kernel, **p.sizes, BLOCK_V=tile, **p.alone),
+        taps=bound(
+            triton_weights.taps_kernel, **p.sizes, BLOCK_V=tile,
+            **p.alone | {"num_warps": BLOCK_WARPS * tile // widest},
+        ),
         taps_grid=(tiles, taps_chunks, lines),
         taps_loops=taps_loops,
         sums=bound(
