@@ -13,6 +13,8 @@ from typing import Any
 
 from tensor_memory.bench import report
 
+LABELS = {"forward": "forward", "forward_backward": "forward and backward"}
+
 
 def draw_scan(result: dict[str, Any], figure: Any) -> bool:
     """Cost against each thing that was varied; False where nothing was."""
@@ -20,18 +22,20 @@ def draw_scan(result: dict[str, Any], figure: Any) -> bool:
     swept = {name: part for name, part in swept.items() if part}
     if not swept:
         return False
-    panels = figure.subplots(1, len(swept), squeeze=False)[0]
+    panels = figure.subplots(1, len(swept), squeeze=False, sharey=True)[0]
     for panel, (name, part) in zip(panels, swept.items(), strict=True):
         sizes = [_size(row["shape"][name]) for row in part]
-        for kind in ("forward", "forward_backward"):
+        for kind in LABELS:
             ways = [row["ms"][kind] for row in part]
             best = [way.get("graph", way["eager"]) for way in ways]
             medians = [timing["median"] for timing in best]
             low = [timing["median"] - timing["p10"] for timing in best]
             high = [timing["p90"] - timing["median"] for timing in best]
-            panel.errorbar(sizes, medians, yerr=[low, high], marker="o", label=kind)
+            panel.errorbar(sizes, medians, yerr=[low, high], marker="o", label=LABELS[kind])
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
+        panel.yaxis.set_major_formatter("{x:g}")
+        panel.yaxis.set_minor_formatter("")
         panel.set_xlabel("voxels" if name == "grid" else name)
     panels[0].set_ylabel("milliseconds")
     panels[0].legend(frameon=False)
