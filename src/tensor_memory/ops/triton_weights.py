@@ -6,6 +6,7 @@ same in every run.
 
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
 import triton
