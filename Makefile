@@ -20,7 +20,7 @@ demo: $(VENV)/.demo  ## train a small model with and without memory: table, curv
 	$(BIN)/python examples/windowed_binding.py
 
 test: lint  ## lint, check types, run every test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 lint: $(VENV)/.dev  ## ruff and pyright
 	$(BIN)/ruff check
