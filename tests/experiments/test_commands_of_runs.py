@@ -310,6 +310,18 @@ def test_a_sweep_that_is_stopped_saves_its_run_and_would_resume_it(tmp_path, cap
     assert capsys.readouterr().out.startswith(f"unfinished {folder.name}")
 
 
+def test_workers_whose_sweep_was_killed_save_their_runs_and_end(tmp_path, start):
+    command = ["sweep", SIGN, "--device", "cpu", "--budget.steps", "10000000"]
+    process = start(*command, "--budget.checkpoint-every", "10000000")
+    wait_for(process, "runs/*/metrics.jsonl")
+    process.kill()
+    (log,) = tmp_path.glob("runs/*.log")
+    while "saved step" not in log.read_text():  # as long as a test may take
+        time.sleep(0.05)
+    assert list(tmp_path.glob("runs/*/last"))
+    process.communicate()
+
+
 def test_workers_that_are_stopped_while_they_start_go_without_a_word(start):
     command = ["sweep", SIGN, "--over", "seed=0,1", "--jobs", "2", "--device", "cpu"]
     process = start(*command, "--budget.steps", "10000000")

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -186,6 +187,7 @@ def _serve(pipe: Connection, device: str, threads: int) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if hasattr(os, "setpgrp"):
         os.setpgrp()  # a Ctrl-C at the terminal reaches the parent alone, which passes it on once
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
     torch.set_num_threads(min(threads, torch.get_num_threads()))  # OMP_NUM_THREADS may say fewer
     while True:
         try:
@@ -201,6 +203,14 @@ def _serve(pipe: Connection, device: str, threads: int) -> None:
             pipe.send(record)
         except OSError:  # it has been interrupted, and saved itself
             return
+
+
+def _leave_with_parent() -> None:
+    """Interrupt this worker's run once the sweep is dead, or it would go on for nobody."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 def _leave(*_: object) -> None:
