@@ -9,6 +9,7 @@ import pytest
 
 from tensor_memory import Recording
 from tensor_memory.experiments.commands.arguments import parse_run
+from tensor_memory.experiments.results import read_results
 from tensor_memory.inspect import pictures
 
 ROOT = Path(__file__).parents[2]
@@ -74,6 +75,18 @@ def test_the_recordings_are_of_what_the_gallery_trains(gallery, name):
     config, _ = parse_run(recipe, flags)
     for layer in Recording.load(DOCS / "recordings" / f"{name}.safetensors").layers:
         assert layer.config == config.model.memory
+
+
+def test_what_the_page_says_of_its_models_was_measured():
+    text = " ".join((DOCS / "inspect.md").read_text(encoding="utf-8").split())
+    records = {record["recipe"]: record for record in read_results([ROOT / "results" / "gallery"])}
+    on = {name: record["test"]["test"] for name, record in records.items()}
+    off = {name: r["memory"]["test_without_memory"]["test"] for name, r in records.items()}
+    assert f"{100 * on['demo']['accuracy']:.0f} % of the answers are right" in text
+    assert off["demo"]["accuracy"] == pytest.approx(1 / 8, abs=0.01)
+    bits = [scores["language-carried"]["bits_per_byte"] for scores in (on, off)]
+    shown = "{:.3f} bits per byte on the test text, {:.3f} with the memory switched off"
+    assert shown.format(*bits) in text
 
 
 def test_questions_read_where_their_values_were_written():
