@@ -149,9 +149,9 @@ def aim_rows(aims: Sequence[dict[str, Any]]) -> Rows:
 
 def tables(record: dict[str, Any]) -> list[Rows]:
     """The tables of a record, by its benchmark."""
-    from tensor_memory.bench import decode, scan, train_step
+    from tensor_memory.bench import decode, scan_tables, train_step
 
-    known = {"scan": scan.rows, "train-step": train_step.rows, "decode": decode.rows}
+    known = {"scan": scan_tables.rows, "train-step": train_step.rows, "decode": decode.rows}
     if record.get("benchmark") not in known:
         raise ValueError(
             f"expected a record of {', '.join(known)}, got {record.get('benchmark')!r}"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from tensor_memory import ops
-from tensor_memory.bench import agreement, aims, report
+from tensor_memory.bench import agreement, aims, report, scan_tables
 from tensor_memory.bench.cpu_memory import measure_cpu_memory
 from tensor_memory.bench.shapes import (
     CPU_LANGUAGE,
@@ -271,65 +271,6 @@ def _judged(
     return judged
 
 
-def complaints(result: dict[str, Any]) -> list[str]:
-    """Parts that disagreed or died, in words."""
-    parts = dict(result["shapes"])
-    if "cpu_memory" in result:
-        parts["cpu_memory"] = result["cpu_memory"]
-    for name, swept in result["sweeps"].items():
-        parts |= {f"sweep over {name}, {row['label']}": row for row in swept}
-    found = []
-    for name, row in parts.items():
-        found += [f"{name}, {part}: {error}" for part, error in row.get("errors", {}).items()]
-        disagreements = row.get("agreement", {}).get("failures", [])
-        found += [f"{name} DISAGREES with the reference: {text}" for text in disagreements]
-    return found
-
-
-def rows(result: dict[str, Any]) -> list[report.Rows]:
-    """Tables of a result: the published shapes, the CPU's row, the sweeps."""
-    measured = {name: row for name, row in result["shapes"].items() if "ms" in row}
-    found = [[_row(name, row) for name, row in measured.items()]]
-    cpu = result.get("cpu_memory", {})
-    if "ratio" in cpu:
-        ms = {f"{name}, ms": report.number(t["median"]) for name, t in cpu["ms"].items()}
-        times = {"times faster": report.number(cpu["ratio"])}
-        found.append([{"whole memory": cpu["label"]} | ms | times])
-    swept = [(f"over {name}", row) for name, part in result["sweeps"].items() for row in part]
-    return [*found, [_row(name, row) for name, row in swept if "ms" in row]]
-
-
-def _row(name: str, row: dict[str, Any]) -> dict[str, str]:
-    number = report.number
-
-    def both(values: dict[str, Any], pick: Callable[[Any], float]) -> str:
-        return " / ".join(number(pick(value)) for value in values.values())
-
-    loops = {
-        title: number(row[key]["ratio"]["forward_backward"]) if key in row else "–"
-        for key, title in (
-            ("plain_loop", "× plain loop"),
-            ("compiled_plain_loop", "× compiled loop"),
-        )
-    }
-    share = row["share_of_ceiling"]["forward_backward"]
-    hows = "/".join(row["ms"]["forward"])
-    return {
-        "scan": name,
-        "shape": row["label"],
-        f"forward, ms ({hows})": both(row["ms"]["forward"], lambda t: t["median"]),
-        f"kept, ms ({hows})": both(row["ms"]["forward_kept"], lambda t: t["median"]),
-        f"forward + backward, ms ({hows})": both(
-            row["ms"]["forward_backward"], lambda t: t["median"]
-        ),
-        "µs per step": both(row["us_per_step"]["forward_backward"], lambda t: t),
-        "peak, MiB": report.mib(row["peak_bytes"]["forward_backward"]),
-        **loops,
-        "of matrix ceiling": f"{100 * share['matmul']:.1f} %",
-        "of bandwidth": f"{100 * share['bandwidth']:.1f} %",
-    }
-
-
 def main(argv: list[str]) -> int:
     """Run the benchmark; 1 where anything disagreed or died."""
     parser = argparse.ArgumentParser(
@@ -354,6 +295,6 @@ def main(argv: list[str]) -> int:
         device,
         config,
         result,
-        [*rows(result), report.aim_rows(result["aims"])],
-        complaints(result),
+        [*scan_tables.rows(result), report.aim_rows(result["aims"])],
+        scan_tables.complaints(result),
     )
