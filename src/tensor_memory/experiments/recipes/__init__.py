@@ -69,7 +69,7 @@ def _own_recipe(name: str) -> Recipe:
     module, _, function = name.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
-        sys.path.insert(0, here)
+        sys.path.insert(0, here)  # what `python -m` does, and an installed command does not
     make = getattr(_import(module), function, None)
     if not callable(make):
         raise ValueError(

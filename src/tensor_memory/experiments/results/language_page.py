@@ -38,7 +38,7 @@ from tensor_memory.experiments.results.positions import (
     positions_table,
     read_positions,
 )
-from tensor_memory.experiments.results.records import read_results
+from tensor_memory.experiments.results.records import read_finished
 from tensor_memory.experiments.results.tables import Table, caption, markdown
 from tensor_memory.experiments.results.wording import bytes_text, estimate_text, listing
 
@@ -96,17 +96,15 @@ def carried_table(records: Sequence[Record], planned: Sequence[Record] = ()) -> 
     for row, gap in _gaps(table_rows(records, planned)):
         line = {"method": row.label, "seeds": row.seeds}
         if gap is not None:
-            line |= {
-                "context": row.runs[0]["labels"].get("context", "–"),
-                "state": bytes_text(row.runs[0]["state_bytes"]),
-                "valid": _text([run["valid"].get(PERPLEXITY) for run in row.runs]),
-                "test": _measured(row.runs, "test"),
-                "test, nothing carried": _measured(row.runs, "test@fresh"),
-                "gap closed": share_text(gap.share),
-                "step": _time(row.runs),
-                "of local": ratio_text(gap.step_ratio),
-                "peak memory": _peak(row.runs),
-            }
+            line |= (
+                _carried(row.runs)
+                | {
+                    "test": _measured(row.runs, "test"),
+                    "test, nothing carried": _measured(row.runs, "test@fresh"),
+                    "gap closed": share_text(gap.share),
+                }
+                | _cost(row.runs, gap)
+            )
         table.append(line)
     return _whole(table)
 
@@ -118,19 +116,17 @@ def search_table(records: Sequence[Record], planned: Sequence[Record] = ()) -> T
     for row, gap in searched(records, planned):
         line = {"variant": row.label, "seeds": row.seeds}
         if gap is not None:
-            line |= {
-                "context": row.runs[0]["labels"].get("context", "–"),
-                "state": bytes_text(row.runs[0]["state_bytes"]),
-                "valid": _text([run["valid"].get(PERPLEXITY) for run in row.runs]),
-                "gap closed, valid": share_text(gap.valid_share),
-                "test": _measured(row.runs, "test"),
-                "gap closed": share_text(gap.share),
-                "nothing carried": _measured(row.runs, "test@fresh"),
-                "memory off": _without_memory(row.runs),
-                "step": _time(row.runs),
-                "of local": ratio_text(gap.step_ratio),
-                "peak memory": _peak(row.runs),
-            }
+            line |= (
+                _carried(row.runs)
+                | {
+                    "gap closed, valid": share_text(gap.valid_share),
+                    "test": _measured(row.runs, "test"),
+                    "gap closed": share_text(gap.share),
+                    "nothing carried": _measured(row.runs, "test@fresh"),
+                    "memory off": _without_memory(row.runs),
+                }
+                | _cost(row.runs, gap)
+            )
         table.append(line)
     return _whole(table)
 
@@ -145,10 +141,10 @@ def searched(
 
 def blocks(folder: Path, figures: Path) -> dict[str, str]:
     """Markdown by the name of its place in the page, of what there are records for."""
-    plans, costs = folder.parent.parent / "grids", _finished(folder / "cost")
-    whole = timed([*_finished(folder / "fresh"), *_finished(folder / "carried")], costs)
+    plans, costs = folder.parent.parent / "grids", read_finished(folder / "cost")
+    whole = timed([*read_finished(folder / "fresh"), *read_finished(folder / "carried")], costs)
     texts: dict[str, str] = {}
-    if rates := _finished(folder / "rate"):
+    if rates := read_finished(folder / "rate"):
         texts["rate"] = markdown(rate_table(rates))
     for recipe in ("language-paper", "language", "language-carried"):
         runs = [record for record in whole if record["recipe"] == recipe]
@@ -156,7 +152,7 @@ def blocks(folder: Path, figures: Path) -> dict[str, str]:
             table = carried_table if recipe == "language-carried" else fresh_table
             text = _with_caption(table(runs, _planned(plans, recipe, recipe)), runs)
             texts["carried" if recipe == "language-carried" else recipe] = text
-    if search := timed(_finished(folder / "search"), costs):
+    if search := timed(read_finished(folder / "search"), costs):
         planned = _planned(plans, "search", "language-carried")
         texts["search"] = _with_caption(search_table(search, planned), search)
         found = searched(search)
@@ -181,12 +177,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         module="tensor_memory.experiments.results.language_page",
         results="fresh, carried, search, rate, cost and positions",
     )
-
-
-def _finished(folder: Path) -> list[Record]:
-    if not folder.is_dir():
-        return []
-    return [record for record in read_results([folder]) if record["finished"]]
 
 
 def _planned(plans: Path, table: str, recipe: str) -> list[Record]:
@@ -219,6 +209,20 @@ def _with_caption(table: Table, records: Sequence[Record]) -> str:
         steps = listing([f"{count:,}" for count in apart])
         notes.append(f"Step times of runs that shared the GPU: {steps} steps of the same alone.")
     return markdown(table) + "\n" + "\n".join(notes) + "\n"
+
+
+def _carried(runs: Sequence[Record]) -> dict[str, str]:
+    """What a prediction can see, what is carried for it, and the score that chooses."""
+    return {
+        "context": runs[0]["labels"].get("context", "–"),
+        "state": bytes_text(runs[0]["state_bytes"]),
+        "valid": _text([run["valid"].get(PERPLEXITY) for run in runs]),
+    }
+
+
+def _cost(runs: Sequence[Record], gap: GapRow) -> dict[str, str]:
+    times = {"step": _time(runs), "of local": ratio_text(gap.step_ratio)}
+    return times | {"peak memory": _peak(runs)}
 
 
 def _measured(runs: Sequence[Record], split: str) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tensor_memory.experiments.results.comparison import Comparison, Record, Row, compare
+from tensor_memory.experiments.results.comparison import Comparison, Row, compare
 from tensor_memory.experiments.results.language_rows import planned_runs
 from tensor_memory.experiments.results.pages import fill_page
 from tensor_memory.experiments.results.planned import NOT_RUN
@@ -25,7 +25,7 @@ from tensor_memory.experiments.results.plots import (
     _legend,
     _save,
 )
-from tensor_memory.experiments.results.records import read_results
+from tensor_memory.experiments.results.records import read_finished
 from tensor_memory.experiments.results.tables import Table, caption, markdown
 from tensor_memory.experiments.results.wording import estimate_text
 
@@ -104,7 +104,7 @@ def blocks(folder: Path, figures: Path) -> dict[str, str]:
     """Markdown by the name of its place in the page, of what there are records for."""
     texts: dict[str, str] = {}
     for name, where in (("dice", "leak-demo"), ("wikitext", "language/leak")):
-        records = _finished(folder / where)
+        records = read_finished(folder / where)
         if not records:
             continue
         (comparison,) = compare(records)
@@ -127,12 +127,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         module="tensor_memory.experiments.results.leak_page",
         results="leak-demo and language/leak",
     )
-
-
-def _finished(folder: Path) -> list[Record]:
-    if not folder.is_dir():
-        return []
-    return [record for record in read_results([folder]) if record["finished"]]
 
 
 def _mean(row: Row, split: str) -> float:

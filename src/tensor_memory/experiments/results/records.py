@@ -173,6 +173,13 @@ def read_results(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]
 _NEEDED = ("config", "recipe", "task", "method", "seed", "test", "finished")
 
 
+def read_finished(folder: Path) -> list[dict[str, Any]]:
+    """The finished runs of a folder; none where there is no such folder."""
+    if not folder.is_dir():
+        return []
+    return [record for record in read_results([folder]) if record["finished"]]
+
+
 def _check_record(record: Mapping[str, Any], where: str) -> None:
     missing = [key for key in _NEEDED if key not in record]
     if record.get("kind") != "run" or missing:
