@@ -96,15 +96,13 @@ def carried_table(records: Sequence[Record], planned: Sequence[Record] = ()) -> 
     for row, gap in _gaps(table_rows(records, planned)):
         line = {"method": row.label, "seeds": row.seeds}
         if gap is not None:
-            line |= (
-                _carried(row.runs)
-                | {
-                    "test": _measured(row.runs, "test"),
-                    "test, nothing carried": _measured(row.runs, "test@fresh"),
-                    "gap closed": share_text(gap.share),
-                }
-                | _cost(row.runs, gap)
-            )
+            line |= {
+                **_carried(row.runs),
+                "test": _measured(row.runs, "test"),
+                "test, nothing carried": _measured(row.runs, "test@fresh"),
+                "gap closed": share_text(gap.share),
+                **_cost(row.runs, gap),
+            }
         table.append(line)
     return _whole(table)
 
@@ -116,17 +114,15 @@ def search_table(records: Sequence[Record], planned: Sequence[Record] = ()) -> T
     for row, gap in searched(records, planned):
         line = {"variant": row.label, "seeds": row.seeds}
         if gap is not None:
-            line |= (
-                _carried(row.runs)
-                | {
-                    "gap closed, valid": share_text(gap.valid_share),
-                    "test": _measured(row.runs, "test"),
-                    "gap closed": share_text(gap.share),
-                    "nothing carried": _measured(row.runs, "test@fresh"),
-                    "memory off": _without_memory(row.runs),
-                }
-                | _cost(row.runs, gap)
-            )
+            line |= {
+                **_carried(row.runs),
+                "gap closed, valid": share_text(gap.valid_share),
+                "test": _measured(row.runs, "test"),
+                "gap closed": share_text(gap.share),
+                "nothing carried": _measured(row.runs, "test@fresh"),
+                "memory off": _without_memory(row.runs),
+                **_cost(row.runs, gap),
+            }
         table.append(line)
     return _whole(table)
 
