@@ -21,6 +21,7 @@ from tensor_memory.experiments.results import (
     run_name,
     write_result,
 )
+from tensor_memory.experiments.results.records import local_places
 from tensor_memory.experiments.run_config import BudgetConfig, OptimizerConfig, RunConfig
 
 configs = st.builds(
@@ -140,6 +141,24 @@ def test_a_result_comes_back_and_what_is_not_finite_is_null(tmp_path):
     assert back["test"]["test"] == {"accuracy": None, "loss": 0.5}
     assert back["config"] == found["config"]
     assert config_from_dict(back["config"]) == sign()
+
+
+@pytest.mark.parametrize("place", ["/somebody/data/birds.zip", "data/birds.zip/", "birds.zip"])
+def test_a_result_keeps_of_a_place_its_name_alone(tmp_path, place):
+    config = replace(sign(), task=SignTaskConfig(data_dir=place))
+    found = record(config)
+    path = write_result(tmp_path, found)
+    assert path.name == f"{run_name(config)}.json"
+    (back,) = read_results([path])
+    assert back["config"]["task"]["data_dir"] == "birds.zip"
+    assert found["config"]["task"]["data_dir"] == place  # the caller's record is as it was
+    assert config_hash(config_from_dict(back["config"])) == config_hash(config)
+
+
+def test_no_committed_result_says_where_somebody_keeps_data():
+    results = Path(__file__).parents[2] / "results"
+    found = read_results([results])
+    assert [r["config"]["task"] for r in found if local_places(r["config"]) != r["config"]] == []
 
 
 def test_the_same_result_in_two_places_counts_once(tmp_path):

@@ -104,6 +104,20 @@ def without_places(config: Any) -> Any:
     return config
 
 
+def local_places(config: Any) -> Any:
+    """A config's dict with the last part alone of each place: the rest is one machine's matter.
+
+    >>> local_places({"task": {"data_dir": "/a/disk/birds.zip", "cache_dir": None, "side": 120}})
+    {'task': {'data_dir': 'birds.zip', 'cache_dir': None, 'side': 120}}
+    """
+    if not isinstance(config, Mapping):
+        return config
+    return {
+        name: Path(value).name if name in PLACES and value is not None else local_places(value)
+        for name, value in config.items()
+    }
+
+
 def run_name(config: RunConfig) -> str:
     """The folder a run is kept in: `<recipe>-<method>-<config_hash>-s<seed>`."""
     return file_name(f"{config.recipe}-{config.model.method}-{config_hash(config)}-s{config.seed}")
@@ -122,9 +136,12 @@ def write_result(path: str | os.PathLike[str], record: Mapping[str, Any]) -> Pat
     """Write one run's record as JSON, whole or not at all; the path it went to.
 
     `path` is the file, or a folder, which then gets `<run_name>.json`. One line per entry keeps
-    the files small and their differences readable. Numbers that are not finite become null.
+    the files small and their differences readable. Numbers that are not finite become null. Of the
+    places in its config the last part is kept: results are passed on, and a run's own folder has
+    the whole path in config.json.
     """
     _check_record(record, "the record")
+    record = dict(record) | {"config": local_places(record["config"])}
     path = Path(path)
     if path.suffix != ".json":
         path = path / f"{run_name(config_from_dict(record['config']))}.json"
