@@ -4,6 +4,8 @@ The tests marked gpu run on a CUDA device alone.
 """
 
 import gc
+import warnings
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -13,6 +15,7 @@ from tiny_runs import TinyModel, tiny_run
 
 from tensor_memory.experiments.recipes import find_recipe
 from tensor_memory.experiments.train import RunOptions, load_run, train
+from tensor_memory.experiments.train.graph import WARM_UP, no_waiting
 from tensor_memory.experiments.train.steps import seed_step
 from tolerances import TOLERANCE, assert_same
 
@@ -196,6 +199,67 @@ def test_the_buffers_of_a_graph_hold_what_eager_steps_take(tmp_path, stand_in, n
     assert records[0]["curve"] == records[1]["curve"]
     assert records[0]["test"] == records[1]["test"]
     assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
+
+
+class FailingModel(TinyModel):
+    """Fails in the last eager step as one that waits for a device does there."""
+
+    held, found = None, None
+
+    def forward(self, batch, carry=None):
+        outputs, carry = super().forward(batch, carry)
+        if not self.training:
+            return outputs, carry
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls == WARM_UP:
+            FailingModel.held = weakref.ref(outputs["logits"])
+            raise RuntimeError("called a synchronizing CUDA operation")
+        if self.calls == WARM_UP + 1:
+            FailingModel.found = FailingModel.held()
+        return outputs, carry
+
+
+def test_a_step_done_again_finds_nothing_left_of_the_one_that_failed(
+    tmp_path, stand_in, monkeypatch
+):
+    eager = run(tmp_path / "eager", tiny_run(speed="eager"), device="cpu")
+    monkeypatch.setattr("tiny_runs.TinyModel", FailingModel)
+    record = run(tmp_path / "run", tiny_run(), device="cpu")
+    assert record["speed"].startswith("eager (no CUDA graph: the step waits for the device at ")
+    assert record["curve"] == eager["curve"]
+    assert FailingModel.held is not None
+    assert FailingModel.found is None
+
+
+class Mode:
+    """Stands in for what torch keeps of its watch for waits; setting it warns, as torch does."""
+
+    def __init__(self):
+        self.set = 0
+
+    def get(self):
+        return self.set
+
+    def put(self, mode):
+        self.set = mode
+        warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=2)
+
+
+def test_the_watch_for_waits_ends_with_its_block_and_hides_no_other_warning(monkeypatch):
+    mode = Mode()
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", mode.get)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", mode.put)
+
+    def failing():
+        with no_waiting():
+            assert mode.set == "error"
+            raise RuntimeError("from within")
+
+    with pytest.raises(RuntimeError, match="from within"):
+        failing()
+    assert mode.set == 0
+    with no_waiting(), pytest.warns(UserWarning, match="of the step itself"):
+        warnings.warn("of the step itself", stacklevel=1)
 
 
 def test_batches_of_another_shape_go_past_the_buffers(tmp_path, stand_in):

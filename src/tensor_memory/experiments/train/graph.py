@@ -64,13 +64,7 @@ class GraphStep(Step):
         elif self._calls < WARM_UP:
             self._aside(batch)
         elif self._calls == WARM_UP:
-            try:
-                with no_waiting():
-                    self._aside(batch)
-            except RuntimeError as error:
-                if _SYNC not in str(error):
-                    raise
-                self._give_up(f"the step waits for the device{_place(error)}", error)
+            if not self._try_without_waiting(batch):
                 self._prepare(step)  # nothing was updated yet: do it again
                 self._run(batch)
         elif self._capture(batch):
@@ -92,6 +86,21 @@ class GraphStep(Step):
         with torch.cuda.stream(self._stream):
             self._run(batch)
         current.wait_stream(self._stream)
+
+    def _try_without_waiting(self, batch: Batch) -> bool:
+        """A step aside in which a wait is an error; False where there was one."""
+        try:
+            with no_waiting():
+                self._aside(batch)
+        except RuntimeError as error:
+            if _SYNC not in str(error):
+                raise
+            self._give_up(f"the step waits for the device{_place(error)}", error)
+            # The error's frames hold the failed step's autograd graph. Alive, its nodes would take
+            # the gradients of the next step on the stream of this one, and torch warns of that.
+            traceback.clear_frames(error.__traceback__)
+            return False
+        return True
 
     def _capture(self, batch: Batch) -> bool:
         self._batch = {name: x.clone() for name, x in batch.items()}
@@ -226,13 +235,17 @@ def capture(
 def no_waiting() -> Iterator[None]:
     """Inside, an operation that waits for the device raises."""
     before = torch.cuda.get_sync_debug_mode()
+    try:
+        _watch_waits("error")
+        yield
+    finally:
+        _watch_waits(before)
+
+
+def _watch_waits(mode: str | int) -> None:
     with warnings.catch_warnings():  # torch warns that it does not notice every wait
-        warnings.simplefilter("ignore")
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def _alike(batch: Batch, other: Batch) -> bool:
