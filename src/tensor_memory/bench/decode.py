@@ -214,7 +214,9 @@ def _launches_by_place(decoder: Decoder, K: int) -> dict[str, int]:
             decoder.step()
             continue
         torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        # Events are kept: torch 2.10 and 2.11 warn that they would go, though there is one cycle.
+        activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+        with profile(activities=activities, acc_events=True) as seen:
             decoder.step()
             torch.cuda.synchronize()
         counts[named[at]] = sum(
