@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from vision_data import CLASSES, write_cub, write_ucf
 
 from tensor_memory import MemoryConfig
 from tensor_memory.experiments.models.image import ImageModelConfig
@@ -77,21 +76,33 @@ def passages(task, config):
 
 
 @pytest.fixture(scope="module")
-def birds(tmp_path_factory):
+def vision_data():
+    pytest.importorskip("av", reason="images and clips are written with av")
+    import vision_data
+
+    return vision_data
+
+
+@pytest.fixture(scope="module")
+def birds(tmp_path_factory, vision_data):
     folder = tmp_path_factory.mktemp("birds")
     config = MaskedImagesConfig(
-        data_dir=str(write_cub(folder)), cache_dir=str(folder), side=40, crop=32, patch=8
+        data_dir=str(vision_data.write_cub(folder)),
+        cache_dir=str(folder),
+        side=40,
+        crop=32,
+        patch=8,
     )
     return config.build(0)
 
 
 @pytest.fixture(scope="module")
-def actions(tmp_path_factory):
+def actions(tmp_path_factory, vision_data):
     folder = tmp_path_factory.mktemp("actions")
     config = VideoTaskConfig(
-        data_dir=str(write_ucf(folder, groups=3, clips=1, frames=4)),
+        data_dir=str(vision_data.write_ucf(folder, groups=3, clips=1, frames=4)),
         cache_dir=str(folder),
-        classes=CLASSES[:2],
+        classes=vision_data.CLASSES[:2],
         frames=4,
         cached_frames=4,
         height=32,

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
+
+nbformat = pytest.importorskip("nbformat", reason="reads the notebook")
+nbclient = pytest.importorskip("nbclient", reason="runs the notebook")
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -25,7 +26,7 @@ def test_every_cell_runs(notebook):
         if cell.cell_type == "code":
             cell.outputs = []
     places = {"metadata": {"path": str(EXAMPLES)}}
-    client = NotebookClient(notebook, timeout=200, startup_timeout=200, resources=places)
+    client = nbclient.NotebookClient(notebook, timeout=200, startup_timeout=200, resources=places)
     client.execute()  # raises where a cell does
     assert pictures(notebook) == shown == 4
 
