@@ -274,7 +274,7 @@ def test_the_page_says_where_the_memory_does_not_help():
 
 PAGE = "".join(
     f"text\n<!-- {name} -->\nstale\n<!-- /{name} -->\n"
-    for name in ("reconstruction", "actions", "missing", "cost", "cost-published")
+    for name in ("findings", "reconstruction", "actions", "missing", "cost", "cost-published")
 )
 
 
@@ -293,15 +293,14 @@ def test_the_command_fills_the_page_from_results(tmp_path, capsys):
     assert "stale" not in filled
     assert "| *zero in every patch* |" in filled
     assert "(images/vision-cost.png)" in filled
-    assert "cub200@120px; seeds 0, mean ± half of the 95 % interval; H200; commit 0123456789." in (
-        filled
-    )
+    assert "cub200@120px; seed 0; H200; commit 0123456789." in filled
+    assert "**Cost: linear in T" in filled
     assert "(images/vision-reconstructions.png)" in filled
     assert (page.parent / "images" / "vision-reconstructions.png").read_bytes() == b"birds"
     assert (page.parent / "images" / "vision-missing.svg").stat().st_size > 10_000
     assert (page.parent / "images" / "vision-cost.png").stat().st_size > 10_000
     assert (
-        "filled reconstruction, actions, missing, cost and cost-published"
+        "filled reconstruction, actions, missing, cost, cost-published and findings"
         in capsys.readouterr().out
     )
     main([str(results), str(page)])
@@ -313,12 +312,12 @@ def test_what_has_no_records_stays_as_it_was(tmp_path):
     page.write_text(PAGE)
     write_result(results / "images", image_record("base", 20.0))
     main([str(results), str(page)])
-    assert page.read_text().count("stale") == 4
+    assert page.read_text().count("stale") == 5
 
 
 def test_the_vision_page_has_every_place():
     page = (Path(__file__).parents[2] / "docs" / "vision.md").read_text()
-    names = ("reconstruction", "actions", "missing", "cost", "cost-published")
+    names = ("findings", "reconstruction", "actions", "missing", "cost", "cost-published")
     filled = fill(page, {name: f"table of {name}" for name in names})
     assert all(f"table of {name}\n" in filled for name in names)
 

@@ -35,6 +35,9 @@ LOOKS = {
 }
 """Colour, dash and marker of a method; variants take what is left."""
 
+APART = 0.012
+"""Between the methods of a panel, in parts of its width: intervals side by side can be read."""
+
 
 def draw_missing(records: Sequence[Record], path: Path) -> list[Path]:
     """Top-1 against the number of missing frames: a column per T, above somewhere, below last.
@@ -52,16 +55,20 @@ def draw_missing(records: Sequence[Record], path: Path) -> list[Path]:
                         continue
                     counts, means, halves = _against_missing(runs, kind)
                     colour, dash, marker = LOOKS[label]
+                    aside = APART * frames * (list(LOOKS).index(label) - len(LOOKS) // 2)
                     axis.errorbar(
-                        counts, means, yerr=halves, fmt=dash, color=colour, marker=marker,
-                        markersize=4, linewidth=1.4, capsize=2, label=label,
+                        [count + aside for count in counts], means, yerr=halves, fmt=dash,
+                        color=colour, marker=marker, markersize=4, linewidth=1.2, elinewidth=0.9,
+                        capsize=2, label=label,
                     )  # fmt: skip
-                axis.axhline(100 * part[0]["facts"]["chance"], color="#555555", linestyle=":")
+                    axis.set_xticks(counts)
+                chance = 100 * part[0]["facts"]["chance"]
+                axis.axhline(chance, color="#555555", linestyle=":", linewidth=1, label="chance")
                 axis.set_xlabel(f"{'last ' if kind == 'last' else ''}frames missing of {frames}")
                 axis.set_ylim(0, 100)
         for row in axes:
             row[0].set_ylabel("top-1, %")
-        _legend(figure, list(axes.flatten()))
+        _legend(figure, list(axes.flatten()), list(LOOKS))
         return _save(figure, path)
 
 
@@ -80,7 +87,8 @@ def draw_cost(records: Sequence[Record], path: Path) -> list[Path]:
                 colour, dash, marker = _look(label, number)
                 axis.plot(
                     list(found), [value(record) for record in found.values()], dash, color=colour,
-                    marker=marker, markersize=5, linewidth=1.5, label=label,
+                    marker=marker, markersize=6, linewidth=1.5, label=label,
+                    markerfacecolor="none" if label == "frames" else colour,  # joint lies beneath
                 )  # fmt: skip
             measured = [value(record) for found in lines.values() for record in found.values()]
             _proportional(axis, lengths, measured)
@@ -89,7 +97,7 @@ def draw_cost(records: Sequence[Record], path: Path) -> list[Path]:
             axis.set_xticks(lengths, [str(frames) for frames in lengths])
             axis.set_xlabel("frames per clip, T")
             axis.set_ylabel(name)
-        _legend(figure, list(axes.flatten()))
+        _legend(figure, list(axes.flatten()), list(lines))
         return _save(figure, path)
 
 
@@ -113,7 +121,8 @@ def _proportional(axis: Any, lengths: list[int], values: list[float]) -> None:
     start = low / 10
     while start < high:
         along = [start * length / lengths[0] for length in lengths]
-        axis.plot(lengths, along, ":", color="#bbbbbb", linewidth=1, zorder=0)
+        look = {"color": "#bbbbbb", "linewidth": 1, "label": "proportional to T"}
+        axis.plot(lengths, along, ":", zorder=0, **look)
         start *= 10**0.5
     axis.set_ylim(0.8 * low, 1.25 * high)
 

@@ -25,6 +25,7 @@ from tensor_memory.experiments.results.planned import NOT_RUN
 from tensor_memory.experiments.results.records import read_results
 from tensor_memory.experiments.results.tables import Table, markdown
 from tensor_memory.experiments.results.vision_figures import draw_cost, draw_missing
+from tensor_memory.experiments.results.vision_findings import findings
 from tensor_memory.experiments.results.vision_gains import Columns, gains, summary
 from tensor_memory.experiments.results.vision_runs import (
     Record,
@@ -154,14 +155,17 @@ def _cost(record: Record | None, reference: Record | None) -> str:
 
 
 def caption(records: Sequence[Record]) -> str:
-    """Task, seeds, hardware and commits of a table."""
+    """Task, decoder of videos, seeds, hardware and commits of a table."""
     tasks = sorted({record["task"].partition(" ")[0] for record in records})
     seeds = sorted({record["seed"] for record in records})
     gpus = {record["hardware"]["gpu"] or record["hardware"]["cpu"] for record in records}
     commits = {(record["commit"] or "unknown")[:10] for record in records}
+    decoders = sorted({f["decoder"] for f in (r["facts"] for r in records) if "decoder" in f})
+    shown = f"seeds {listing(seeds)}, mean ± half of the 95 % interval"
     return (
-        f"{listing(tasks)}; seeds {listing(seeds)}, mean ± half of the 95 % interval; "
-        f"{listing(sorted(gpus))}; commit {listing(sorted(commits))}.\n"
+        f"{listing(tasks)}{f', decoded with {listing(decoders)}' if decoders else ''}; "
+        f"{shown if len(seeds) > 1 else f'seed {seeds[0]}'}; {listing(sorted(gpus))}; "
+        f"commit {listing(sorted(commits))}.\n"
     )
 
 
@@ -195,6 +199,9 @@ def blocks(folder: Path, figures: Path) -> dict[str, str]:
         planned = _planned(plans, "vision-cost-published.toml", VideoModelConfig(), frames=8)
         table = markdown(cost_table(published, planned, growths=False))
         texts["cost-published"] = table + "\n" + caption(published)
+    planned = _planned(plans, "vision-actions*.toml", VideoModelConfig(), frames=8)
+    if text := findings(found, [run["facts"]["frames"] for run in planned]):
+        texts["findings"] = text
     return texts
 
 
@@ -228,7 +235,8 @@ def _gains_text(table: Table, columns: Columns, unit: str = "") -> str:
         return ""
     return (
         f"\nWhat the memory adds{unit}, paired by seed, bold where the 95 % interval leaves zero "
-        f"out. {summary(table, columns)}\n\n{markdown(_same_columns(table))}"
+        f"out (by chance alone, one cell in twenty). {summary(table, columns)}\n\n"
+        f"{markdown(_same_columns(table))}"
     )
 
 
