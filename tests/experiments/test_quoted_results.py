@@ -7,6 +7,8 @@ import pytest
 
 from tensor_memory.experiments.results import diagnostics_page, read_results
 from tensor_memory.experiments.results.intervals import estimate
+from tensor_memory.experiments.results.vision_runs import grouped
+from tensor_memory.experiments.results.wording import estimate_text
 
 ROOT = Path(__file__).parents[2]
 
@@ -15,6 +17,9 @@ def test_what_the_readme_says_of_the_diagnostics_was_measured():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     quoted = text.partition("## Does it help?")[2].partition("\n## ")[0]
     tables = "\n".join(diagnostics_page.blocks(ROOT / "results" / "diagnostics").values())
+    tables += (ROOT / "docs" / "vision.md").read_text(
+        encoding="utf-8"
+    )  # itself held to its records
     numbers = re.findall(r"\d+\.\d ± \d+\.\d %", quoted)
     assert len(numbers) >= 11
     assert [number for number in numbers if number not in tables] == []
@@ -29,6 +34,25 @@ def test_what_is_said_of_single_seeds_with_an_open_forget_gate_was_measured(page
     )
     text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
     assert f"{first}, {second} and {third} %" in text
+
+
+def test_what_the_readme_says_of_images_and_video_was_measured():
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    birds = read_results([ROOT / "results" / "vision" / "images"])
+    clips = read_results([ROOT / "results" / "vision" / "video"])
+    short = [run for run in clips if run["facts"]["frames"] == 8]
+
+    def shown(records, method, split, measure):
+        runs = dict(grouped(records))[method]  # less its variants
+        return estimate_text(estimate([run["test"][split][measure] for run in runs]), measure)
+
+    spatial, base = (shown(birds, method, "test@75%", "psnr") for method in ("spatial", "base"))
+    assert f"{spatial} dB with the memory, {base} without" in text
+    spatial, frames, joint = (
+        shown(short, method, "test", "accuracy") for method in ("spatial", "frames", "joint")
+    )
+    assert f"{spatial} with the memory, {frames} frame by frame" in text
+    assert f"{joint} with attention over all frames" in text
 
 
 def test_what_the_readme_says_of_the_leak_was_measured():
