@@ -17,9 +17,7 @@ def test_what_the_readme_says_of_the_diagnostics_was_measured():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     quoted = text.partition("## Does it help?")[2].partition("\n## ")[0]
     tables = "\n".join(diagnostics_page.blocks(ROOT / "results" / "diagnostics").values())
-    tables += (ROOT / "docs" / "vision.md").read_text(
-        encoding="utf-8"
-    )  # itself held to its records
+    tables += (ROOT / "docs" / "vision.md").read_text(encoding="utf-8")  # held to its records
     numbers = re.findall(r"\d+\.\d ± \d+\.\d %", quoted)
     assert len(numbers) >= 11
     assert [number for number in numbers if number not in tables] == []
