@@ -5,8 +5,9 @@ import torch
 from tiny_runs import TinyModelConfig, TinyTaskConfig, tiny_run
 
 from tensor_memory import MemoryConfig
+from tensor_memory.experiments.models.language import LanguageModel, LanguageModelConfig
 from tensor_memory.experiments.train import RunOptions, load_run, train
-from tensor_memory.experiments.train.memory_use import memory_backend, memory_off
+from tensor_memory.experiments.train.memory_use import memory_backend, memory_layers, memory_off
 from tolerances import assert_same
 
 MEMORY = MemoryConfig(channels=2, grid=(2, 2), chunk_size=2)
@@ -58,6 +59,49 @@ def test_switching_off_ends_with_the_context():
         off = model(batch)[0]["logits"]
     assert_same(model(batch)[0]["logits"], before)
     assert not torch.allclose(off, before)
+
+
+@pytest.mark.parametrize("chunk_size", [3, 5])  # windows of whole chunks, and one that waits
+def test_switched_off_a_carried_memory_is_as_if_its_gate_were_shut_and_scans_nothing(chunk_size):
+    memory = MemoryConfig(channels=2, grid=(2, 2), chunk_size=chunk_size)
+    shape = {"dim": 8, "layers": 2, "heads": 2, "window": 4, "memory": memory}
+    model = LanguageModel(LanguageModelConfig(method="tensor-local", **shape), 9, 12, True).eval()
+    windows = [
+        {"ids": ids, "targets": ids, "fresh": torch.tensor([True, first])}
+        for ids, first in ((torch.randint(9, (2, 12)), True), (torch.randint(9, (2, 12)), False))
+    ]
+    scans = []
+    for layer in memory_layers(model).values():
+        layer.memory.register_forward_hook(lambda *_: scans.append(1))
+
+    def losses():
+        found, carry = [], None
+        for window in windows:
+            outputs, carry = model(window, carry)
+            found.append(outputs["nll"])
+        return torch.stack(found), {name: tensor.shape for name, tensor in carry.items()}
+
+    open_, shapes = losses()
+    assert scans
+    scans.clear()
+    with memory_off(model), torch.no_grad():
+        off, carried = losses()
+    assert not scans
+    assert carried == shapes
+    for layer in memory_layers(model).values():
+        layer.gate.data.fill_(-1e9)  # σ(γ) = 0
+    shut, _ = losses()
+    assert_same(off, shut)
+    assert not torch.allclose(open_, shut)
+
+
+def test_a_forward_of_its_own_is_put_back_after_switching_off():
+    model = TinyModelConfig(method="tensor", memory=MEMORY).build(TinyTaskConfig().build(0))
+    own = model.side.forward
+    model.side.forward = own
+    with memory_off(model):
+        assert model.side.forward is not own
+    assert model.side.forward is own
 
 
 def test_a_model_without_memory_has_no_use(tmp_path):

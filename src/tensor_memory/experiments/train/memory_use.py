@@ -7,14 +7,14 @@ nothing is added.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tensor_memory import MemoryResidual, TensorMemory
+from tensor_memory import MemoryResidual, MemoryState, TensorMemory
 from tensor_memory.experiments.train.evaluation import Evaluator
 from tensor_memory.ops import why_not
 
@@ -28,7 +28,7 @@ def measure_memory(model: nn.Module, evaluator: Evaluator) -> dict[str, Any] | N
         return None
     layers = memory_use(model, evaluator)
     with memory_off(model):
-        without = evaluator.tests(eager=True)  # a graph captured earlier would not see the hooks
+        without = evaluator.tests(eager=True)  # a captured graph has the memory in it
     return {"layers": layers, "test_without_memory": without}
 
 
@@ -73,17 +73,33 @@ def memory_use(model: nn.Module, evaluator: Evaluator) -> list[dict[str, Any]]:
 
 @contextmanager
 def memory_off(model: nn.Module) -> Iterator[None]:
-    """Inside, every `MemoryResidual` of the model adds nothing to what it is given."""
+    """Inside, every `MemoryResidual` of the model hands on what it is given and scans nothing.
 
-    def drop(_: nn.Module, arguments: tuple[Any, ...], output: tuple[Tensor, Any]) -> Any:
-        return arguments[0], output[1]
-
-    handles = [layer.register_forward_hook(drop) for layer in memory_layers(model).values()]
+    A state is handed on too, an empty one where there is none yet, for who carries it.
+    """
+    layers = list(memory_layers(model).values())
+    own = [layer.__dict__.get("forward") for layer in layers]
+    for layer in layers:
+        layer.forward = _handing_on(layer.memory)
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        for layer, forward in zip(layers, own, strict=True):
+            del layer.__dict__["forward"]
+            if forward is not None:
+                layer.forward = forward
+
+
+def _handing_on(memory: TensorMemory) -> Callable[..., tuple[Tensor, MemoryState]]:
+    def forward(
+        x: Tensor, state: MemoryState | None = None, **_: Any
+    ) -> tuple[Tensor, MemoryState]:
+        if state is None:
+            shape = memory.config, memory.dim, x.shape[0]
+            state = MemoryState.zeros(*shape, dtype=x.dtype, device=x.device)
+        return x, state
+
+    return forward
 
 
 def memory_backend(model: nn.Module) -> str | None:
