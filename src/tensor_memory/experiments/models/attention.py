@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tensor_memory.experiments.models.repeated import Linear
+
 SMALLEST_BLOCK = 64
 """Queries per block at least: smaller products leave a GPU idle."""
 SMALL = 512
@@ -31,12 +33,10 @@ class SelfAttention(nn.Module):
         heads: h.
         causal: a token sees itself and what is before it; else everything.
         window: a token sees itself and the window - 1 tokens before it.
-        length: tokens to prepare a mask for; other lengths make theirs on the device.
+        length: tokens to prepare a mask for, or several; other lengths make theirs on the device.
         read_slots, write_slots: how many of the first and last positions are slots, which see and
             are seen as `visible` says.
     """
-
-    mask: Tensor | None
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class SelfAttention(nn.Module):
         *,
         causal: bool = True,
         window: int | None = None,
-        length: int | None = None,
+        length: int | tuple[int, ...] = (),
         read_slots: int = 0,
         write_slots: int = 0,
     ) -> None:
@@ -56,13 +56,13 @@ class SelfAttention(nn.Module):
                 f"window: expected 1 or more tokens of a causal model, got {window} and "
                 f"causal={causal}; None sees everything"
             )
-        self.heads, self.causal, self.window, self.length = heads, causal, window, length
+        self.heads, self.causal, self.window = heads, causal, window
         self.read_slots, self.write_slots = read_slots, write_slots
-        self.qkv = nn.Linear(dim, 3 * dim)
-        self.project = nn.Linear(dim, dim)
-        self.register_buffer("mask", None, persistent=False)
-        if length is not None and self._needs_mask(length):
-            self.mask = self._make_mask(length)
+        self.qkv = Linear(dim, 3 * dim)
+        self.project = Linear(dim, dim)
+        for N in {length} if isinstance(length, int) else set(length):
+            if self._needs_mask(N):
+                self.register_buffer(f"mask_{N}", _addend(self._make_mask(N)), persistent=False)
 
     def forward(self, x: Tensor, cache: Cache | None = None) -> tuple[Tensor, Cache | None]:
         """x (B, N, d), slots included -> the same shape; nothing is carried.
@@ -77,7 +77,7 @@ class SelfAttention(nn.Module):
         if not self._needs_mask(N):
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         else:
-            mask = self.mask if self.length == N else None
+            mask = getattr(self, f"mask_{N}", None)
             mask = self._make_mask(N, x.device) if mask is None else mask
             attend = self._attend_in_blocks if self._in_blocks(N) else _attend_masked
             mixed = attend(q, k, v, mask)
@@ -141,12 +141,22 @@ class SelfAttention(nn.Module):
         q, k, v = (F.pad(t, (0, 0, 0, -N % b)).unflatten(2, (-1, b)) for t in (q, k, v))
         k, v = (torch.cat([F.pad(t, (0, 0, 0, 0, 1, -1)), t], dim=3) for t in (k, v))
         q, k, v = q.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2)  # (B, h · S, b or 2b, e)
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        mixed = _attend_masked(q, k, v, mask)
         return mixed.unflatten(1, (self.heads, -1)).flatten(2, 3)[:, :, :N]
 
 
 def _attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[..., : k.shape[2]])
+
+
+def _addend(mask: Tensor) -> Tensor:
+    """A mask as fused attention takes it, made once: what is added to the scores.
+
+    Of true and false it would make these numbers at every call, and copy them to rows of a multiple
+    of 8 where they are not: five kernels.
+    """
+    mask = F.pad(mask, (0, -mask.shape[-1] % 8))
+    return torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
 
 
 def visible(
@@ -187,7 +197,8 @@ def visible(
 
 def split_heads(x: Tensor, parts: int, heads: int) -> tuple[Tensor, ...]:
     """(B, N, parts · d) -> as many of (B, h, N, e)."""
-    return tuple(x.unflatten(-1, (parts, heads, -1)).permute(2, 0, 3, 1, 4))
+    # Apart before they are turned, so that their gradients come together in one copy.
+    return tuple(part.transpose(1, 2) for part in x.unflatten(-1, (parts, heads, -1)).unbind(-3))
 
 
 def merge_heads(x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tensor_memory.experiments.models.linear_attention import LinearMemory
+from tensor_memory.experiments.models.repeated import LayerNorm, Linear
 from tensor_memory.module import TensorMemory
 from tensor_memory.residual import MemoryResidual
 
@@ -70,12 +71,12 @@ class Block(nn.Module):
             )
         self.dropout, self.drop_path, self.side_place = dropout, drop_path, side_place
         hidden = round(dim * mlp_ratio)
-        self.attention_norm = nn.LayerNorm(dim)
+        self.attention_norm = LayerNorm(dim)
         self.attention = attention
-        self.attention_out_norm = nn.LayerNorm(dim) if attention_out_norm else None
-        self.mlp_norm = nn.LayerNorm(dim)
-        self.widen = nn.Linear(dim, hidden)
-        self.narrow = nn.Linear(hidden, dim)
+        self.attention_out_norm = LayerNorm(dim) if attention_out_norm else None
+        self.mlp_norm = LayerNorm(dim)
+        self.widen = Linear(dim, hidden)
+        self.narrow = Linear(hidden, dim)
         self.side = side
 
     def forward(

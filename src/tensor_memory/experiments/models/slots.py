@@ -14,6 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from tensor_memory.experiments.models.repeated import LayerNorm
+
 
 class Registers(nn.Module):
     """m learned tokens put before the sequence and taken off at the end."""
@@ -45,19 +47,23 @@ class RecurrentSlots(nn.Module):
         self.count, self.segment = slots, segment
         self.empty = nn.Parameter(torch.empty(slots, dim))
         self.write = nn.Parameter(torch.empty(slots, dim))
-        self.norm = nn.LayerNorm(dim)  # else what is carried would grow with every segment
+        self.norm = LayerNorm(dim)  # else what is carried would grow with every segment
 
     def forward(
         self, x: Tensor, layers: Callable[[Tensor], Tensor], slots: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """x (B, N, d), slots (B, m, d) -> what the layers make of x, and the slots it leaves."""
-        m, parts = self.count, []
+        m, made = self.count, []
         held = self.start(x) if slots is None else slots
-        for part in x.split(self.segment or x.shape[1], dim=1):
-            made = layers(torch.cat([held, part, held + self.write.to(x.dtype)], dim=1))
-            parts.append(made[:, m:-m])
-            held = self.norm(made[:, -m:]).to(x.dtype)
-        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0], held
+        parts = x.split(self.segment or x.shape[1], dim=1)
+        # A row and segment of its own for each, so that their gradients are summed once.
+        writes = self.write.to(x.dtype).expand(len(parts), *held.shape).unbind()
+        for part, write in zip(parts, writes, strict=True):
+            after = layers(torch.cat([held, part, held + write], dim=1))
+            _, tokens, written = after.split([m, part.shape[1], m], dim=1)
+            made.append(tokens)
+            held = self.norm(written).to(x.dtype)
+        return torch.cat(made, dim=1) if len(made) > 1 else made[0], held
 
     def start(self, x: Tensor) -> Tensor:
         """(B, m, d) what a row reads before anything was written."""

@@ -25,6 +25,7 @@ from tensor_memory.experiments.models.linear_attention import (
     LinearResidual,
     sizes_for,
 )
+from tensor_memory.experiments.models.repeated import repeated
 from tensor_memory.experiments.models.slots import RecurrentSlots, Registers
 from tensor_memory.experiments.models.xl import PositionBias, RelativeAttention
 from tensor_memory.module import TensorMemory
@@ -112,7 +113,8 @@ class Stack(nn.Module):
             slots = None if carry is None else carry["slots"].to(x.dtype)
             if slots is not None and fresh is not None:
                 slots = torch.where(fresh[:, None, None], self.slots.start(x), slots)
-            x, slots = self.slots(x, lambda y: self._run(y, None)[0], slots)
+            with repeated(self, x):
+                x, slots = self.slots(x, lambda y: self._run(y, None)[0], slots)
             return x, {"slots": slots.detach()} if config.carried else None
         states = None if carry is None else self._unpack(carry, x)
         N = x.shape[1]
@@ -229,10 +231,15 @@ class Stack(nn.Module):
             config.dim,
             config.heads,
             window=config.window,
-            length=(config.segment or config.length) if slots else config.length,
+            length=self._lengths() if slots else config.length,
             read_slots=slots + config.registers,
             write_slots=slots,
         )
+
+    def _lengths(self) -> tuple[int, ...]:
+        """Tokens of the segments of a call: all but the last one are as long."""
+        segment = self.config.segment or self.config.length
+        return min(segment, self.config.length), self.config.length % segment or segment
 
     def _memory(self) -> TensorMemory | LinearMemory:
         config = self.config
