@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from test_vision_page import GIB, costs, image_record, video_record
+from vision_records import GIB, costs, image_record, video_record
 
 from tensor_memory.experiments.results import read_results
 from tensor_memory.experiments.results.intervals import estimate

@@ -1,9 +1,9 @@
 """The vision page: rows by method and variant, costs against T, places filled from records."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from vision_records import GIB, costs, image_record, record, video_record
 
 from tensor_memory import MemoryConfig
 from tensor_memory.experiments.commands.grid import expand, read_plan
@@ -24,61 +24,6 @@ from tensor_memory.experiments.results.vision_page import (
     reconstruction_table,
 )
 from tensor_memory.experiments.results.vision_runs import grouped, peak, planned_runs, rows
-
-GIB = 2**30
-
-
-def record(config, *, method, seed=0, model=None, **values):
-    plain = config_dict(replace(config, model=replace(config.model, method=method, **model or {})))
-    plain["seed"] = seed
-    return {
-        "kind": "run",
-        "recipe": config.recipe,
-        "config": plain,
-        "method": method,
-        "seed": seed,
-        "labels": {},
-        "parameters": 5_014_373,
-        "state_bytes": 0,
-        "shared_device": False,
-        "step_ms": 10.0,
-        "peak_memory_bytes": 3 * GIB,
-        "memory": None,
-        "finished": True,
-        "hardware": {"gpu": "H200", "cpu": "x"},
-        "commit": "0123456789abcdef",
-    } | values
-
-
-def image_record(method, psnr, seed=0, **values):
-    test = {}
-    for ratio in (25, 75):
-        measures = {"psnr": psnr, "ssim": 0.5, "published_psnr": 21.0, "published_psnr_zero": 20.5}
-        measures |= {"psnr_mean_of_visible": 15.0, "ssim_mean_of_visible": 0.38}
-        test[f"test@{ratio}%"] = measures | {"published_psnr_mean_of_visible": 16.2}
-    return record(
-        cub(), method=method, seed=seed, task="cub200@120px", test=test, facts={}, **values
-    )
-
-
-def video_record(method, frames, accuracy, seed=0, **values):
-    config = ucf101_nine()
-    test = {"test": {"accuracy": accuracy, "top5": 0.9}}
-    for k in (frames // 4, frames // 2):
-        for kind in ("missing", "last"):
-            test[f"test@{kind}={k}"] = {"accuracy": accuracy - k / frames / 2, "top5": 0.8}
-    test["test@region=25%"] = {"accuracy": accuracy - 0.1, "top5": 0.8}
-    made = record(
-        config,
-        method=method,
-        seed=seed,
-        task=f"ucf101-9@128x96 T={frames}",
-        test=test,
-        facts={"frames": frames, "chance": 1 / 9, "resident_bytes": GIB},
-        **values,
-    )
-    made["config"]["task"]["frames"] = frames
-    return made
 
 
 def test_rows_are_named_by_what_departs_from_the_usual():
@@ -142,17 +87,6 @@ def test_missing_frames_share_columns_by_their_part_of_the_clip():
     }
     assert table[0]["somewhere: 50 %"] == "25.0 %"
     assert table[1]["at the end: 25 %"] == "47.5 %"
-
-
-def costs():
-    runs = []
-    for frames in (8, 32, 64):
-        linear, square = frames / 8, (frames / 8) ** 2
-        times = {"frames": 10 * linear, "spatial": 20 * linear, "joint": 10 * square}
-        for method, ms in times.items():
-            peak_bytes = int(GIB * (1 + (square if method == "joint" else linear)))
-            runs.append(video_record(method, frames, 0.5, step_ms=ms, peak_memory_bytes=peak_bytes))
-    return runs
 
 
 def test_growth_tells_linear_from_quadratic_and_ratios_are_to_frames():
