@@ -6,6 +6,7 @@ squares, so that one rounding near zero does not count and a wrong corner cannot
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +46,6 @@ class Agreement:
     """Error ratios by name, gradients as `grad_<argument>`."""
 
     shape: ScanShape
-    backend: str
     ratios: dict[str, float]
 
     @property
@@ -72,11 +72,20 @@ class Agreement:
 
 def check(shape: ScanShape, backend: str, device: torch.device, seed: int) -> Agreement:
     """Run one scan forward and backward, and the reference in float64 beside it."""
+    return check_scan(
+        shape, lambda **tensors: ops.memory_scan(**tensors, backend=backend), device, seed
+    )
+
+
+def check_scan(
+    shape: ScanShape, scan: Callable[..., Any], device: torch.device, seed: int
+) -> Agreement:
+    """`check` of any function that takes the tensors of `memory_scan`."""
     inputs = draw_inputs(shape, device, seed)
-    got = _run(inputs, shape, backend)
+    got = _run(inputs, shape, scan)
     expected = _expected(inputs, shape)
     return Agreement(
-        shape, backend, {name: _rms_ratio(got[name], value) for name, value in expected.items()}
+        shape, {name: _rms_ratio(got[name], value) for name, value in expected.items()}
     )
 
 
@@ -86,11 +95,11 @@ def autocast(shape: ScanShape, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, shape.products if low else None, enabled=low)
 
 
-def _run(inputs: ScanInputs, shape: ScanShape, backend: str) -> dict[str, Tensor]:
+def _run(inputs: ScanInputs, shape: ScanShape, scan: Callable[..., Any]) -> dict[str, Tensor]:
     given = inputs.leaves()
     arguments = given.arguments
     with autocast(shape, arguments["hidden"].device):
-        outputs = ops.memory_scan(**arguments, backend=backend)  # type: ignore[arg-type]
+        outputs = scan(**arguments)
     return _with_gradients(outputs, given)
 
 

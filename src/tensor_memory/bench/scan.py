@@ -19,6 +19,7 @@ import torch
 
 from tensor_memory import ops
 from tensor_memory.bench import agreement, aims, report, scan_tables
+from tensor_memory.bench.compiled_loop import WAYS, compile_and_check
 from tensor_memory.bench.cpu_memory import measure_cpu_memory
 from tensor_memory.bench.shapes import (
     CPU_LANGUAGE,
@@ -44,10 +45,11 @@ from tensor_memory.bench.timing import (
     part_failures,
     peak_bytes,
 )
-from tensor_memory.ops import reference
 from tensor_memory.progress import progress
 
 Scan = Callable[..., Any]
+
+COMPILED = "also the plain loop by torch.compile: one step, or the whole loop (minutes)"
 
 KINDS = ("forward", "forward_kept", "forward_backward")
 
@@ -87,7 +89,7 @@ def measure_shape(
     ceiling: dict[str, float],
     *,
     against_plain_loop: bool,
-    compiled: bool,
+    compiled: str | None,
 ) -> dict[str, Any]:
     """Agreement first; then times, memory and shares of the ceilings. Plain values for JSON."""
     row: dict[str, Any] = {"shape": shape.to_dict(), "label": shape.label, "backend": backend}
@@ -116,10 +118,18 @@ def measure_shape(
         loop = calls(fused("reference"), inputs, shape)
         with _recorded(row["errors"], "plain loop"):
             row["plain_loop"] = _compared(loop, row["ms"], device, budget)
-    if compiled:
-        loop = calls(torch.compile(reference.scan), _in_float32(inputs), shape)
+    if compiled is not None:
         with _recorded(row["errors"], "compiled plain loop"):
-            row["compiled_plain_loop"] = _compared(loop, row["ms"], device, budget)
+            scan, agreed, seconds = compile_and_check(compiled, shape, device, seed)
+            if agreed.failures:
+                row["errors"]["compiled plain loop"] = f"DISAGREES: {'; '.join(agreed.failures)}"
+                return row
+            found = _compared(calls(scan, inputs, shape), row["ms"], device, budget)
+            row["compiled_plain_loop"] = found | {
+                "compiled": compiled,
+                "compiled_and_checked_s": seconds,
+                "agreement": agreed.to_dict(),
+            }
     return row
 
 
@@ -140,11 +150,6 @@ def _compared(
     ratio = {kind: ms[kind]["median"] / ours[kind]["eager"]["median"] for kind in KINDS}
     peaks = {kind: peak_bytes(timed[kind], device) for kind in KINDS}
     return {"ms": ms, "ratio": ratio, "peak_bytes": peaks}
-
-
-def _in_float32(inputs: ScanInputs) -> ScanInputs:
-    """The plain loop has no door that casts for it."""
-    return replace(inputs, arguments={k: t.float() for k, t in inputs.arguments.items()})
 
 
 def _shares(
@@ -191,7 +196,7 @@ def run(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
                     options.seed,
                     ceiling,
                     against_plain_loop=True,
-                    compiled=options.compiled and name == "language",
+                    compiled=options.compiled if name == "language" else None,
                 )
             )
             advance(note=name)
@@ -214,14 +219,14 @@ def run(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
                         options.seed,
                         ceiling,
                         against_plain_loop=False,
-                        compiled=False,
+                        compiled=None,
                     )
                 )
                 result["sweeps"][name].append({"label": shape.label} | row)
                 advance(note=f"{name}: {shape.label}")
     result["aims"] = _judged(result, options, device)
-    if not options.compiled:
-        result["compiled_plain_loop"] = "skipped: compiling takes minutes, ask with --compiled"
+    if options.compiled is None:
+        result["compiled_plain_loop"] = "skipped: compiling takes a while, ask with --compiled"
     return result
 
 
@@ -282,7 +287,7 @@ def main(argv: list[str]) -> int:
     add = parser.add_argument
     add("--shapes", nargs="*", choices=PUBLISHED, default=list(PUBLISHED), help="published scans")
     add("--sweeps", nargs="*", choices=SWEEPS, default=list(SWEEPS), help="what is varied")
-    add("--compiled", action="store_true", help="also the compiled plain loop (minutes)")
+    add("--compiled", nargs="?", choices=WAYS, const="step", help=COMPILED)
     options = parser.parse_args(argv)
     device = report.check_common_options(parser, options)
     result = run(options, device)
