@@ -79,7 +79,8 @@ def test_cost_is_called_linear_only_where_time_and_memory_are():
     assert text.startswith("**Cost: linear in T, cheaper than `joint` at T = 32 and 64.**")
     assert "takes 8.0 times as long and 8.0 times the peak memory" in text
     assert "2.0, 2.0 and 2.0 times the step time of `frames`" in text
-    assert "and 2.0, 0.5 and 0.2 times that of `joint`" in text
+    assert "2.0, 0.5 and 0.2 times that of `joint`" in text
+    assert "1.0, 0.2 and 0.1 times the peak memory of `joint`" in text
     hungry = costs()
     for run in hungry:
         if run["method"] == "spatial" and run["facts"]["frames"] == 64:

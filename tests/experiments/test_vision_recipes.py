@@ -170,22 +170,34 @@ def test_a_plan_that_is_cut_off_leaves_whole_seeds(plan):
     """In every stage a seed is done by all methods and lengths before the next one begins."""
     for configs in planned(plan):
         seeds = [config.seed for config in configs]
-        assert sorted(set(seeds)) == ([0] if "cost" in plan else [0, 1, 2])
+        distinct = sorted(set(seeds))
+        assert distinct == [0] if "cost" in plan else distinct in ([0, 1, 2], [3, 4])
         assert seeds == sorted(seeds)
-        first = [config for config in configs if config.seed == 0]
-        assert configs == [replace(c, seed=seed) for seed in sorted(set(seeds)) for c in first]
+        first = [config for config in configs if config.seed == distinct[0]]
+        assert configs == [replace(c, seed=seed) for seed in distinct for c in first]
+
+
+def test_further_seeds_come_last_and_repeat_the_first_stage():
+    first, further = planned("vision-actions")
+    once = [config for config in first if config.seed == 0]
+    assert further == [replace(config, seed=seed) for seed in (3, 4) for config in once]
 
 
 def test_the_methods_and_lengths_of_the_page_are_planned():
-    [birds], [actions] = planned("vision-images"), planned("vision-actions")
+    [birds], [actions, _] = planned("vision-images"), planned("vision-actions")
     assert {config.model.method for config in birds} == set(get_args(ImageMethod))
     assert {config.model.method for config in actions} == set(get_args(VideoMethod))
     assert {config.task.frames for config in actions} == {8}
-    long, registers = planned("vision-actions-long")
+    long, wide, registers = planned("vision-actions-long")
     assert [(config.task.frames, config.model.method) for config in long[:6]] == [
         (frames, method) for frames in (32, 64) for method in ("spatial", "frames", "joint")
     ]
-    assert {config.model.method for config in registers} == {"registers"}
+    for stage, method in ((wide, "wide"), (registers, "registers")):
+        assert stage == [
+            replace(c, model=replace(c.model, method=method))
+            for c in long
+            if c.model.method == "frames"
+        ]
     [variants] = planned("vision-images-variants")
     assert {(config.model.scope, config.model.memory.chunk_size) for config in variants} == {
         (scope, chunk_size) for scope in ("layer", "depth") for chunk_size in (1, 4, 16)

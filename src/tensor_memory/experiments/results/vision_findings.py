@@ -144,12 +144,14 @@ def cost_finding(records: Sequence[Record]) -> str:
         other: listing([_times(memory[t], methods[other][t]) for t in lengths])
         for other in ("frames", "joint")
     }
+    held = listing([f"{peak(memory[t]) / max(peak(joint[t]), 1):.1f}" for t in lengths])
     return (
         f"**Cost: {grows}, {against}.** From T = {short} to {long}, {long / short:g} times the "
         f"frames, a step with the memory takes {time:.1f} times as long and {space:.1f} times the "
         f"peak memory, one of `joint` {joint[long]['step_ms'] / joint[short]['step_ms']:.1f} times "
         f"as long. At T = {listing(lengths)} the memory takes {over['frames']} times the step time "
-        f"of `frames` and {over['joint']} times that of `joint`."
+        f"of `frames`, {over['joint']} times that of `joint`, and {held} times the peak memory of "
+        "`joint`."
     )
 
 
