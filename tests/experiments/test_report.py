@@ -347,6 +347,22 @@ def test_curves_are_means_over_seeds_with_their_interval():
     assert halves == pytest.approx([12.706 * 0.025, 12.706 * 0.05], rel=1e-4)
 
 
+@pytest.mark.parametrize(("last", "lines"), [(0.8, 1), (0.2, 4)])
+def test_seeds_that_end_far_apart_are_drawn_each(tmp_path, monkeypatch, last, lines):
+    drawn = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: drawn.append(figure.axes[0]) or [])
+    records = [run(seed=seed, accuracy=a) for seed, a in enumerate((0.9, 0.85, last))]
+    (comparison,) = compare([one | {"ceiling": {"test": None}} for one in records])
+    plots.draw_curves(comparison, tmp_path / "curves")
+    assert len(drawn[0].lines) == lines
+    ends = sorted(line.get_ydata()[-1] for line in drawn[0].lines)
+    assert any(end == pytest.approx(100 * (0.9 + 0.85 + last) / 3) for end in ends)
+    if lines == 4:
+        assert ends[0] == pytest.approx(20.0)
+        low, high = drawn[0].get_ylim()
+        assert 0 < high - low < 100  # no band from nothing to everything
+
+
 def test_every_method_looks_its_own_way():
     assert len(set(plots.LOOKS.values())) == len(plots.LOOKS)
     assert {*plots.LOOKS, *plots.SAME} == set(METHODS)

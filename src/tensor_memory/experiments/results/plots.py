@@ -64,12 +64,16 @@ STYLE = {
 PANELS_ACROSS = 3
 MANY_LINES = 8
 """A panel with more lines shows no intervals: they would cover each other."""
+APART = 0.2
+"""Half an interval of a share, at the end of a curve, from which on its seeds are drawn instead:
+some of them learned the task and some did not, and a band would show neither."""
 
 
 def draw_curves(comparison: Comparison, path: Path) -> list[Path]:
     """The metric on "valid" against steps, a panel per setting; the files written.
 
-    Lines are means over seeds, bands their 95 % intervals; the dashed line is the ceiling.
+    Lines are means over seeds, bands their 95 % intervals, or thin lines the seeds themselves where
+    they end far apart; the dashed line is the ceiling.
     """
     panels: dict[tuple[tuple[str, Any], ...], list[Row]] = {}
     for row in comparison.rows:
@@ -79,10 +83,14 @@ def draw_curves(comparison: Comparison, path: Path) -> list[Path]:
         for axis, (setting, rows) in zip(axes, panels.items(), strict=True):
             for row in rows:
                 steps, means, halves = _curve(row, comparison.metric)
-                if len(rows) > MANY_LINES:
+                at_end = (halves[-1] if halves else None) or 0.0
+                apart = comparison.metric in PERCENT and at_end > APART
+                if apart or len(rows) > MANY_LINES:
                     halves = [None] * len(halves)
                 colour, dash, _ = found[row.label]
                 look = (colour, dash, None)
+                if apart:
+                    _draw_seeds(axis, row, comparison.metric, look)
                 _line(axis, steps, means, halves, row.label, look, comparison.metric)
             _ceiling(axis, rows[0], comparison)
             axis.set_title(_title(setting) or rows[0].records[0]["task"], fontsize=9)
@@ -157,6 +165,13 @@ def _curve(row: Row, metric: str) -> tuple[list[int], list[float], list[float | 
         [one.mean for _, one in found],
         [one.half_width for _, one in found],
     )
+
+
+def _draw_seeds(axis: Any, row: Row, metric: str, look: tuple[str, str, None]) -> None:
+    for record in row.records:
+        at = [entry for entry in record["curve"] if metric in (entry.get("valid") or {})]
+        steps, values = [e["step"] for e in at], [100.0 * e["valid"][metric] for e in at]
+        axis.plot(steps, values, look[1], color=look[0], linewidth=0.7, alpha=0.8)
 
 
 def _line(
