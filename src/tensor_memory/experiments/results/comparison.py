@@ -9,8 +9,7 @@ from typing import Any
 from tensor_memory.experiments.results.intervals import Estimate, estimate
 from tensor_memory.experiments.results.records import (
     CLASS,
-    config_dict,
-    config_from_dict,
+    current,
     file_name,
     without_places,
 )
@@ -160,7 +159,7 @@ def _compare_recipe(recipe: str, records: list[Record], split: bool) -> list[Com
     metrics = {record["metric"] for record in finished}
     if len(metrics) > 1:
         raise ValueError(f"{recipe}: expected runs of one metric, got {listing(sorted(metrics))}")
-    flats = [flatten(_current(record["config"])) for record in finished]
+    flats = [flatten(current(record["config"])) for record in finished]
     budgets = [_budget(flat) for flat in flats]
     differing = _varied(budgets)
     if differing and not split:
@@ -248,17 +247,6 @@ def _check_seeds(recipe: str, method: str, records: list[Record]) -> None:
             f"{recipe}, {method}: expected one run per seed, got seeds {listing(seeds)}; "
             "leave the repeated ones out"
         )
-
-
-def _current(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A config as today's classes write it, so that a field added since has its default.
-
-    A config that today's classes refuse is shown as it was written.
-    """
-    try:
-        return config_dict(config_from_dict(config))
-    except (ValueError, TypeError, ImportError):
-        return config
 
 
 def _budget(flat: Mapping[str, Any]) -> dict[str, Any]:

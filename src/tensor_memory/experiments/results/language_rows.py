@@ -20,7 +20,7 @@ from tensor_memory.experiments.results.comparison import (
     method_rank,
 )
 from tensor_memory.experiments.results.planned import Row, planned_values, with_values
-from tensor_memory.experiments.results.records import config_dict
+from tensor_memory.experiments.results.records import config_dict, current
 from tensor_memory.experiments.results.vision_runs import grouped
 
 RECIPE_METHODS = {"language-carried": "tensor-local", "language-leak": "tensor-depth"}
@@ -40,7 +40,7 @@ def table_rows(records: Sequence[Record], planned: Iterable[Record] = ()) -> lis
                 f"{label}, {FUTURE}" if future else label,
                 runs,
                 len(members),
-                flatten(members[0]["config"]["model"]),
+                flatten(current(members[0]["config"]["model"])),
             )
         )
     return sorted(rows, key=lambda row: (method_rank(row.model["method"]), row.label))
@@ -81,13 +81,14 @@ def timed(records: Iterable[Record], costs: Iterable[Record]) -> list[Record]:
 
 
 def _model_key(record: Record) -> tuple[Any, ...]:
-    return tuple(sorted(flatten(record["config"]["model"]).items(), key=lambda item: item[0]))
+    flat = flatten(current(record["config"]["model"]))
+    return tuple(sorted(flat.items(), key=lambda item: item[0]))
 
 
 def _work(record: Record) -> tuple[Any, ...]:
     """Everything a step's time depends on."""
     names = ("budget.batch_size", "budget.accumulate", "precision", "speed")
-    flat = flatten(record["config"])
+    flat = flatten(current(record["config"]))
     kept = {
         name: value
         for name, value in flat.items()

@@ -86,6 +86,17 @@ def config_from_dict(values: Mapping[str, Any]) -> Any:
     return cls(**{name: _rich(values[name], hints.get(name)) for name in fields if name in values})
 
 
+def current(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A config's dict as today's classes write it, so that a field added since has its default.
+
+    A config that today's classes refuse stays as it was written.
+    """
+    try:
+        return config_dict(config_from_dict(config))
+    except (ValueError, TypeError, ImportError):
+        return config
+
+
 def config_hash(config: RunConfig) -> str:
     """Eight hex digits of everything in a config but its seed and where its data lies."""
     return plain_hash(config_dict(config))
@@ -177,7 +188,7 @@ def read_results(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]
             record = _read(file, named=named)
             if record is None:
                 continue
-            key = f"{plain_hash(record['config'])}-{record['seed']}"
+            key = f"{plain_hash(current(record['config']))}-{record['seed']}"
             first, known = records.setdefault(key, (file, record))
             if known != record:
                 raise ValueError(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tensor_memory.experiments.results import config_dict
-from tensor_memory.experiments.results.records import without_places
+from tensor_memory.experiments.results.records import current, without_places
 from tensor_memory.experiments.run_config import RunConfig
 from tensor_memory.files import write_whole
 
@@ -50,7 +50,7 @@ class RunFolder:
         self._check_config(read_json(self.config, "the config of a run"), config)
 
     def _check_config(self, there: Any, config: RunConfig[Any, Any]) -> None:
-        before = flat(without_places(there))
+        before = flat(without_places(current(there)))
         now = flat(without_places(json.loads(json.dumps(config_dict(config)))))
         names = [name for name in before | now if before.get(name) != now.get(name)]
         if names:
@@ -59,6 +59,13 @@ class RunFolder:
                 f"{self.config}: expected the config this run was started with, got one that "
                 f"differs in {told}. Resume with the same values, or choose another --output"
             )
+
+    def fingerprint(self, config: RunConfig[Any, Any]) -> str:
+        """A hash of everything that decides a run's numbers, as it was written when it started:
+        a field that the config has got since is in none of its checkpoints."""
+        written = read_json(self.config, "the config of a run") if self.config.exists() else None
+        plain = without_places(config_dict(config) if written is None else written)
+        return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
     def create(self, config: RunConfig[Any, Any], assets: Mapping[str, str]) -> None:
         """Make the folder and write down the config and the task's own files."""
@@ -109,12 +116,6 @@ def writing(path: Path, what: str) -> Iterator[None]:
         )
         told.errno = error.errno
         raise told from error
-
-
-def fingerprint(config: RunConfig[Any, Any]) -> str:
-    """A hash of everything that decides a run's numbers."""
-    plain = json.dumps(without_places(config_dict(config)), sort_keys=True)
-    return hashlib.sha256(plain.encode()).hexdigest()
 
 
 def read_json(path: Path, what: str) -> Any:

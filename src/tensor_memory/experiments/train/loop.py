@@ -26,7 +26,7 @@ from tensor_memory.experiments.train.checkpoints import (
     weights_of,
 )
 from tensor_memory.experiments.train.evaluation import Evaluator
-from tensor_memory.experiments.train.folder import RunFolder, fingerprint, read_json, writing
+from tensor_memory.experiments.train.folder import RunFolder, read_json, writing
 from tensor_memory.experiments.train.interruption import Interruption
 from tensor_memory.experiments.train.journal import Journal, Stopwatch
 from tensor_memory.experiments.train.memory_use import measure_memory, memory_backend
@@ -89,7 +89,7 @@ class _Run:
         torch.manual_seed(config.seed)
         self.model = config.model.build(self.task).to(self.device)
         self.optimizer = make_optimizer(self.model, config.optimizer, self.device)
-        self.checkpoints = Checkpoints(folder, fingerprint(config))
+        self.checkpoints = Checkpoints(folder, folder.fingerprint(config))
         self.journal, carry = self._restore(rows)
         self.best: dict[str, Tensor] | None = None  # weights not yet in a checkpoint
         wrapped = self.model

@@ -13,7 +13,7 @@ from tensor_memory.experiments.results import config_from_dict
 from tensor_memory.experiments.run_config import RunConfig
 from tensor_memory.experiments.tasks import Task
 from tensor_memory.experiments.train.checkpoints import Checkpoints, load_weights
-from tensor_memory.experiments.train.folder import RunFolder, fingerprint, read_json
+from tensor_memory.experiments.train.folder import RunFolder, read_json
 
 
 def load_run(
@@ -37,7 +37,7 @@ def load_run(
             f"{run.config}: no such file; expected the folder of a run, with config.json in it"
         )
     config = config_from_dict(read_json(run.config, "the config of a run"))
-    _, weights = Checkpoints(run, fingerprint(config)).weights(which)
+    _, weights = Checkpoints(run, run.fingerprint(config)).weights(which)
     given = config.task
     if data_dir is not None:
         if not hasattr(given, "data_dir"):

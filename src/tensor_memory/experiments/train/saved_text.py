@@ -14,7 +14,7 @@ from tensor_memory.experiments.run_config import RunConfig
 from tensor_memory.experiments.tasks.language import LanguageTaskConfig
 from tensor_memory.experiments.tasks.text import Vocabulary
 from tensor_memory.experiments.train.checkpoints import Checkpoints, load_weights
-from tensor_memory.experiments.train.folder import RunFolder, fingerprint, read_json
+from tensor_memory.experiments.train.folder import RunFolder, read_json
 
 VOCABULARY = "vocabulary.txt"
 
@@ -50,7 +50,7 @@ def load_text_run(
             f"{run.checkpoints}: no checkpoints; expected a run that kept them: `sweep` drops them "
             "unless it is told --keep-checkpoints, `run` keeps them"
         )
-    _, weights = Checkpoints(run, fingerprint(config)).weights(which)
+    _, weights = Checkpoints(run, run.fingerprint(config)).weights(which)
     with torch.random.fork_rng(devices=[]):
         built = LanguageModel(
             model,
