@@ -59,6 +59,18 @@ def test_the_description_holds_the_config(saved: Path) -> None:
     assert described["widths"] == [16, 16]
 
 
+def test_a_memory_saved_before_a_field_was_there_is_loaded(saved: Path) -> None:
+    described = json.loads((saved / "memory.json").read_text())
+    del described["config"]["input_bias"]
+    (saved / "memory.json").write_text(json.dumps(described))
+    model = attached()
+    load_memory(model, saved)
+    weights = load_file(saved / "memory.safetensors")
+    assert torch.equal(
+        model.tensor_memory.state_dict()["memory.mix.bias"], weights["memory.mix.bias"]
+    )
+
+
 def test_a_memory_without_a_host_is_neither_saved_nor_loaded(saved: Path) -> None:
     with pytest.raises(ValueError, match="save_memory: TransformerEncoder has no memory attached"):
         save_memory(host(), saved)

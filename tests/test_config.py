@@ -77,7 +77,7 @@ def test_a_grid_that_is_no_tuple_of_integers_is_refused(grid):
         MemoryConfig(grid=grid)
 
 
-@pytest.mark.parametrize("name", ["sigma_scale", "spread_bias", "forget_bias"])
+@pytest.mark.parametrize("name", ["sigma_scale", "spread_bias", "forget_bias", "input_bias"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), "1", None])
 def test_numbers_that_are_not_finite_are_refused(name, value):
     message = rf"^{name}: expected a finite number, got {value!r}; leave it out for the paper's"

@@ -30,6 +30,7 @@ def test_the_defaults_are_the_papers():
         sigma_scale=1.0,
         spread_bias=1.0,
         forget_bias=0.0,
+        input_bias=0.0,
         backend="auto",
     )
 
@@ -44,10 +45,11 @@ def test_weights_start_as_the_paper_says():
 
 
 def test_initial_biases_follow_the_config():
-    config = MemoryConfig(channels=2, grid=(2,), spread_bias=-1.5, forget_bias=3.0)
+    biases = {"spread_bias": -1.5, "forget_bias": 3.0, "input_bias": -2.0}
+    config = MemoryConfig(channels=2, grid=(2,), **biases)
     memory = TensorMemory(DIM, config)
     assert memory.spread.bias.tolist() == [-1.5]
-    assert memory.mix.bias.tolist() == [0, 0, 3, 3, 0, 0, 0, 0]  # i, f, o, g, two channels each
+    assert memory.mix.bias.tolist() == [-2, -2, 3, 3, 0, 0, 0, 0]  # i, f, o, g, two channels each
 
 
 @pytest.mark.parametrize("option", OPTIONS)

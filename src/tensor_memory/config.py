@@ -64,6 +64,10 @@ class MemoryConfig:
     forget_bias: float = 0.0
     """Initial bias of the forget gate."""
 
+    input_bias: float = 0.0
+    """Initial bias of the input gate. A forget gate that starts open adds up what the input gate
+    lets in: below 0 the cell does not fill before there is anything to hold."""
+
     backend: str = "auto"
     """Implementation of the scan, see `tensor_memory.memory_scan`."""
 
@@ -117,7 +121,7 @@ class MemoryConfig:
                 f"share_coordinates: expected True or False, got {self.share_coordinates!r}; "
                 "leave it out for the paper's"
             )
-        for name in ("sigma_scale", "spread_bias", "forget_bias"):
+        for name in ("sigma_scale", "spread_bias", "forget_bias", "input_bias"):
             value = getattr(self, name)
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if not number or not math.isfinite(value):

@@ -74,8 +74,9 @@ class MemoryWeights(nn.Module):
             layer.reset_parameters()
         C = self.config.channels
         nn.init.xavier_uniform_(self.mix.weight)
-        self.mix.bias.zero_()
-        self.mix.bias[C : 2 * C] = self.config.forget_bias  # gates in the order i, f, o, g
+        self.mix.bias.zero_()  # gates in the order i, f, o, g
+        self.mix.bias[:C] = self.config.input_bias
+        self.mix.bias[C : 2 * C] = self.config.forget_bias
         if self.config.write == "gaussian":
             self.spread.bias.fill_(self.config.spread_bias)
         if self.config.mixing == "factorized":

@@ -162,6 +162,9 @@ def test_the_search_says_what_loosening_each_limit_is_worth(tmp_path):
     ]
     assert [line["gap closed, valid"] for line in table] == ["25 %", "5 %", "50 %"]
     assert limits_table(language_page.searched(runs[:2])) == []
+    for run in runs[:4]:
+        del run["config"]["model"]["memory"]["input_bias"]  # as recorded before there was one
+    assert limits_table(language_page.searched(runs)) == table
     drawn = draw_search(found, tmp_path / "search")[1].read_text()
     for shown in ("tensor-local", "step time over that of local attention", "aim"):
         assert shown in drawn

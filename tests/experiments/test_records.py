@@ -21,7 +21,7 @@ from tensor_memory.experiments.results import (
     run_name,
     write_result,
 )
-from tensor_memory.experiments.results.records import local_places
+from tensor_memory.experiments.results.records import current, local_places
 from tensor_memory.experiments.run_config import BudgetConfig, OptimizerConfig, RunConfig
 
 configs = st.builds(
@@ -141,6 +141,20 @@ def test_a_result_comes_back_and_what_is_not_finite_is_null(tmp_path):
     assert back["test"]["test"] == {"accuracy": None, "loss": 0.5}
     assert back["config"] == found["config"]
     assert config_from_dict(back["config"]) == sign()
+
+
+def test_a_record_older_than_a_field_is_of_the_run_that_has_its_default(tmp_path):
+    memory = MemoryConfig(channels=4, grid=(2, 2), forget_bias=5.0)
+    config = replace(sign(), model=LinearConfig(memory=memory))
+    other = replace(config.model, memory=replace(memory, input_bias=-3.0))
+    assert run_name(replace(config, model=other)) != run_name(config)
+    old = record(config)
+    del old["config"]["model"]["memory"]["input_bias"]
+    assert current(old["config"]) == config_dict(config)
+    assert write_result(tmp_path, old).name == f"{run_name(config)}.json"
+    write_result(tmp_path / "again.json", record(config, accuracy=0.1))
+    with pytest.raises(ValueError, match="expected one result per config and seed, got two that"):
+        read_results([tmp_path])
 
 
 @pytest.mark.parametrize("place", ["/somebody/data/birds.zip", "data/birds.zip/", "birds.zip"])

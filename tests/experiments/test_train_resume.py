@@ -10,7 +10,9 @@ import pytest
 from safetensors.torch import load_file
 from tiny_runs import tiny_run
 
-from tensor_memory.experiments.train import RunOptions, train
+from tensor_memory.experiments.results import config_dict
+from tensor_memory.experiments.train import RunOptions, load_run, train
+from tensor_memory.experiments.train.folder import RunFolder
 
 HERE = Path(__file__).parent
 TIMES = ("seconds", "wall_seconds", "steps_per_second", "step_ms", "peak_memory_bytes")
@@ -123,6 +125,21 @@ def test_patience_outlives_a_crash(tmp_path, monkeypatch):
     crashed(tmp_path / "cut", monkeypatch, config, record["steps"] - 1)
     run(tmp_path / "cut", config, resume=True)
     assert_same_runs(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_a_run_older_than_a_field_of_its_config_is_continued_and_loaded(tmp_path, monkeypatch):
+    config = tiny_run(model={"method": "tensor"})
+    run(tmp_path / "whole", config)
+    written = config_dict(config)
+    del written["model"]["memory"]["input_bias"]  # as a version without it wrote it
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "config.json").write_text(json.dumps(written))
+    crashed(tmp_path / "old", monkeypatch, config, 13, resume=True)
+    run(tmp_path / "old", config, resume=True)
+    assert_same_runs(tmp_path / "whole", tmp_path / "old")
+    assert load_run(tmp_path / "old")[0] == config
+    old, whole = (RunFolder(tmp_path / name).fingerprint(config) for name in ("old", "whole"))
+    assert old != whole  # it is the written config that its checkpoints belong to
 
 
 def test_a_finished_run_resumed_returns_its_result(tmp_path):
