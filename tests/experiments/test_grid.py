@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from tensor_memory.experiments.commands.grid import (
 )
 from tensor_memory.experiments.recipes.binding import binding
 from tensor_memory.experiments.recipes.map_building import map_published
+from tensor_memory.experiments.results import config_from_dict, read_results
 
 SIGN = "invented_runs:sign"
 
@@ -95,6 +97,18 @@ def test_a_forecast_goes_by_the_pace_of_runs_of_its_recipe_and_method():
     assert forecast([twice], done, workers=4).startswith("about 0:01:40 ")  # one run is not shared
     unfinished = [record(binding(), wall_seconds=1.0, finished=False)]
     assert forecast([twice], unfinished, workers=1) == "nothing is known of their time"
+
+
+def test_the_time_of_long_rows_is_guessed_from_short_ones():
+    folder = Path(__file__).parents[2] / "results" / "diagnostics"
+    records = read_results([folder])
+    found = {}
+    for name in ("windowed-binding", "windowed-binding-long"):
+        runs = [r for r in records if (r["recipe"], r["method"]) == (name, "base")]
+        seconds = statistics.median(r["wall_seconds"] for r in runs)
+        found[name] = seconds, training_work(config_from_dict(runs[0]["config"]))
+    (short, its_work), (long, more_work) = found.values()
+    assert short * more_work / its_work == pytest.approx(long, rel=0.15)
 
 
 def test_a_forecast_falls_back_on_the_method_and_counts_what_it_knows_nothing_of():
