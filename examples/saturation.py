@@ -1,0 +1,137 @@
+"""What a new memory still holds of a write after 124 blank tokens, by where its gates start.
+
+    python examples/saturation.py       # three minutes on a CPU core
+
+Rows of `windowed-binding-long` go through a model that has learned nothing. Then, with everything
+written and 124 blank tokens gone by, two things are measured: the part of the cells whose tanh is
+saturated, and R², how much of the content that a question asks for a linear map finds in what is
+read at its place. Reads and writes are put at the places of the task, which training has to find:
+what is asked here is whether the cells keep what they are given. R² is taken on rows that the map
+was not fitted to.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tensor_memory import MemoryConfig, MemoryResidual, memory_scan
+from tensor_memory.experiments.recipes.windowed import windowed_binding_long
+from tensor_memory.experiments.tasks import Batch
+from tensor_memory.experiments.tasks.binding import BLANK, squared_distances
+
+OPEN = {"forget_bias": 5.0}
+NARROW = OPEN | {"spread_bias": -1.0}
+STARTS: dict[str, dict[str, float]] = {
+    "as published": {},
+    "forget 5": OPEN,
+    "forget 5, spread -1": NARROW,
+    "forget 5, spread -1, blanks write nothing": NARROW,
+    "forget 5, spread -1, no feedback": NARROW,
+    "forget 5, input -3": OPEN | {"input_bias": -3.0},
+    "forget 5, spread -1, input -3": NARROW | {"input_bias": -3.0},
+    "forget 5, spread -1, input -5": NARROW | {"input_bias": -5.0},
+}
+"""Starting biases. The two that name something else take it out, to see what saturates the cells:
+the content of blank tokens, and the product of the hidden state in the gates."""
+
+
+class Kept(NamedTuple):
+    """What was found after the gap."""
+
+    saturated: float
+    """Part of the cells with |tanh c| above 0.95."""
+    explained: float
+    """R² of the content asked for, from what is read at its place."""
+
+
+def measure(name: str, seed: int = 0, rows: int = 320, gap: int = 124) -> Kept:
+    """Send rows of the task through a new memory that starts as STARTS has it under `name`."""
+    usual = windowed_binding_long()
+    memory_config = MemoryConfig(channels=16, grid=(6, 6, 6), chunk_size=1, **STARTS[name])
+    model_config = replace(usual.model, method="tensor", memory=memory_config)
+    task = replace(usual.task, gap=gap).build(seed)
+    torch.manual_seed(seed)
+    model = model_config.build(task)
+    memory = next(m for m in model.modules() if isinstance(m, MemoryResidual)).memory
+    batch = task.batch("train", 0, rows)
+    with torch.no_grad():
+        seen: list[Tensor] = []
+        handle = memory.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        model(batch)
+        handle.remove()
+        summary = memory.write_proj(seen[0])  # (B, N, d): one token per chunk
+        content = memory.content(summary)  # (B, N, C)
+        blank = (batch["kind"] == BLANK)[..., None]
+        own = memory.write_head(summary).tanh()
+        at = torch.where(blank, own, batch["place"].clamp(-1, 1))  # (B, N, 3)
+        spread = torch.nn.functional.softplus(memory.spread(summary))  # (B, N, 1)
+        mix = memory.mix.weight.clone()
+        if "blanks" in name:
+            content = content.masked_fill(blank, 0)
+        if "feedback" in name:
+            mix[:, memory_config.channels :] = 0
+        first = int(batch["ask"][0, 0])
+        asked = at[:, first:]  # (B, Q, 3): read by every step, the last of them after the gap
+        empty = torch.zeros(rows, memory_config.channels, *memory_config.grid)
+        reads, _, cell = memory_scan(
+            asked[:, None].expand(-1, first + 1, -1, -1),
+            at[:, : first + 1, None],
+            spread[:, : first + 1],
+            content[:, : first + 1, None],
+            memory.taps,
+            mix,
+            memory.mix.bias,
+            empty,
+            empty,
+        )
+        assert reads is not None
+        wanted = _asked_content(batch, content, task.config.writes)
+        explained = r_squared(reads[:, first].flatten(0, 1), wanted.flatten(0, 1))
+        return Kept((cell.tanh().abs() > 0.95).float().mean().item(), explained)
+
+
+def _asked_content(batch: Batch, content: Tensor, writes: int) -> Tensor:
+    """(B, Q, C): the content of the write nearest to each question."""
+    questions = batch["place"].gather(1, batch["ask"][..., None].expand(-1, -1, 3))
+    nearest = squared_distances(questions, batch["place"][:, :writes]).argmin(-1)
+    return content.gather(1, nearest[..., None].expand(-1, -1, content.shape[2]))
+
+
+def r_squared(inputs: Tensor, targets: Tensor) -> float:
+    """Of a linear map fitted to the first half of the rows, on the second half.
+
+    >>> x = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
+    >>> round(r_squared(x, 2 * x + 1), 3)
+    1.0
+    """
+    half = len(inputs) // 2
+    inputs, targets = inputs.double(), targets.double()
+    scaled = (inputs - inputs[:half].mean(0)) / (inputs[:half].std(0) + 1e-12)
+    scaled = torch.nn.functional.pad(scaled, (0, 1), value=1.0)
+    weights = torch.linalg.lstsq(scaled[:half], targets[:half]).solution
+    left = (scaled[half:] @ weights - targets[half:]).square().sum()
+    return 1 - float(left / (targets[half:] - targets[:half].mean(0)).square().sum())
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure every start and print a table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3, help="new memories to average over")
+    parser.add_argument("--rows", type=int, default=320)
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    print("| start | saturated cells | R² |\n|---|--:|--:|")
+    for name in STARTS:
+        found = [measure(name, seed, options.rows) for seed in range(options.seeds)]
+        saturated, explained = (sum(values) / len(found) for values in zip(*found, strict=True))
+        print(f"| {name} | {100 * saturated:.0f} % | {explained:.2f} |", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
