@@ -24,17 +24,18 @@ from tensor_memory.experiments.recipes.windowed import windowed_binding_long
 from tensor_memory.experiments.tasks import Batch
 from tensor_memory.experiments.tasks.binding import BLANK, squared_distances
 
-OPEN = {"forget_bias": 5.0}
-NARROW = OPEN | {"spread_bias": -1.0}
-STARTS: dict[str, dict[str, float]] = {
-    "as published": {},
+PUBLISHED = MemoryConfig(channels=16, grid=(6, 6, 6), chunk_size=1)
+OPEN = replace(PUBLISHED, forget_bias=5.0)
+NARROW = replace(OPEN, spread_bias=-1.0)
+STARTS = {
+    "as published": PUBLISHED,
     "forget 5": OPEN,
     "forget 5, spread -1": NARROW,
     "forget 5, spread -1, blanks write nothing": NARROW,
     "forget 5, spread -1, no feedback": NARROW,
-    "forget 5, input -3": OPEN | {"input_bias": -3.0},
-    "forget 5, spread -1, input -3": NARROW | {"input_bias": -3.0},
-    "forget 5, spread -1, input -5": NARROW | {"input_bias": -5.0},
+    "forget 5, input -3": replace(OPEN, input_bias=-3.0),
+    "forget 5, spread -1, input -3": replace(NARROW, input_bias=-3.0),
+    "forget 5, spread -1, input -5": replace(NARROW, input_bias=-5.0),
 }
 """Starting biases. The two that name something else take it out, to see what saturates the cells:
 the content of blank tokens, and the product of the hidden state in the gates."""
@@ -51,8 +52,7 @@ class Kept(NamedTuple):
 
 def measure(name: str, seed: int = 0, rows: int = 320, gap: int = 124) -> Kept:
     """Send rows of the task through a new memory that starts as STARTS has it under `name`."""
-    usual = windowed_binding_long()
-    memory_config = MemoryConfig(channels=16, grid=(6, 6, 6), chunk_size=1, **STARTS[name])
+    usual, memory_config = windowed_binding_long(), STARTS[name]
     model_config = replace(usual.model, method="tensor", memory=memory_config)
     task = replace(usual.task, gap=gap).build(seed)
     torch.manual_seed(seed)
