@@ -8,13 +8,18 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tensor_memory.experiments.models import stack as stack_module
+from tensor_memory.experiments.models import repeated as repeated_module
 from tensor_memory.experiments.models.block import initialise
 from tensor_memory.experiments.models.repeated import LayerNorm, Linear, repeated
 from tensor_memory.experiments.models.stack import Stack, StackConfig
 from tolerances import assert_same
 
 SLOTS = StackConfig(dim=8, layers=2, heads=2, length=11, recurrent_slots=3, segment=2)
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu_too(monkeypatch):
+    monkeypatch.setattr(repeated_module, "PLAIN", ())
 
 
 def made(config=SLOTS, dtype=torch.float64):
@@ -28,17 +33,19 @@ def results(stack, x):
     """What a stack makes of x, and the gradients of x and of every weight."""
     weights = dict(stack.named_parameters())
     y, _ = stack(x)
-    loss = (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)).sum()
+    weigh = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device)
+    loss = (y * weigh.view(y.shape)).sum()
     gradients = torch.autograd.grad(loss, [x, *weights.values()], allow_unused=True)
     return {"y": y} | dict(zip(["x", *weights], gradients, strict=True))
 
 
 @pytest.mark.parametrize("length", [11, 2, 1])
-def test_many_segments_have_the_gradients_of_ordinary_layers(monkeypatch, length):
-    stack = made()
-    x = torch.randn(2, length, 8, dtype=torch.float64, requires_grad=True)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_many_segments_have_the_gradients_of_ordinary_layers(monkeypatch, device, length):
+    stack = made().to(device)
+    x = torch.randn(2, length, 8, dtype=torch.float64, device=device, requires_grad=True)
     got = results(stack, x)
-    monkeypatch.setattr(stack_module, "repeated", lambda *_: nullcontext())
+    monkeypatch.setattr(repeated_module, "PLAIN", (device,))
     expected = results(stack, x)
     for name in expected:
         if expected[name] is None:  # the norm of what nobody reads
@@ -113,10 +120,13 @@ def test_layers_are_ordinary_again_after_an_error():
     assert all(part.shared is None for part in layer)
 
 
-@pytest.mark.parametrize("where", ["no_grad", "autocast"])
-def test_layers_stay_ordinary_where_there_is_nothing_to_gain(where):
+@pytest.mark.parametrize("where", ["no_grad", "autocast", "cpu"])
+def test_layers_stay_ordinary_where_there_is_nothing_to_gain(monkeypatch, where):
     layer = Linear(2, 2)
-    outside = torch.no_grad() if where == "no_grad" else torch.autocast("cpu", torch.bfloat16)
+    outside = torch.autocast("cpu", torch.bfloat16) if where == "autocast" else nullcontext()
+    outside = torch.no_grad() if where == "no_grad" else outside
+    if where == "cpu":
+        monkeypatch.undo()
     with outside, repeated(layer, torch.zeros(1)):
         assert layer.shared is None
 
