@@ -77,7 +77,10 @@ def test_a_grid_that_is_no_tuple_of_integers_is_refused(grid):
         MemoryConfig(grid=grid)
 
 
-@pytest.mark.parametrize("name", ["sigma_scale", "spread_bias", "forget_bias", "input_bias"])
+NUMBERS = ["sigma_scale", "spread_bias", "forget_bias", "input_bias", "feedback", "gain"]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), "1", None])
 def test_numbers_that_are_not_finite_are_refused(name, value):
     message = rf"^{name}: expected a finite number, got {value!r}; leave it out for the paper's"
@@ -86,10 +89,11 @@ def test_numbers_that_are_not_finite_are_refused(name, value):
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0])
-def test_a_sigma_scale_that_is_not_positive_is_refused(value):
-    message = rf"^sigma_scale: expected a positive number, got {value}; leave it out"
+@pytest.mark.parametrize("name", ["sigma_scale", "gain"])
+def test_a_scale_that_is_not_positive_is_refused(name, value):
+    message = rf"^{name}: expected a positive number, got {value}; leave it out"
     with pytest.raises(ValueError, match=message):
-        MemoryConfig(sigma_scale=value)
+        MemoryConfig(**{name: value})
 
 
 @pytest.mark.parametrize(

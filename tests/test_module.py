@@ -31,6 +31,8 @@ def test_the_defaults_are_the_papers():
         spread_bias=1.0,
         forget_bias=0.0,
         input_bias=0.0,
+        feedback=1.0,
+        gain=1.0,
         backend="auto",
     )
 
@@ -50,6 +52,28 @@ def test_initial_biases_follow_the_config():
     memory = TensorMemory(DIM, config)
     assert memory.spread.bias.tolist() == [-1.5]
     assert memory.mix.bias.tolist() == [-2, -2, 3, 3, 0, 0, 0, 0]  # i, f, o, g, two channels each
+
+
+def test_initial_feedback_and_gain_scale_what_the_paper_starts_with():
+    usual = MemoryConfig(channels=4, grid=(3, 3), chunk_size=1)
+    paper, scaled = (
+        (torch.manual_seed(0), TensorMemory(DIM, config))[1]
+        for config in (usual, replace(usual, feedback=0.5, gain=4.0))
+    )
+    expected = {name: value.clone() for name, value in paper.state_dict().items()}
+    expected["mix.weight"][:, 4:] *= 0.5  # the written half comes first
+    expected["content.weight"] *= 4
+    expected["output.weight"] *= 4
+    found = scaled.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_gates_without_feedback_start_blind_to_the_hidden_state():
+    config = MemoryConfig(channels=4, grid=(3, 3), chunk_size=1, forget_bias=5.0, feedback=0.0)
+    memory, x = TensorMemory(DIM, config), torch.randn(2, 3, DIM)
+    empty = memory(x[:, :1])[1]
+    filled = replace(empty, hidden=torch.randn_like(empty.hidden))
+    assert torch.equal(memory(x[:, 1:], empty)[1].cell, memory(x[:, 1:], filled)[1].cell)
 
 
 @pytest.mark.parametrize("option", OPTIONS)

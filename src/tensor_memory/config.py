@@ -68,6 +68,15 @@ class MemoryConfig:
     """Initial bias of the input gate. A forget gate that starts open adds up what the input gate
     lets in: below 0 the cell does not fill before there is anything to hold."""
 
+    feedback: float = 1.0
+    """Factor on the mix's initial weights for the hidden state. At 0 the gates start blind to it,
+    so that a cell whose forget gate starts open keeps what was written instead of feeding itself
+    until it saturates."""
+
+    gain: float = 1.0
+    """Factor on the initial W_content and W_out: how loud a write is in what is read of it, before
+    training, goes with its square."""
+
     backend: str = "auto"
     """Implementation of the scan, see `tensor_memory.memory_scan`."""
 
@@ -121,18 +130,19 @@ class MemoryConfig:
                 f"share_coordinates: expected True or False, got {self.share_coordinates!r}; "
                 "leave it out for the paper's"
             )
-        for name in ("sigma_scale", "spread_bias", "forget_bias", "input_bias"):
+        for name in _NUMBERS:
             value = getattr(self, name)
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if not number or not math.isfinite(value):
                 raise ValueError(
                     f"{name}: expected a finite number, got {value!r}; leave it out for the paper's"
                 )
-        if self.sigma_scale <= 0:
-            raise ValueError(
-                f"sigma_scale: expected a positive number, got {self.sigma_scale}; "
-                "leave it out for the paper's"
-            )
+        for name in ("sigma_scale", "gain"):
+            if getattr(self, name) <= 0:
+                raise ValueError(
+                    f"{name}: expected a positive number, got {getattr(self, name)}; "
+                    "leave it out for the paper's"
+                )
         if self.share_coordinates and self.read_heads != self.write_heads:
             raise ValueError(
                 "share_coordinates: shared coordinates need as many read heads as write heads, "
@@ -181,6 +191,9 @@ _CHOICES = {
     "write": ("gaussian", "nearest"),
     "mixing": ("factorized", "pointwise"),
 }
+
+
+_NUMBERS = ("sigma_scale", "spread_bias", "forget_bias", "input_bias", "feedback", "gain")
 
 
 def _is_int(value: object) -> bool:

@@ -74,6 +74,9 @@ class MemoryWeights(nn.Module):
             layer.reset_parameters()
         C = self.config.channels
         nn.init.xavier_uniform_(self.mix.weight)
+        self.mix.weight[:, C:] *= self.config.feedback  # inputs in the order U, h
+        for layer in (self.content, self.output):
+            layer.weight *= self.config.gain
         self.mix.bias.zero_()  # gates in the order i, f, o, g
         self.mix.bias[:C] = self.config.input_bias
         self.mix.bias[C : 2 * C] = self.config.forget_bias

@@ -25,7 +25,7 @@ LIMITS = {
         "memory.write_heads",
         "memory.chunk_size",
     ),
-    "decay": ("memory.forget_bias", "memory.input_bias"),
+    "decay": ("memory.forget_bias", "memory.input_bias", "memory.feedback", "memory.gain"),
     "addressing": ("memory.spread_bias", "memory.channels", "memory.grid"),
     "layers": ("memory_layers", "placement"),
 }
