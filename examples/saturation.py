@@ -1,13 +1,13 @@
-"""What a new memory still holds of a write after 124 blank tokens, by where its gates start.
+"""What a new memory still holds of a write after 124 blank tokens, by how its gates start.
 
     python examples/saturation.py       # three minutes on a CPU core
 
 Rows of `windowed-binding-long` go through a model that has learned nothing. Then, with everything
-written and 124 blank tokens gone by, two things are measured: the part of the cells whose tanh is
-saturated, and R², how much of the content that a question asks for a linear map finds in what is
-read at its place. Reads and writes are put at the places of the task, which training has to find:
-what is asked here is whether the cells keep what they are given. R² is taken on rows that the map
-was not fitted to.
+written and 124 blank tokens gone by, three things are measured: the part of the cells whose tanh is
+saturated; R², how much of the content that a question asks for a linear map finds in what is read
+at its place; and how loud that content is in the readout. Reads and writes are put at the places of
+the task, which training has to find: what is asked here is whether the cells keep what they are
+given. Linear maps are judged on rows that they were not fitted to.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ STARTS = {
     "forget 5": OPEN,
     "forget 5, spread -1": NARROW,
     "forget 5, spread -1, blanks write nothing": NARROW,
-    "forget 5, spread -1, no feedback": NARROW,
-    "forget 5, input -3": replace(OPEN, input_bias=-3.0),
     "forget 5, spread -1, input -3": replace(NARROW, input_bias=-3.0),
-    "forget 5, spread -1, input -5": replace(NARROW, input_bias=-5.0),
+    "forget 5, spread -1, feedback 0": replace(NARROW, feedback=0.0),
+    "forget 5, spread -1, feedback 0, gain 4": replace(NARROW, feedback=0.0, gain=4.0),
 }
-"""Starting biases. The two that name something else take it out, to see what saturates the cells:
-the content of blank tokens, and the product of the hidden state in the gates."""
+"""Starting values. Where blanks write nothing, their content is taken out: it is not what fills the
+cells."""
 
 
 class Kept(NamedTuple):
@@ -48,6 +47,8 @@ class Kept(NamedTuple):
     """Part of the cells with |tanh c| above 0.95."""
     explained: float
     """R² of the content asked for, from what is read at its place."""
+    loudness: float
+    """Standard deviation, over questions, of what that content makes of the readout W_out r."""
 
 
 def measure(name: str, seed: int = 0, rows: int = 320, gap: int = 124) -> Kept:
@@ -70,11 +71,8 @@ def measure(name: str, seed: int = 0, rows: int = 320, gap: int = 124) -> Kept:
         own = memory.write_head(summary).tanh()
         at = torch.where(blank, own, batch["place"].clamp(-1, 1))  # (B, N, 3)
         spread = torch.nn.functional.softplus(memory.spread(summary))  # (B, N, 1)
-        mix = memory.mix.weight.clone()
         if "blanks" in name:
             content = content.masked_fill(blank, 0)
-        if "feedback" in name:
-            mix[:, memory_config.channels :] = 0
         first = int(batch["ask"][0, 0])
         asked = at[:, first:]  # (B, Q, 3): read by every step, the last of them after the gap
         empty = torch.zeros(rows, memory_config.channels, *memory_config.grid)
@@ -84,15 +82,18 @@ def measure(name: str, seed: int = 0, rows: int = 320, gap: int = 124) -> Kept:
             spread[:, : first + 1],
             content[:, : first + 1, None],
             memory.taps,
-            mix,
+            memory.mix.weight,
             memory.mix.bias,
             empty,
             empty,
         )
         assert reads is not None
-        wanted = _asked_content(batch, content, task.config.writes)
-        explained = r_squared(reads[:, first].flatten(0, 1), wanted.flatten(0, 1))
-        return Kept((cell.tanh().abs() > 0.95).float().mean().item(), explained)
+        read = reads[:, first].flatten(0, 1)  # (B · Q, C)
+        wanted = _asked_content(batch, content, task.config.writes).flatten(0, 1)
+        readout = memory.output(read)  # (B · Q, d)
+        spoken = readout.var(0).mean().item() * max(r_squared(wanted, readout), 0.0)
+        saturated = (cell.tanh().abs() > 0.95).float().mean().item()
+        return Kept(saturated, r_squared(read, wanted), spoken**0.5)
 
 
 def _asked_content(batch: Batch, content: Tensor, writes: int) -> Tensor:
@@ -125,11 +126,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, default=320)
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
-    print("| start | saturated cells | R² |\n|---|--:|--:|")
+    print("| start | saturated cells | R² | loudness |\n|---|--:|--:|--:|")
     for name in STARTS:
         found = [measure(name, seed, options.rows) for seed in range(options.seeds)]
-        saturated, explained = (sum(values) / len(found) for values in zip(*found, strict=True))
-        print(f"| {name} | {100 * saturated:.0f} % | {explained:.2f} |", flush=True)
+        means = Kept(*(sum(values) / len(found) for values in zip(*found, strict=True)))
+        parts = f"{100 * means.saturated:.0f} % | {means.explained:.2f} | {means.loudness:.4f}"
+        print(f"| {name} | {parts} |", flush=True)
     return 0
 
 

@@ -58,6 +58,30 @@ def test_the_small_runs_are_quoted_as_they_came_out():
     assert [line for line in lines if line not in page] == []
 
 
+def test_the_runs_over_the_long_gap_are_quoted_as_they_came_out():
+    found, tasks = {}, ((8, 8, 1000), (20, 32, 500))
+    for record in read_results([RESULTS.parent / "forget-bias" / "long"]):
+        config = record["config"]
+        task, memory = config["task"], config["model"]["memory"]
+        start = [memory.get(name, usual) for name, usual in LATER.items()]
+        row = " | ".join(f"{value:g}" for value in start)
+        if record["method"] == "tensor":
+            assert (memory["forget_bias"], memory["spread_bias"]) == (5, -1)
+        else:
+            row = "| |"
+        cells = found.setdefault(f"{record['method']} | {row}", ["–", "–"])
+        column = tasks.index((task["writes"], task["values"], config["budget"]["steps"]))
+        cells[column] = f"{100 * record['valid']['accuracy']:.1f} %"
+    page = PAGE.read_text(encoding="utf-8")
+    lines = [f"| {row} | {' | '.join(cells)} |" for row, cells in found.items()]
+    assert len(lines) == 5
+    assert [line for line in lines if line not in page] == []
+
+
+LATER = {"input_bias": 0.0, "feedback": 1.0, "gain": 1.0}
+"""Starting values, and what a record older than them means."""
+
+
 def test_a_page_is_filled_and_its_figures_drawn(tmp_path, capsys):
     recipe = "windowed-binding"
     source = next(iter(sorted(RESULTS.glob(f"{recipe}-tensor-*-s0.json"))))

@@ -1,0 +1,62 @@
+"""What fills the cells of a memory whose forget gate starts open, and what keeps them free."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+spec = importlib.util.spec_from_file_location(
+    "example_saturation", ROOT / "examples" / "saturation.py"
+)
+saturation = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = saturation
+spec.loader.exec_module(saturation)
+
+
+@pytest.mark.parametrize(
+    ("start", "fills"),
+    [
+        ("as published", False),
+        ("forget 5", True),
+        ("forget 5, spread -1", True),
+        ("forget 5, spread -1, blanks write nothing", True),
+        ("forget 5, spread -1, feedback 0", False),
+        ("forget 5, spread -1, input -3", False),
+    ],
+)
+def test_an_open_cell_fills_through_its_own_feedback_and_by_nothing_else(start, fills):
+    saturated = saturation.measure(start, rows=8).saturated
+    assert saturated > 0.5 if fills else saturated < 0.1
+
+
+def test_without_feedback_what_was_written_stays_readable_and_gain_makes_it_loud():
+    narrow = "forget 5, spread -1"
+    fed, shut, blind, loud = (
+        saturation.measure(narrow + start, rows=96)
+        for start in ("", ", input -3", ", feedback 0", ", feedback 0, gain 4")
+    )
+    assert min(shut.explained, blind.explained, loud.explained) > 0.4
+    assert fed.explained < blind.explained / 2
+    assert shut.loudness < blind.loudness / 2  # what a closed gate keeps out is also the content
+    assert loud.loudness > 4 * blind.loudness
+
+
+def test_a_linear_map_explains_nothing_of_noise():
+    draw = torch.Generator().manual_seed(0)
+    inputs, targets = torch.randn(400, 3, generator=draw), torch.randn(400, 2, generator=draw)
+    assert abs(saturation.r_squared(inputs, targets)) < 0.1
+
+
+def test_every_start_is_printed(monkeypatch, capsys):
+    monkeypatch.setattr(saturation, "measure", lambda *_: saturation.Kept(0.25, 0.5, 0.125))
+    assert saturation.main(["--seeds", "2"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[2:] == [f"| {name} | 25 % | 0.50 | 0.1250 |" for name in saturation.STARTS]
+
+
+def test_the_page_tells_of_every_start_that_is_measured():
+    page = (ROOT / "docs" / "diagnostics.md").read_text(encoding="utf-8")
+    assert [name for name in saturation.STARTS if f"| {name} | " not in page] == []
