@@ -34,6 +34,22 @@ def test_what_is_said_of_single_seeds_with_an_open_forget_gate_was_measured(page
     assert f"{first}, {second} and {third} %" in text
 
 
+def over_the_long_gap(method):
+    records = read_results([ROOT / "results" / "forget-bias" / "longer"])
+    runs = [record for record in records if record["method"] == method]
+    assert [run["seed"] for run in runs] == [0, 1, 2]
+    assert {(run["steps"], run["state_bytes"]) for run in runs} == {(2000, 8192)}
+    first, second, third = (f"{100 * run['test']['test']['accuracy']:.1f}" for run in runs)
+    return f"{first}, {second} and {third} %"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/diagnostics.md"])
+def test_what_is_said_of_three_seeds_over_the_long_gap_was_measured(page):
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    memory, linear = over_the_long_gap("tensor"), over_the_long_gap("linear")
+    assert text.index(memory) < text.index(linear)
+
+
 def test_what_the_readme_says_of_images_and_video_was_measured():
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     birds = read_results([ROOT / "results" / "vision" / "images"])
