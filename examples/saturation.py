@@ -23,6 +23,7 @@ from tensor_memory import MemoryConfig, MemoryResidual, memory_scan
 from tensor_memory.experiments.recipes.windowed import windowed_binding_long
 from tensor_memory.experiments.tasks import Batch
 from tensor_memory.experiments.tasks.binding import BLANK, squared_distances
+from tensor_memory.provenance import write_record
 
 PUBLISHED = MemoryConfig(channels=16, grid=(6, 6, 6), chunk_size=1)
 OPEN = replace(PUBLISHED, forget_bias=5.0)
@@ -119,19 +120,30 @@ def r_squared(inputs: Tensor, targets: Tensor) -> float:
     return 1 - float(left / (targets[half:] - targets[:half].mean(0)).square().sum())
 
 
+def table_row(name: str, kept: Kept) -> str:
+    """A start and what was kept, as the table in docs/diagnostics.md has it."""
+    parts = f"{100 * kept.saturated:.0f} % | {kept.explained:.2f} | {kept.loudness:.4f}"
+    return f"| {name} | {parts} |"
+
+
 def main(argv: list[str] | None = None) -> int:
     """Measure every start and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3, help="new memories to average over")
     parser.add_argument("--rows", type=int, default=320)
+    parser.add_argument("--output", help="also write what came out, and where, to this JSON file")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     print("| start | saturated cells | R² | loudness |\n|---|--:|--:|--:|")
+    result = {}
     for name in STARTS:
         found = [measure(name, seed, options.rows) for seed in range(options.seeds)]
         means = Kept(*(sum(values) / len(found) for values in zip(*found, strict=True)))
-        parts = f"{100 * means.saturated:.0f} % | {means.explained:.2f} | {means.loudness:.4f}"
-        print(f"| {name} | {parts} |", flush=True)
+        result[name] = means._asdict()
+        print(table_row(name, means), flush=True)
+    if options.output:
+        config = {"seeds": options.seeds, "rows": options.rows}
+        write_record(options.output, benchmark="saturation", config=config, seed=0, result=result)
     return 0
 
 
