@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
-import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tensor_memory.causality import find_leak
+from tensor_memory.local_modules import find_modules_here
 
 
 def run_leak_check(options: argparse.Namespace) -> int:
@@ -67,8 +66,7 @@ def load_factory(name: str) -> Callable[[], Any]:
             f"leak-check: expected package.module:factory, got {name!r}; "
             "the part after the colon is a function without arguments"
         )
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # what `python -m` does
+    find_modules_here()
     with _told_of_crashes(f"{module_name} cannot be imported:"):
         module = importlib.import_module(module_name)
     factory = module

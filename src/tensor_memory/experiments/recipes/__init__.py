@@ -10,12 +10,11 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, cast
 
 from tensor_memory.experiments.run_config import RunConfig
+from tensor_memory.local_modules import find_modules_here
 
 Recipe = Callable[[], RunConfig[Any, Any]]
 
@@ -67,9 +66,7 @@ def find_recipe(name: str) -> Recipe:
 
 def _own_recipe(name: str) -> Recipe:
     module, _, function = name.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)  # what `python -m` does, and an installed command does not
+    find_modules_here()
     make = getattr(_import(module), function, None)
     if not callable(make):
         raise ValueError(
