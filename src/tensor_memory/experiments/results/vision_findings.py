@@ -163,7 +163,7 @@ def published_finding(records: Sequence[Record]) -> str:
     frames, memory = methods["frames"]["step_ms"], methods[MEMORY]["step_ms"]
     ratio = memory / frames
     mark = "within" if ratio <= MARK else "beyond"
-    aim = "and the aim of 2.5" if ratio <= AIM else "above the aim of 2.5"
+    aim = f"{'and' if ratio <= AIM else 'above'} the aim of {AIM:g}"
     others = [
         f"`{label}` {run['step_ms'] / frames:.2f}"
         for label, run in methods.items()
@@ -171,7 +171,7 @@ def published_finding(records: Sequence[Record]) -> str:
     ]
     text = (
         f"**Published shape: {ratio:.2f} times `frames`** ({memory:.2f} against {frames:.2f} ms), "
-        f"{mark} the mark of 5 times, {aim}."
+        f"{mark} the mark of {MARK:g} times, {aim}."
     )
     return text + (f" Times `frames` with other memories: {listing(others)}." if others else "")
 
