@@ -1,6 +1,7 @@
 """What fills the cells of a memory whose forget gate starts open, and what keeps them free."""
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
@@ -57,6 +58,18 @@ def test_every_start_is_printed(monkeypatch, capsys):
     assert shown[2:] == [f"| {name} | 25 % | 0.50 | 0.1250 |" for name in saturation.STARTS]
 
 
-def test_the_page_tells_of_every_start_that_is_measured():
+def test_the_page_shows_what_its_record_holds():
+    record = json.loads((ROOT / "results" / "saturation" / "new-memories-cpu.json").read_text())
     page = (ROOT / "docs" / "diagnostics.md").read_text(encoding="utf-8")
-    assert [name for name in saturation.STARTS if f"| {name} | " not in page] == []
+    found = {name: saturation.Kept(**kept) for name, kept in record["result"].items()}
+    assert list(found) == list(saturation.STARTS)
+    assert [name for name in found if saturation.table_row(name, found[name]) not in page] == []
+
+
+def test_what_came_out_is_written_down_with_its_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr(saturation, "measure", lambda *_: saturation.Kept(0.25, 0.5, 0.125))
+    assert saturation.main(["--seeds", "2", "--output", str(tmp_path / "record.json")]) == 0
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["result"]["forget 5"] == {"saturated": 0.25, "explained": 0.5, "loudness": 0.125}
+    assert record["config"] == {"seeds": 2, "rows": 320}
+    assert {"commit", "hardware", "versions"} <= set(record)
