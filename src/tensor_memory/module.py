@@ -226,10 +226,10 @@ class TensorMemory(MemoryWeights):
         config = self.config
         read_at, write_at, spread, content = self._steer(tokens)
         request = Request(
-            read_at.unflatten(-1, (-1, config.axes)),
-            write_at.unflatten(-1, (-1, config.axes)),
+            read_at,
+            write_at,
             spread,
-            content.unflatten(-1, (config.write_heads, config.channels)),
+            content,
             self.taps if config.mixing == "factorized" else None,
             self.mix.weight,
             self.mix.bias,
@@ -245,9 +245,9 @@ class TensorMemory(MemoryWeights):
         return reads.flatten(2), hidden, cell
 
     def _steer(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """(B, S, K, d) -> where to read (B, S, Q·n) and write (B, S, M·n), how wide, and what.
+        """(B, S, K, d) -> where to read (B, S, Q, n) and write (B, S, M, n), how wide, and what.
 
-        (B, S, M) and (B, S, M·C); in float32 even under autocast, but for what is written.
+        (B, S, M) and (B, S, M, C); in float32 even under autocast, but for what is written.
         """
         config = self.config
         spread = self.spread if config.write == "gaussian" else None
@@ -259,13 +259,14 @@ class TensorMemory(MemoryWeights):
                 None if spread is None else spread.weight,
                 None if spread is None else spread.bias,
             )
-            return layer.steer(tokens, weights, config.reads == "token", config.sigma_scale)
+            every_token = config.reads == "token"
+            return layer.steer(tokens, weights, config.axes, every_token, config.sigma_scale)
         summary = self.write_proj(tokens.flatten(2))  # (B, S, d)
         return (
-            self._read_at(tokens).flatten(2),
-            self._coordinates(self.write_head, summary).flatten(2),
+            self._read_at(tokens),
+            self._coordinates(self.write_head, summary),
             None if spread is None else self._spread(summary),
-            self.content(summary),
+            self.content(summary).unflatten(-1, (config.write_heads, config.channels)),
         )
 
     def _check(

@@ -9,29 +9,29 @@ Letters: B batch, N tokens, K tokens per chunk, S chunks, d width, C channels, n
 
 from __future__ import annotations
 
-import copy
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tensor_memory.ops import direct, products_of, triton_plan
-from tensor_memory.ops.direct import DirectScan
+from tensor_memory.ops import checkpointing, direct, products_of, triton_plan, triton_scan
+from tensor_memory.ops.layer_heads import steer, steered_back, steered_by
 from tensor_memory.ops.layer_parts import (
-    AddGated,
-    Heads,
-    NormAndThrough,
-    Steer,
     add_gated,
+    gated,
+    gated_back,
     norm_and_through,
+    normed,
+    normed_back,
     plain,
     serves,
-    steer,
 )
 from tensor_memory.ops.once import undone
+from tensor_memory.ops.operator import run_backward
+from tensor_memory.ops.packing import Heads, Packed, Products, Sizes, gather, pack
 from tensor_memory.ops.placing import Placing
-from tensor_memory.ops.request import Request
+from tensor_memory.ops.request import Request, at_rest
 from tensor_memory.ops.triton_token import serves as serves_token
 from tensor_memory.ops.triton_token import step as token_step
 
@@ -85,63 +85,44 @@ def whole(
     return _Whole.apply(x, hidden, cell, options, products_of(x), *weights)  # type: ignore
 
 
-class _Part:
-    """What a function that runs inside another one keeps for its backward."""
-
-    saved_tensors: tuple[Tensor | None, ...] = ()
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        self.saved_tensors = tensors
-
-    def set_materialize_grads(self, value: bool) -> None:
-        pass
-
-
 class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
         x, hidden, cell, options, dtype, *rest = inputs
         weights = Weights._make(rest)
-        K, frame, d = options.chunk_size, options.frame, x.shape[2]
-        B, n = len(x), hidden.ndim - 2
+        heads = Heads._make(weights[3:9])
+        (B, _, d), K, frame = x.shape, options.chunk_size, options.frame
         padded = -(-frame // K) * K
-        norm, steer, scan, gated = parts = [_Part() for _ in range(4)]
+        x = x.contiguous()
 
-        normed, x = NormAndThrough.forward(
-            norm, x, weights.norm, weights.norm_bias, options.epsilon, dtype
-        )
+        chunks, statistics = normed(x, weights.norm, weights.norm_bias, options.epsilon, dtype)
         if padded > frame:
-            normed = F.pad(normed.view(B, -1, frame, d), (0, 0, 0, padded - frame))
-        tokens = normed.view(B, -1, K, d)
-        read_at, write_at, spread, content = Steer.forward(
-            steer, tokens, options.every_token, options.sigma_scale, dtype, *weights[3:9]
-        )
-        request = Request(
-            read_at.view(B, -1, read_at.shape[2] // n, n),
-            write_at.view(B, -1, write_at.shape[2] // n, n),
-            spread,
-            content.view(*write_at.shape[:2], -1, hidden.shape[1]),
-            weights.taps,
-            weights.mix,
-            weights.bias,
-            hidden,
-            cell,
-        ).at_rest(torch.float32)
-        how = (options.checkpoint_every, dtype, "triton")
-        reads, last_hidden, last_cell = DirectScan.forward(scan, *request, how)
-        reads, output = reads.view(-1, weights.output.shape[1]).to(dtype), weights.output.to(dtype)
-        m = (reads @ output.t()).view(B, -1, d)
+            chunks = F.pad(chunks.view(B, -1, frame, d), (0, 0, 0, padded - frame))
+        chunks = chunks.view(-1, K * d)
+        packed, sizes = pack(heads, weights.output, dtype), Sizes.of(heads)
+        steering = (options.every_token, options.sigma_scale)
+        summary, steered = steered_by(
+            chunks, packed, sizes, weights.spread_bias,
+            (B, chunks.shape[0] // B, hidden.ndim - 2), *steering,
+        )  # fmt: skip
+        fixed = (weights.taps, weights.mix, weights.bias, hidden, cell)
+        request = Request(*steered, *(at_rest(tensor, torch.float32) for tensor in fixed))
+        reads, last_hidden, last_cell, kept = _scan(request, options.checkpoint_every, dtype)
+        reads = reads.view(-1, weights.output.shape[1])
+        m = F.linear(reads, packed.output).view(B, -1, d)
         repeat = 1 if options.every_token else K
         placing = Placing(repeat, frame, padded // repeat, 0)
-        out = AddGated.forward(
-            gated, x, m, weights.gate, placing, options.dropout, options.drop_path
-        )
-        ctx.lengths = [len(part.saved_tensors) for part in parts]
-        ctx.save_for_backward(reads, output, *(t for part in parts for t in part.saved_tensors))
-        for part in parts:
-            part.saved_tensors = ()
-        ctx.parts, ctx.frame = parts, (frame, padded)
-        ctx.kinds = (hidden.dtype, *(t if t is None else t.dtype for t in weights))
+        adding = (placing, options.dropout, options.drop_path)
+        out, seeds = gated(x, m, weights.gate, *adding)
+
+        ctx.save_for_backward(
+            x, weights.norm, statistics, chunks, summary, *packed, reads, m, weights.gate, seeds,
+            *request[:9], *kept,
+        )  # fmt: skip
+        ctx.scanning = (options.checkpoint_every, dtype, "triton")
+        ctx.sizes, ctx.steering, ctx.adding = sizes, steering, adding
+        ctx.shared, ctx.frame = heads.shared, (frame, padded)
+        ctx.kinds = tuple(t if t is None else t.dtype for t in weights)
         ctx.set_materialize_grads(False)
         return out, last_hidden, last_cell
 
@@ -153,37 +134,47 @@ class _Whole(torch.autograd.Function):
     def undo(ctx: Any, *grads: Any) -> Any:
         """The gradients, without a graph of their own."""
         grad_out, grad_hidden, grad_cell = grads
-        reads, output, *saved = ctx.saved_tensors
-        # Copies, so that no part holds its tensors for longer than autograd does.
-        norm, steer, scan, gated = parts = [copy.copy(part) for part in ctx.parts]
-        for part, length in zip(parts, ctx.lengths, strict=True):
-            part.saved_tensors, saved = tuple(saved[:length]), saved[length:]
-        x = norm.saved_tensors[0]
+        saved = ctx.saved_tensors
+        x, norm, statistics, chunks, summary, *rest, reads, m, gate, seeds = saved[:13]
+        packed, request, kept = Packed._make(rest), Request(*saved[13:22]), list(saved[22:])
         (B, _, d), (frame, padded) = x.shape, ctx.frame
-        if grad_out is None:  # the state alone was made use of
-            grad_out = torch.zeros_like(x)
+        # Nobody may have made use of anything but the state.
+        grad_out = torch.zeros_like(x) if grad_out is None else grad_out.contiguous()
 
-        grad_through, grad_m, grad_gate, *_ = AddGated.undo(gated, grad_out)
+        grad_m, by_gate = gated_back(grad_out, m, gate, seeds, *ctx.adding)
         grad_m = grad_m.view(-1, d)
-        grad_reads = (grad_m @ output).to(torch.float32)
-        read_at, content = scan.saved_tensors[0], scan.saved_tensors[3]
-        grad_reads = grad_reads.view(*read_at.shape[:3], content.shape[3])
-        scanned = DirectScan.undo(scan, grad_reads, grad_hidden, grad_cell)
-        by_read_at, by_write_at, by_spread, by_content, by_taps, by_mix, by_bias, *state = scanned
-        by_tokens, _, _, _, *by_heads = Steer.undo(
-            steer, by_read_at, by_write_at, by_spread, by_content
+        steps = request.write_at.shape[:2]
+        grad_reads = torch.mm(grad_m, packed.output).view(*steps, -1, request.content.shape[3])
+        wanted = (grad_reads, grad_hidden, grad_cell)
+        *steered, by_taps, by_mix, by_bias, by_hidden, by_cell = run_backward(
+            wanted, request, kept, *ctx.scanning
         )
+        back = steered_back(chunks, summary, packed, request[:3], steered, ctx.sizes, *ctx.steering)
+        by_chunks = back.flat
         if padded > frame:
-            by_tokens = by_tokens.view(B, -1, padded, d)[:, :, :frame]
-        by_x, by_norm, by_norm_bias, *_ = NormAndThrough.undo(
-            norm, by_tokens.reshape(x.shape), grad_through
+            by_chunks = by_chunks.view(B, -1, padded, d)[:, :, :frame]
+        by_x, by_norm = normed_back(x, norm, statistics, by_chunks, grad_out)
+        kind = ctx.kinds[0] if len(set(ctx.kinds) - {None}) == 1 else torch.float32
+        products = Products(
+            back.by_write_proj, back.by_reads, back.by_writes, torch.mm(grad_m.t(), reads)
         )
-        by_output = grad_m.t() @ reads
-        found = (by_norm, by_norm_bias, grad_gate, *by_heads, by_taps, by_mix, by_bias, by_output)
-        state_kind, *kinds = ctx.kinds
+        *found, by_output = gather(
+            products, ctx.sizes, ctx.shared, by_norm, back.raw_writes, by_gate, kind
+        )
         typed = (
             grad if grad is None or grad.dtype == kind else grad.to(kind)
-            for grad, kind in zip(found, kinds, strict=True)
+            for grad, kind in zip(
+                (*found, by_taps, by_mix, by_bias, by_output), ctx.kinds, strict=True
+            )
         )
-        by_hidden, by_cell = (grad.to(state_kind) for grad in state[:2])
         return by_x, by_hidden, by_cell, None, None, *typed
+
+
+def _scan(
+    request: Request, checkpoint_every: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """The scan with its reads in the type that they are multiplied in."""
+    if not checkpoint_every:
+        return triton_scan.forward(request, keep=True, products=dtype, reads_in=dtype)
+    results = checkpointing.forward(triton_scan, request, checkpoint_every, dtype)
+    return results[0].to(dtype), *results[1:]

@@ -6,7 +6,7 @@ Letters: B batch, S steps, n axes, C channels, Q reads and M writes per step.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,18 +63,16 @@ class Request(NamedTuple):
         """All floats in one type, everything contiguous, and no reads as reads of no place."""
         B, S, _, n = self.write_at.shape
         read_at = self.write_at.new_empty(B, S, 0, n) if self.read_at is None else self.read_at
-        values = [read_at, *self[1:]]
-        for place, value in enumerate(values):
-            if value is not None:
-                if place < len(self.floats) and value.dtype != dtype:
-                    value = value.to(dtype)
-                values[place] = value if value.is_contiguous() else value.contiguous()
-        return Request._make(values)
+        floats = (at_rest(value, dtype) for value in (read_at, *self[1:9]))
+        masks = (at_rest(value, torch.bool) for value in self[9:])
+        return Request(*floats, *masks)
 
-    def empty_reads(self) -> Tensor:
-        """Room for what the request reads: (B, S, Q, C)."""
+    def empty_reads(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Room for what the request reads, in its own type or another: (B, S, Q, C)."""
         assert self.read_at is not None, "a request at rest"
-        return self.content.new_empty(*self.read_at.shape[:3], self.content.shape[-1])
+        return self.content.new_empty(
+            *self.read_at.shape[:3], self.content.shape[-1], dtype=dtype or self.content.dtype
+        )
 
     def rows(self, rows: slice) -> Request:
         """The same request for some of the rows."""
@@ -135,3 +133,12 @@ class Request(NamedTuple):
                     )
             elif not tensor.is_floating_point():
                 raise TypeError(f"memory_scan: expected {name} of a float type, got {tensor.dtype}")
+
+
+def at_rest(value: Tensor | None, dtype: torch.dtype) -> Any:
+    """In this type and contiguous; asks first, which takes less than a call that does nothing."""
+    if value is None:
+        return None
+    if value.dtype != dtype:
+        value = value.to(dtype)
+    return value if value.is_contiguous() else value.contiguous()

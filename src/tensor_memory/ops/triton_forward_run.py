@@ -64,7 +64,7 @@ def written_launch(shape: Shape) -> dict[str, Any]:
 
 
 def run_forward(
-    request: Request, products: torch.dtype, kept: list[Tensor]
+    request: Request, products: torch.dtype, reads_in: torch.dtype, kept: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One launch of the scan over all S > 0 steps; fills `kept` unless it is empty."""
     read_at, write_at, spread, content, taps, mix, bias, hidden, cell, writes, resets = request
@@ -86,7 +86,7 @@ def run_forward(
         kept_hidden = hidden.new_empty(2, B, V, C, dtype=do.p.kept)
         kept_cell = kept_filtered = nothing
     cells = hidden.new_empty(2, B, V, C) if do.tiles > 1 else nothing
-    reads = request.empty_reads()
+    reads = request.empty_reads(reads_in)
     last_hidden, last_cell = torch.empty_like(hidden), torch.empty_like(cell)
     do.scan(
         do.scan_grid,

@@ -24,15 +24,14 @@ def norm_kernel(
     weight,
     bias,
     out,
-    centre,
-    scale,
+    statistics,
     rows,
     epsilon,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """LayerNorm of ROWS rows of D values in the type of `out`; keeps centre and scale (rows)."""
+    """LayerNorm of ROWS rows of D values in the type of `out`; keeps centre and scale (2, rows)."""
     row, c = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     own = (row < rows)[:, None] & (c < D)[None, :]
     at = row[:, None].to(tl.int64) * D + c[None, :]
@@ -44,16 +43,15 @@ def norm_kernel(
     offset = tl.load(bias + c, mask=c < D, other=0.0).to(tl.float32)
     value = value * inverse[:, None] * factor[None, :] + offset[None, :]
     tl.store(out + at, value.to(out.dtype.element_ty), mask=own)
-    tl.store(centre + row, mean, mask=row < rows)
-    tl.store(scale + row, inverse, mask=row < rows)
+    tl.store(statistics + row, mean, mask=row < rows)
+    tl.store(statistics + rows + row, inverse, mask=row < rows)
 
 
 @triton.jit(do_not_specialize=["rows", "loops"])
 def norm_backward_kernel(
     x,
     weight,
-    centre,
-    scale,
+    statistics,
     grad_out,
     grad_through,
     grad_x,
@@ -77,8 +75,8 @@ def norm_backward_kernel(
         row = (tl.program_id(0) + loop * tl.num_programs(0)) * ROWS + tl.arange(0, ROWS)
         own = (row < rows)[:, None] & (c < D)[None, :]
         at = row[:, None].to(tl.int64) * D + c[None, :]
-        mean = tl.load(centre + row, mask=row < rows, other=0.0)[:, None]
-        inverse = tl.load(scale + row, mask=row < rows, other=0.0)[:, None]
+        mean = tl.load(statistics + row, mask=row < rows, other=0.0)[:, None]
+        inverse = tl.load(statistics + rows + row, mask=row < rows, other=0.0)[:, None]
         value = tl.load(x + at, mask=own, other=0.0).to(tl.float32)
         value = tl.where(own, (value - mean) * inverse, 0.0)
         grad = tl.load(grad_out + at, mask=own, other=0.0).to(tl.float32)

@@ -22,26 +22,31 @@ SEGMENT = 64  # steps per launch where nothing is kept
 
 
 def forward(
-    request: Request, *, keep: bool, products: torch.dtype
+    request: Request,
+    *,
+    keep: bool,
+    products: torch.dtype,
+    reads_in: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Run the scan; with `keep` also return what `backward` needs, as `empty_kept` lays it out.
 
-    Without it nothing is kept per step: long inputs go through in segments of SEGMENT steps.
+    Without it nothing is kept per step: long inputs go through in segments of SEGMENT steps. Reads
+    come in the type `reads_in`, for who multiplies in it.
     """
     hidden, cell = request.hidden, request.cell
     C, S = hidden.shape[1], request.write_at.shape[1]
     if S == 0:
         kept = empty_kept(hidden, S, products) if keep else []
-        return request.empty_reads(), hidden.clone(), cell.clone(), kept
+        return request.empty_reads(reads_in), hidden.clone(), cell.clone(), kept
     request = widened(request, padded_channels(C))
     if keep:
         kept = empty_kept(hidden, S, products)
-        reads, hidden, cell = run_forward(request, products, kept)
+        reads, hidden, cell = run_forward(request, products, reads_in, kept)
     else:
         kept, parts = [], []
         for start in range(0, S, SEGMENT):
             part = request if S <= SEGMENT else request.steps(start, start + SEGMENT)
-            reads, hidden, cell = run_forward(part, products, kept)
+            reads, hidden, cell = run_forward(part, products, reads_in, kept)
             request = request._replace(hidden=hidden, cell=cell)
             parts.append(reads)
         reads = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
