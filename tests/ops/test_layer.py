@@ -116,6 +116,18 @@ def test_under_autocast_a_fused_layer_is_as_exact_as_the_plain_one(monkeypatch):
         assert fused_error <= max(3 * plain_error, RMS_RATIO[torch.bfloat16]), name
 
 
+def test_a_backward_multiplies_as_its_forward_did_whatever_autocast_says_by_then():
+    def gradient(autocast: bool) -> Tensor:
+        layer, x = build(SMALL), torch.linspace(-1, 1, 12 * DIM).to(HERE).requires_grad_()
+        out, _ = layer(x.view(2, 6, DIM))
+        with torch.autocast(HERE.type, torch.bfloat16, enabled=autocast):
+            out.backward(torch.ones_like(out))
+        assert x.grad is not None
+        return x.grad
+
+    assert torch.equal(gradient(autocast=True), gradient(autocast=False))
+
+
 @pytest.mark.parametrize("flush", [False, 4])
 def test_training_takes_a_whole_layer_as_one_function(flush, monkeypatch):
     taken = []

@@ -15,6 +15,10 @@ NO_SECOND_DERIVATIVE = (
 
 def undone(function: Any, ctx: Any, grads: tuple[Any, ...]) -> Any:
     """`function.undo(ctx, *grads)`; what it returns can be used, but not differentiated."""
+    device = next((grad.device.type for grad in grads if grad is not None), "cpu")
+    if torch.is_autocast_enabled(device):  # the forward has chosen the type of all products
+        with torch.autocast(device, enabled=False):
+            return undone(function, ctx, grads)
     if not torch.is_grad_enabled():
         return function.undo(ctx, *grads)
     with torch.no_grad():  # somebody keeps the graph of the backward: create_graph=True
