@@ -99,28 +99,28 @@ class _Whole(torch.autograd.Function):
         if padded > frame:
             chunks = F.pad(chunks.view(B, -1, frame, d), (0, 0, 0, padded - frame))
         chunks = chunks.view(-1, K * d)
+        queries = chunks.view(-1, d) if options.every_token else chunks[:, :d]
         packed, sizes = pack(heads, weights.output, dtype), Sizes.of(heads)
-        steering = (options.every_token, options.sigma_scale)
         summary, steered = steered_by(
-            chunks, packed, sizes, weights.spread_bias,
-            (B, chunks.shape[0] // B, hidden.ndim - 2), *steering,
+            chunks, queries, packed, sizes, weights.spread_bias,
+            (B, chunks.shape[0] // B, hidden.ndim - 2), options.sigma_scale,
         )  # fmt: skip
         fixed = (weights.taps, weights.mix, weights.bias, hidden, cell)
         request = Request(*steered, *(at_rest(tensor, torch.float32) for tensor in fixed))
         reads, last_hidden, last_cell, kept = _scan(request, options.checkpoint_every, dtype)
         reads = reads.view(-1, weights.output.shape[1])
-        m = F.linear(reads, packed.output).view(B, -1, d)
+        m = F.linear(reads, packed.output)  # (B·U, d)
         repeat = 1 if options.every_token else K
         placing = Placing(repeat, frame, padded // repeat, 0)
         adding = (placing, options.dropout, options.drop_path)
         out, seeds = gated(x, m, weights.gate, *adding)
 
         ctx.save_for_backward(
-            x, weights.norm, statistics, chunks, summary, *packed, reads, m, weights.gate, seeds,
-            *request[:9], *kept,
+            x, weights.norm, statistics, chunks, queries, summary, *packed,
+            reads, m, weights.gate, seeds, *request[:9], *kept,
         )  # fmt: skip
         ctx.scanning = (options.checkpoint_every, dtype, "triton")
-        ctx.sizes, ctx.steering, ctx.adding = sizes, steering, adding
+        ctx.sizes, ctx.sigma_scale, ctx.adding = sizes, options.sigma_scale, adding
         ctx.shared, ctx.frame = heads.shared, (frame, padded)
         ctx.kinds = tuple(t if t is None else t.dtype for t in weights)
         ctx.set_materialize_grads(False)
@@ -135,21 +135,22 @@ class _Whole(torch.autograd.Function):
         """The gradients, without a graph of their own."""
         grad_out, grad_hidden, grad_cell = grads
         saved = ctx.saved_tensors
-        x, norm, statistics, chunks, summary, *rest, reads, m, gate, seeds = saved[:13]
-        packed, request, kept = Packed._make(rest), Request(*saved[13:22]), list(saved[22:])
+        x, norm, statistics, chunks, queries, summary, *rest, reads, m, gate, seeds = saved[:14]
+        packed, request, kept = Packed._make(rest), Request(*saved[14:23]), list(saved[23:])
         (B, _, d), (frame, padded) = x.shape, ctx.frame
         # Nobody may have made use of anything but the state.
         grad_out = torch.zeros_like(x) if grad_out is None else grad_out.contiguous()
 
         grad_m, by_gate = gated_back(grad_out, m, gate, seeds, *ctx.adding)
-        grad_m = grad_m.view(-1, d)
         steps = request.write_at.shape[:2]
         grad_reads = torch.mm(grad_m, packed.output).view(*steps, -1, request.content.shape[3])
         wanted = (grad_reads, grad_hidden, grad_cell)
         *steered, by_taps, by_mix, by_bias, by_hidden, by_cell = run_backward(
             wanted, request, kept, *ctx.scanning
         )
-        back = steered_back(chunks, summary, packed, request[:3], steered, ctx.sizes, *ctx.steering)
+        back = steered_back(
+            chunks, queries, summary, packed, request[:3], steered, ctx.sizes, ctx.sigma_scale
+        )
         by_chunks = back.flat
         if padded > frame:
             by_chunks = by_chunks.view(B, -1, padded, d)[:, :, :frame]

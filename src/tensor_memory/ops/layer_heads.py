@@ -46,12 +46,12 @@ class Steer(torch.autograd.Function):
         heads = Heads._make(weights)
         B, S, K, d = tokens.shape
         flat, packed = tokens.contiguous().view(B * S, K * d), pack(heads, None, dtype)
-        ctx.sizes = Sizes.of(heads)
-        ctx.options = (every_token, float(sigma_scale))
+        queries = flat.view(-1, d) if every_token else flat[:, :d]
+        ctx.sizes, ctx.sigma_scale = Sizes.of(heads), float(sigma_scale)
         summary, steered = steered_by(
-            flat, packed, ctx.sizes, heads.spread_bias, (B, S, axes), *ctx.options
+            flat, queries, packed, ctx.sizes, heads.spread_bias, (B, S, axes), ctx.sigma_scale
         )
-        ctx.save_for_backward(flat, summary, *packed, *steered[:3])
+        ctx.save_for_backward(flat, queries, summary, *packed, *steered[:3])
         ctx.shared, ctx.shape = heads.shared, tokens.shape
         ctx.kinds = tuple(None if weight is None else weight.dtype for weight in weights)
         return steered
@@ -64,9 +64,9 @@ class Steer(torch.autograd.Function):
     @staticmethod
     def undo(ctx: Any, *grads: Any) -> Any:
         """The gradients, without a graph of their own."""
-        flat, summary, *saved = ctx.saved_tensors
+        flat, queries, summary, *saved = ctx.saved_tensors
         packed, at = Packed._make(saved[:4]), saved[4:]
-        found = steered_back(flat, summary, packed, at, grads, ctx.sizes, *ctx.options)
+        found = steered_back(flat, queries, summary, packed, at, grads, ctx.sizes, ctx.sigma_scale)
         grad_heads = found.by_writes.to(torch.float32)
         at, content, *rest = grad_heads.split([size for size in ctx.sizes if size])
         if ctx.shared:  # one tensor twice among the inputs: its gradients are added
@@ -98,17 +98,19 @@ def _steer(sizes: Sizes) -> tuple[Bound, Bound]:
 
 def steered_by(
     flat: Tensor,
+    queries: Tensor,
     packed: Packed,
     sizes: Sizes,
     spread_bias: Tensor | None,
     shape: tuple[int, int, int],
-    every_token: bool,
     sigma_scale: float,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor | None, Tensor]]:
-    """Chunks (B·S, K·d) -> their summary (B·S, d), and what `steer` gives; shape is (B, S, n)."""
+    """The summary (B·S, d) of chunks, and what `steer` gives.
+
+    Chunks (B·S, K·d), queries (B·S, d) or (B·S·K, d) where every token reads, shape (B, S, n).
+    """
     B, S, n = shape
-    d, M = packed.writes.shape[1], sizes.at // n
-    queries = flat.view(-1, d) if every_token else flat[:, :d]
+    M = sizes.at // n
     summary = F.linear(flat, packed.write_proj)
     raw_reads, raw_writes = F.linear(queries, packed.reads), F.linear(summary, packed.writes)
     asked = raw_reads.numel()
@@ -140,28 +142,27 @@ class SteeredBack(NamedTuple):
 
 def steered_back(
     flat: Tensor,
+    queries: Tensor,
     summary: Tensor,
     packed: Packed,
     at: Sequence[Tensor | None],
     grads: Sequence[Any],
     sizes: Sizes,
-    every_token: bool,
     sigma_scale: float,
 ) -> SteeredBack:
     """Back from the gradients of what `steered_by` gave; `at` is that but for the content."""
-    d, stand_in = packed.writes.shape[1], flat
-    queries = flat.view(-1, d) if every_token else flat[:, :d]
-    reads = flat.new_empty(queries.shape[0], packed.reads.shape[0])
-    writes = flat.new_empty(flat.shape[0], sum(sizes))
+    (asked, d), chunks, stand_in = queries.shape, flat.shape[0], flat
+    reads = flat.new_empty(asked, packed.reads.shape[0])
+    writes = flat.new_empty(chunks, sum(sizes))
     placed = (stand_in if tensor is None else tensor.contiguous() for tensor in (*at, *grads))
     _steer(sizes)[1](
         (-(-max(reads.numel(), writes.numel()) // STEER_BLOCK),),
         (*placed, reads, writes),
-        (reads.numel(), flat.shape[0], sigma_scale),
+        (reads.numel(), chunks, sigma_scale),
     )
     by_summary = torch.mm(writes, packed.writes)
     by_flat = torch.mm(by_summary, packed.write_proj)
-    into = by_flat.view(-1, d) if every_token else by_flat[:, :d]
+    into = by_flat.view(-1, d) if asked > chunks else by_flat[:, :d]
     into.addmm_(reads, packed.reads)
     return SteeredBack(
         by_flat,

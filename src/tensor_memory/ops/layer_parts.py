@@ -155,16 +155,24 @@ def _gated(D: int, repeat: int, drop: bool, path: bool) -> tuple[Bound, Bound]:
 def gated(
     x: Tensor, m: Tensor, gate: Tensor, placing: Placing, dropout: float, drop_path: float
 ) -> tuple[Tensor, Tensor]:
-    """`add_gated` of contiguous tensors, and the seeds of what was dropped."""
-    (_, N, D), (B, U, _) = x.shape, m.shape
+    """`add_gated` of contiguous tensors, and the seeds of what was dropped; m also as (B·U, d)."""
+    (B, N, D), units = x.shape, m.numel() // x.shape[2]
     seeds = gate  # stands in where nothing is drawn
     if dropout or drop_path:
         seeds = torch.randint(2**62, (2,), device=x.device)
     out = torch.empty_like(x)
     _gated(D, placing.repeat, dropout > 0, drop_path > 0)[0](
-        (B * U,),
+        (units,),
         (x, m, gate, seeds, out),
-        (N, U, placing.frame, placing.units, placing.waiting, float(dropout), float(drop_path)),
+        (
+            N,
+            units // B,
+            placing.frame,
+            placing.units,
+            placing.waiting,
+            float(dropout),
+            float(drop_path),
+        ),
     )
     return out, seeds
 
@@ -179,13 +187,21 @@ def gated_back(
     drop_path: float,
 ) -> tuple[Tensor, Tensor]:
     """What m receives, and every unit's share (B·U) of what the gate does."""
-    (_, N, D), (B, U, _) = grad.shape, m.shape
+    (B, N, D), units = grad.shape, m.numel() // grad.shape[2]
     grad_m = torch.empty_like(m)
-    shares = m.new_empty(B * U, dtype=torch.float32)
+    shares = m.new_empty(units, dtype=torch.float32)
     _gated(D, placing.repeat, dropout > 0, drop_path > 0)[1](
-        (B * U,),
+        (units,),
         (grad, m, gate, seeds, grad_m, shares),
-        (N, U, placing.frame, placing.units, placing.waiting, float(dropout), float(drop_path)),
+        (
+            N,
+            units // B,
+            placing.frame,
+            placing.units,
+            placing.waiting,
+            float(dropout),
+            float(drop_path),
+        ),
     )
     return grad_m, shares
 

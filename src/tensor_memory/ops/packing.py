@@ -1,13 +1,14 @@
 """A layer's weights side by side in one buffer, and what they receive in another.
 
 A cast of a small weight takes the host longer than the device, and so does the sum of a few rows;
-a layer has nine of the one and three of the other. Here they are one launch forward and two back.
+a layer has nine of the one and three of the other. Here they are one launch each way.
 
 Letters: d width, K tokens per chunk, n axes, R reads, M writes, C channels.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportAssignmentType=false
 from __future__ import annotations
 
 import functools
@@ -28,34 +29,47 @@ SUM_COLUMNS = 16  # in so many columns
 
 
 @triton.jit
-def part_of(source, i, begin, end, D: tl.constexpr):
+def part_of(source, i, begin, end):
     """The values of a source that fill places `begin` to `end`, and zero elsewhere."""
-    own = (i >= begin * D) & (i < end * D)
-    return tl.load(source + (i - begin * D), mask=own, other=0.0).to(tl.float32)
+    return tl.load(source + (i - begin), mask=(i >= begin) & (i < end), other=0.0).to(tl.float32)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "begin0", "begin1", "begin2", "begin3", "begin4", "begin5",
-        "end0", "end1", "end2", "end3", "end4", "end5", "total",
-    ]
-)  # fmt: skip
+@triton.jit
 def pack_kernel(
-    source0, source1, source2, source3, source4, source5, out,
-    begin0, begin1, begin2, begin3, begin4, begin5,
-    end0, end1, end2, end3, end4, end5, total,
+    write_coordinate,
+    content,
+    spread,
+    write_proj,
+    output,
+    read_coordinate,
+    out,
     D: tl.constexpr,
+    AT: tl.constexpr,
+    CONTENT: tl.constexpr,
+    SPREAD: tl.constexpr,
+    WIDE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    READS: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Each source into its places of `out`, in the type of that; where two meet they are added.
+):
+    """Matrices side by side in the type of `out`.
 
-    Places are counted in rows of D values, so that the compiler sees what is aligned.
+    (AT, D), (CONTENT, D), (SPREAD, D), (D, WIDE), (D, COLUMNS), (READS, D); some may be empty.
     """
+    CONTENT_AT: tl.constexpr = AT * D
+    SPREAD_AT: tl.constexpr = CONTENT_AT + CONTENT * D
+    PROJ_AT: tl.constexpr = SPREAD_AT + SPREAD * D
+    OUTPUT_AT: tl.constexpr = PROJ_AT + WIDE * D
+    READS_AT: tl.constexpr = OUTPUT_AT + COLUMNS * D
+    END: tl.constexpr = READS_AT + READS * D
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    value = part_of(source0, i, begin0, end0, D) + part_of(source1, i, begin1, end1, D)
-    value += part_of(source2, i, begin2, end2, D) + part_of(source3, i, begin3, end3, D)
-    value += part_of(source4, i, begin4, end4, D) + part_of(source5, i, begin5, end5, D)
-    tl.store(out + i, value.to(out.dtype.element_ty), mask=i < total * D)
+    value = part_of(write_coordinate, i, 0, CONTENT_AT)
+    value += part_of(content, i, CONTENT_AT, SPREAD_AT)
+    value += part_of(spread, i, SPREAD_AT, PROJ_AT)
+    value += part_of(write_proj, i, PROJ_AT, OUTPUT_AT)
+    value += part_of(output, i, OUTPUT_AT, READS_AT)
+    value += part_of(read_coordinate, i, READS_AT, END)
+    tl.store(out + i, value.to(out.dtype.element_ty), mask=i < END)
 
 
 @triton.jit
@@ -73,13 +87,16 @@ def sum_columns(
     tl.store(out + c, tl.sum(total, axis=0).to(out.dtype.element_ty), mask=c < columns)
 
 
-@triton.jit(do_not_specialize=["start", "shares", "writes", "units"])
-def layer_sums_kernel(
-    by_norm,
+@triton.jit(do_not_specialize=["shares", "writes", "units"])
+def gather_kernel(
     by_writes,
+    by_write_proj,
+    by_output,
+    by_reads,
+    by_norm,
+    by_raw_writes,
     by_gate,
     out,
-    start,
     shares,
     writes,
     units,
@@ -87,26 +104,45 @@ def layer_sums_kernel(
     WRITES: tl.constexpr,
     SPREAD: tl.constexpr,
     SPREAD_PADDED: tl.constexpr,
-    TILE: tl.constexpr,
+    WIDE: tl.constexpr,
     COLUMNS: tl.constexpr,
+    READS: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
 ):
-    """Sums for the norm's weight and bias, the spread's bias and the gate, to out[start:].
+    """What weights receive, in the type of `out`: the order of `pack_kernel`, and sums behind.
 
-    by_norm (shares, 2, D), by_writes (writes, WRITES) with the spread in its last SPREAD columns,
-    by_gate (units).
+    (WRITES, D), (D, WIDE), (D, COLUMNS), (READS, D), which is added to the first rows where SHARED.
+    Sums for the norm's weight and bias from by_norm (shares, 2, D), the spread's bias from the last
+    SPREAD columns of by_raw_writes (writes, WRITES), the gate from by_gate (units).
     """
-    BLOCKS: tl.constexpr = (2 * D + COLUMNS - 1) // COLUMNS
-    i = tl.program_id(0)
-    out += start
-    if i < BLOCKS:
-        sum_columns(by_norm, out, shares, 2 * D, i * COLUMNS, 2 * D, TILE // COLUMNS, COLUMNS)
+    PROJ_AT: tl.constexpr = WRITES * D
+    OUTPUT_AT: tl.constexpr = PROJ_AT + WIDE * D
+    OUTPUT_END: tl.constexpr = OUTPUT_AT + COLUMNS * D
+    READS_AT: tl.constexpr = 0 if SHARED else OUTPUT_END
+    END: tl.constexpr = OUTPUT_END + (0 if SHARED else READS * D)
+    COPIES: tl.constexpr = (END + BLOCK - 1) // BLOCK
+    NORMS: tl.constexpr = (2 * D + TILE_COLUMNS - 1) // TILE_COLUMNS
+    program = tl.program_id(0)
+    if program < COPIES:
+        i = program * BLOCK + tl.arange(0, BLOCK)
+        value = part_of(by_writes, i, 0, PROJ_AT)
+        value += part_of(by_write_proj, i, PROJ_AT, OUTPUT_AT)
+        value += part_of(by_output, i, OUTPUT_AT, OUTPUT_END)
+        value += part_of(by_reads, i, READS_AT, READS_AT + READS * D)
+        tl.store(out + i, value.to(out.dtype.element_ty), mask=i < END)
+    elif program < COPIES + NORMS:
+        first = (program - COPIES) * TILE_COLUMNS
+        rows: tl.constexpr = TILE // TILE_COLUMNS
+        sum_columns(by_norm, out + END, shares, 2 * D, first, 2 * D, rows, TILE_COLUMNS)
     else:
-        out += 2 * D
+        sums = out + END + 2 * D
         if SPREAD > 0:
-            by_writes += WRITES - SPREAD
-            rows: tl.constexpr = TILE // SPREAD_PADDED
-            sum_columns(by_writes, out, writes, WRITES, 0, SPREAD, rows, SPREAD_PADDED)
-        sum_columns(by_gate, out + SPREAD, units, 1, 0, 1, TILE, 1)
+            last = by_raw_writes + (WRITES - SPREAD)
+            sum_columns(last, sums, writes, WRITES, 0, SPREAD, TILE // SPREAD_PADDED, SPREAD_PADDED)
+        sum_columns(by_gate, sums + SPREAD, units, 1, 0, 1, TILE, 1)
 
 
 class Heads(NamedTuple):
@@ -153,41 +189,43 @@ class Packed(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The buffer: the writes' heads, write_proj, output, and the reads' head unless shared.
+    """The buffer: the writes' heads, write_proj, output, and the reads' head unless shared."""
 
-    Counted in rows of d values, which the matrices of other widths fill as well.
-    """
-
-    rows: int
+    sizes: list[int]
+    """How many values each of the six has."""
     write_proj: int
-    """Where it begins."""
+    """Where it begins, likewise the next two."""
     output: int
     reads: int
-    copy: Bound
-    """`pack_kernel`,"""
-    programs: tuple[int]
-    """so many of them,"""
-    of_weights: tuple[int, ...]
-    """with the begins and ends of six sources, and the end of all: each weight for itself,"""
-    of_products: tuple[int, ...]
-    """or what they receive: all heads of the writes in one, and nothing in the last two."""
+    pack: Bound
+    pack_grid: tuple[int]
+    gather: Bound
+    gather_grid: tuple[int]
 
 
 @functools.lru_cache(maxsize=64)
-def layout(d: int, wide: int, sizes: Sizes, reads: int, shared: bool, columns: int) -> Layout:
+def layout(d: int, wide: int, heads: Sizes, reads: int, shared: bool, columns: int) -> Layout:
     """For write_proj (d, wide), a head of `reads` rows and output (d, columns)."""
-    ends = tuple(itertools.accumulate((*sizes, wide, columns, 0 if shared else reads)))
-    begins, rows = (0, *ends[:-1]), ends[-1]
-    write_proj, output, own_reads = begins[3:]
-    reads_at = 0 if shared else own_reads  # a shared head is the first of the writes'
-    products_begin = (0, write_proj, output, reads_at, 0, 0)
-    products_end = (write_proj, output, own_reads, reads_at + reads, 0, 0)
+    sizes = [d * rows for rows in (*heads, wide, columns, 0 if shared else reads)]
+    *_, write_proj, output, own_reads, total = itertools.accumulate(sizes, initial=0)
+    same = {"D": d, "SPREAD": heads.spread, "WIDE": wide, "COLUMNS": columns, "BLOCK": COPIED}
+    copies, norms = -(-total // COPIED), -(-2 * d // SUM_COLUMNS)
     return Layout(
-        rows, write_proj, output, reads_at,
-        copy=bound(pack_kernel, D=d, BLOCK=COPIED),
-        programs=(-(-rows * d // COPIED),),
-        of_weights=(*begins, *ends, rows),
-        of_products=(*products_begin, *products_end, rows),
+        sizes,
+        write_proj,
+        output,
+        0 if shared else own_reads,  # a shared head is the first of the writes'
+        pack=bound(
+            pack_kernel,
+            **same, AT=heads.at, CONTENT=heads.content, READS=0 if shared else reads,
+        ),
+        pack_grid=(copies,),
+        gather=bound(
+            gather_kernel,
+            **same, WRITES=sum(heads), READS=reads, SHARED=shared,
+            SPREAD_PADDED=power_of_2(heads.spread), TILE=SUMMED, TILE_COLUMNS=SUM_COLUMNS,
+        ),
+        gather_grid=(copies + norms + 1,),
     )  # fmt: skip
 
 
@@ -195,20 +233,20 @@ def pack(heads: Heads, output: Tensor | None, dtype: torch.dtype) -> Packed:
     """Cast and lay side by side what a layer multiplies with."""
     (d, wide), reads, sizes = heads.write_proj.shape, len(heads.read_coordinate), Sizes.of(heads)
     columns = 0 if output is None else output.shape[1]
-    where = layout(d, wide, sizes, reads, heads.shared, columns)
-    stand_in = heads.write_proj
+    do = layout(d, wide, sizes, reads, heads.shared, columns)
+    nothing = heads.write_proj  # stands in for a pointer that no program follows
     sources = (
-        heads.write_coordinate, heads.content, stand_in if heads.spread is None else heads.spread,
-        heads.write_proj, stand_in if output is None else output, heads.read_coordinate,
+        heads.write_coordinate, heads.content, nothing if heads.spread is None else heads.spread,
+        heads.write_proj, nothing if output is None else output, heads.read_coordinate,
     )  # fmt: skip
-    flat = stand_in.new_empty(where.rows * d, dtype=dtype)
+    flat = nothing.new_empty(sum(do.sizes), dtype=dtype)
     sources = [t if t.is_contiguous() else t.contiguous() for t in sources]
-    where.copy(where.programs, (*sources, flat), where.of_weights)
+    do.pack(do.pack_grid, (*sources, flat))
     return Packed(
-        flat.as_strided((d, wide), (wide, 1), where.write_proj * d),
-        flat.as_strided((reads, d), (d, 1), where.reads * d),
-        flat.as_strided((where.write_proj, d), (d, 1), 0),
-        flat.as_strided((d, columns), (columns, 1), where.output * d),
+        flat.as_strided((d, wide), (wide, 1), do.write_proj),
+        flat.as_strided((reads, d), (d, 1), do.reads),
+        flat.as_strided((sum(sizes), d), (d, 1), 0),
+        flat.as_strided((d, columns), (columns, 1), do.output),
     )
 
 
@@ -234,20 +272,18 @@ def gather(
 
     by_norm (shares, 2, d), by_raw_writes (B·S, M·(n + C + 1)), by_gate (units): to be summed.
     """
-    write_proj, by_reads, by_writes, output = products
-    (d, wide), reads, columns = write_proj.shape, by_reads.shape[0], output.shape[1]
-    where = layout(d, wide, sizes, reads, shared, columns)
-    start, spread, nothing = where.rows * d, sizes.spread, by_norm
-    flat = by_norm.new_empty(start + 2 * d + spread + 1, dtype=dtype)
-    sources = (by_writes, write_proj, output, by_reads, nothing, nothing)
-    where.copy(where.programs, (*sources, flat), where.of_products)
-    sums, programs = _sums(d, sizes)
-    counts = (start, by_norm.shape[0], by_raw_writes.shape[0], by_gate.shape[0])
-    sums(programs, (by_norm, by_raw_writes, by_gate, flat), counts)
-
-    rows = (*sizes, wide, columns, 0 if shared else reads)
-    at, content, spread_weight, write_proj, output, own_reads, norm, norm_bias, bias, gate = (
-        flat.split_with_sizes([*(d * count for count in rows), d, d, spread, 1])
+    by_write_proj, by_reads, by_writes, by_output = products
+    (d, wide), reads, columns = by_write_proj.shape, len(by_reads), by_output.shape[1]
+    do = layout(d, wide, sizes, reads, shared, columns)
+    parts = [*do.sizes, d, d, sizes.spread, 1]
+    flat = by_norm.new_empty(sum(parts), dtype=dtype)
+    do.gather(
+        do.gather_grid,
+        (by_writes, by_write_proj, by_output, by_reads, by_norm, by_raw_writes, by_gate, flat),
+        (by_norm.shape[0], by_raw_writes.shape[0], by_gate.shape[0]),
+    )
+    at, content, spread, write_proj, output, own_reads, norm, norm_bias, spread_bias, gate = (
+        flat.split_with_sizes(parts)
     )
     return (
         norm,
@@ -257,18 +293,7 @@ def gather(
         None if shared else own_reads.view(reads, d),
         at.view(-1, d),
         content.view(-1, d),
-        spread_weight.view(-1, d) if spread else None,
-        bias if spread else None,
+        spread.view(-1, d) if sizes.spread else None,
+        spread_bias if sizes.spread else None,
         output.view(d, columns),
     )
-
-
-@functools.lru_cache(maxsize=64)
-def _sums(d: int, sizes: Sizes) -> tuple[Bound, tuple[int]]:
-    """The launch of the sums, and its programs."""
-    launch = bound(
-        layer_sums_kernel,
-        D=d, WRITES=sum(sizes), SPREAD=sizes.spread, SPREAD_PADDED=power_of_2(sizes.spread),
-        TILE=SUMMED, COLUMNS=SUM_COLUMNS,
-    )  # fmt: skip
-    return launch, (-(-2 * d // SUM_COLUMNS) + 1,)
