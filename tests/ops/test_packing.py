@@ -13,7 +13,7 @@ from tolerances import assert_same, assert_same_rms
 if why_not("triton", HERE) is not None:
     pytest.skip(f"triton: {why_not('triton', HERE)}", allow_module_level=True)
 
-from tensor_memory.ops.packing import Heads, Products, Sizes, gather, pack
+from tensor_memory.ops.packing import Heads, Packed, Sizes, gather, pack
 
 D, WIDE, COLUMNS = 10, 40, 16
 
@@ -67,7 +67,7 @@ def test_packing_casts():
 def test_what_weights_receive_is_copied_and_summed_over_any_number_of_rows(shared, gaussian):
     given = heads(shared, gaussian)
     sizes = Sizes.of(given)
-    products = Products(
+    products = Packed(
         write_proj=draw(D, WIDE),
         reads=draw(len(given.read_coordinate), D),
         writes=draw(sum(sizes), D),

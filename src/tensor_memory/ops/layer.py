@@ -29,7 +29,7 @@ from tensor_memory.ops.layer_parts import (
 )
 from tensor_memory.ops.once import undone
 from tensor_memory.ops.operator import run_backward
-from tensor_memory.ops.packing import Heads, Packed, Products, Sizes, gather, pack
+from tensor_memory.ops.packing import Heads, Packed, Sizes, gather, pack
 from tensor_memory.ops.placing import Placing
 from tensor_memory.ops.request import Request, at_rest
 from tensor_memory.ops.triton_token import serves as serves_token
@@ -156,7 +156,7 @@ class _Whole(torch.autograd.Function):
             by_chunks = by_chunks.view(B, -1, padded, d)[:, :, :frame]
         by_x, by_norm = normed_back(x, norm, statistics, by_chunks, grad_out)
         kind = ctx.kinds[0] if len(set(ctx.kinds) - {None}) == 1 else torch.float32
-        products = Products(
+        products = Packed(
             back.by_write_proj, back.by_reads, back.by_writes, torch.mm(grad_m.t(), reads)
         )
         *found, by_output = gather(

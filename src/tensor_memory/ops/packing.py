@@ -125,6 +125,7 @@ def gather_kernel(
     END: tl.constexpr = OUTPUT_END + (0 if SHARED else READS * D)
     COPIES: tl.constexpr = (END + BLOCK - 1) // BLOCK
     NORMS: tl.constexpr = (2 * D + TILE_COLUMNS - 1) // TILE_COLUMNS
+    TILE_ROWS: tl.constexpr = TILE // TILE_COLUMNS
     program = tl.program_id(0)
     if program < COPIES:
         i = program * BLOCK + tl.arange(0, BLOCK)
@@ -135,8 +136,7 @@ def gather_kernel(
         tl.store(out + i, value.to(out.dtype.element_ty), mask=i < END)
     elif program < COPIES + NORMS:
         first = (program - COPIES) * TILE_COLUMNS
-        rows: tl.constexpr = TILE // TILE_COLUMNS
-        sum_columns(by_norm, out + END, shares, 2 * D, first, 2 * D, rows, TILE_COLUMNS)
+        sum_columns(by_norm, out + END, shares, 2 * D, first, 2 * D, TILE_ROWS, TILE_COLUMNS)
     else:
         sums = out + END + 2 * D
         if SPREAD > 0:
@@ -176,7 +176,7 @@ class Sizes(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """What a layer multiplies with; all heads of the writes are one matrix."""
+    """What a layer multiplies with, or what that receives; the writes' heads are one matrix."""
 
     write_proj: Tensor
     """(d, K·d)"""
@@ -250,17 +250,8 @@ def pack(heads: Heads, output: Tensor | None, dtype: torch.dtype) -> Packed:
     )
 
 
-class Products(NamedTuple):
-    """What the packed weights receive, each in one matrix."""
-
-    write_proj: Tensor
-    reads: Tensor
-    writes: Tensor
-    output: Tensor
-
-
 def gather(
-    products: Products,
+    products: Packed,
     sizes: Sizes,
     shared: bool,
     by_norm: Tensor,
