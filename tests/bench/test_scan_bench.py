@@ -1,6 +1,8 @@
 """No speed before agreement; what is promised is in the record; the work is counted right."""
 
 import json
+import os
+import signal
 
 import pytest
 import torch
@@ -101,6 +103,26 @@ def test_a_part_that_dies_is_recorded_and_the_others_go_on(tmp_path, monkeypatch
     assert record["result"]["shapes"]["video"] == {"errors": {"all": "OutOfMemoryError: no room"}}
     assert "ms" in record["result"]["sweeps"]["batch"][0]
     assert "video, all: OutOfMemoryError: no room" in capsys.readouterr().err
+
+
+def test_a_time_limit_keeps_what_was_measured(tmp_path, monkeypatch, capsys):
+    honest, asked = scan.measure_shape, []
+
+    def stopped_at_the_second(*arguments, **options):
+        asked.append(arguments)
+        if len(asked) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return honest(*arguments, **options)
+
+    monkeypatch.setattr(scan, "measure_shape", stopped_at_the_second)
+    status, record = run_quick(tmp_path, "--shapes", "video", "binding", "--sweeps", "batch")
+    assert status == 1
+    assert record["result"]["interrupted"] is True
+    assert record["result"]["shapes"].keys() == {"video"}
+    assert record["result"]["sweeps"] == {}
+    said = capsys.readouterr()
+    assert "video" in said.out
+    assert "interrupted: what is not in the tables was not measured" in said.err
 
 
 def test_a_mistake_in_the_code_is_not_swallowed(tmp_path, monkeypatch):

@@ -199,7 +199,7 @@ def test_the_search_varies_all_that_was_asked_for():
     assert {m.forget_bias for m in memories} == {0, 1, 3, 5}
     assert len({m.spread_bias for m in memories}) == 2
     assert {(m.forget_bias, m.gain) for m in memories if m.feedback == 0} == {(5, 4)}
-    first = configs[:15]  # what a sweep cut short must have told
+    first = configs[:18]  # what a sweep cut short must have told
     assert {c.model.method for c in first} == {
         "base",
         "local",

@@ -87,11 +87,11 @@ def test_the_context_of_a_prediction_stands_in_every_row():
 
 def test_rates_are_compared_on_the_same_method():
     runs = [fresh("base", 112.0), fresh("base", 110.0, 1), fresh("base", 109.0)]
-    runs[2]["config"]["optimizer"] = runs[2]["config"]["optimizer"] | {"lr": 1e-3}
+    runs[2]["config"]["optimizer"] = runs[2]["config"]["optimizer"] | {"lr": 2e-3}
     table = rate_table([runs[2], *runs[:2]])
     assert [(line["learning rate"], line["seeds"]) for line in table] == [
-        ("0.0006", "2"),
-        ("0.001", "1"),
+        ("0.001", "2"),
+        ("0.002", "1"),
     ]
     assert (table[1]["valid"], table[1]["test"]) == ("114.00", "109.00")
 
@@ -110,24 +110,24 @@ def test_streams_show_what_is_carried_and_what_it_closes():
 
 
 def test_the_search_keeps_every_row_the_best_on_valid_first():
-    lucky = record("tensor-local", 90.0, memory_layers=(2, 5), gate_init=-2.0)
+    lucky = record("tensor-local", 90.0, memory_layers=(0, 1), gate_init=-2.0)
     lucky["valid"] = {"perplexity": 126.0}
     table = search_table(
         [
             record("base", 100.0),
             record("local", 120.0),
-            record("tensor-local", 125.0, memory_layers=(2, 5)),
-            record("tensor-local", 110.0, memory_layers=(2, 5), placement="after_attention"),
+            record("tensor-local", 125.0, memory_layers=(0, 1)),
+            record("tensor-local", 110.0, memory_layers=(0, 1), placement="after_attention"),
             lucky,
             record("local", 115.0, window=128),
         ]
     )
     assert [line["variant"] for line in table] == [
         "base",
-        "tensor-local (layers 2+5, placement after_attention)",
+        "tensor-local (layers 0+1, placement after_attention)",
         "local",
-        "tensor-local (layers 2+5, gate_init -2)",
-        "tensor-local (layers 2+5)",
+        "tensor-local (layers 0+1, gate_init -2)",
+        "tensor-local (layers 0+1)",
         "local (window 128)",
     ]
     shares = ["100 %", "50 %", "0 %", "150 %", "-25 %", "0 %"]
@@ -140,7 +140,7 @@ def memory(**changes):
 
 
 def test_the_search_says_what_loosening_each_limit_is_worth(tmp_path):
-    def variant(perplexity, *, layers=(2, 5), **changes):
+    def variant(perplexity, *, layers=(0, 1), **changes):
         return record("tensor-local", perplexity, memory_layers=layers, memory=memory(**changes))
 
     runs = [
@@ -150,7 +150,7 @@ def test_the_search_says_what_loosening_each_limit_is_worth(tmp_path):
         variant(115.0, forget_bias=3.0),
         variant(110.0, reads="token", forget_bias=3.0),
         variant(119.0, layers=(3,)),
-        record("tensor-local", 105.0, window=128, memory_layers=(2, 5)),
+        record("tensor-local", 105.0, window=128, memory_layers=(0, 1)),
         record("local", 115.0, window=128),
     ]
     found = language_page.searched(runs)

@@ -181,11 +181,12 @@ def test_all_methods_start_from_the_same_words():
 
 
 @pytest.mark.parametrize("dim", [32, 64, 96, 192, 384, 512])
-def test_wide_has_the_weights_of_tensor(dim):
+@pytest.mark.parametrize("attention", ["", "-local"])
+def test_wide_has_the_weights_of_tensor(dim, attention):
     sizes = {}
     with torch.device("meta"):
         for method in ("tensor", "wide"):
-            options = LanguageModelConfig(method=method, dim=dim, heads=4, layers=4)
+            options = LanguageModelConfig(method=f"{method}{attention}", dim=dim, heads=4, layers=4)
             sizes[method] = count(LanguageModel(options, 10_000, 128))
     assert sizes["wide"] == pytest.approx(sizes["tensor"], rel=0.01)
 

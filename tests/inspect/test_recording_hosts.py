@@ -256,14 +256,14 @@ def test_without_recording_a_memory_holds_and_allocates_nothing_more(residual):
 
     def tensors():
         gc.collect()
-        return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+        return {id(thing) for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)}
 
     memory(x)
     before, held = allocated(), tensors()
     with record(memory):
         memory(x)
     assert allocated() == before
-    assert tensors() == held
+    assert tensors() <= held  # what other tests left behind may go meanwhile
 
 
 class TwoLayers(nn.Module):

@@ -45,7 +45,7 @@ from tensor_memory.bench.timing import (
     part_failures,
     peak_bytes,
 )
-from tensor_memory.progress import progress
+from tensor_memory.progress import progress, terminated_as_interrupted
 
 Scan = Callable[..., Any]
 
@@ -176,28 +176,48 @@ def _shares(
 
 
 def run(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """All parts; one that fails is recorded in its place and the others go on."""
+    """All parts; one that fails is recorded in its place and the others go on.
+
+    Ctrl-C, or a time limit's SIGTERM, ends it with what was measured until then.
+    """
     on_cpu = device.type == "cpu"
     budget = QUICK if options.quick else Budget(least=5, warm_up=1) if on_cpu else Budget()
-    named, swept = _plan(options, device)
     side = 64 if options.quick else 1024 if on_cpu else 8192
     ceiling = ceilings(device, budget, side=side)
     result: dict[str, Any] = {"ceilings": ceiling | {"matmul_side": side}}
     result |= {"shapes": {}, "sweeps": {}, "aims": []}
+    try:
+        with terminated_as_interrupted():
+            _measure_all(result, options, device, budget)
+    except KeyboardInterrupt:
+        result["interrupted"] = True
+    result["aims"] = _judged(result, options, device)
+    if options.compiled is None:
+        result["compiled_plain_loop"] = "skipped: compiling takes a while, ask with --compiled"
+    return result
+
+
+def _measure_all(
+    result: dict[str, Any], options: argparse.Namespace, device: torch.device, budget: Budget
+) -> None:
+    """Measure one part after another into its place in `result`."""
+    named, swept = _plan(options, device)
+    on_cpu = device.type == "cpu"
+    brief = replace(budget, seconds=budget.seconds / 3)
+
+    def measured(shape: ScanShape, budget: Budget, **against: Any) -> dict[str, Any]:
+        return _attempt(
+            lambda: measure_shape(
+                shape, options.backend, device, budget, options.seed, result["ceilings"], **against
+            )
+        )
+
     total = len(named) + sum(map(len, swept.values())) + on_cpu
     with progress("scan", total, unit="shapes") as advance:
         for name, shape in named.items():
-            result["shapes"][name] = _attempt(
-                lambda shape=shape, name=name: measure_shape(
-                    shape,
-                    options.backend,
-                    device,
-                    budget,
-                    options.seed,
-                    ceiling,
-                    against_plain_loop=True,
-                    compiled=options.compiled if name == "language" else None,
-                )
+            compiled = options.compiled if name == "language" else None
+            result["shapes"][name] = measured(
+                shape, budget, against_plain_loop=True, compiled=compiled
             )
             advance(note=name)
         if on_cpu:
@@ -210,24 +230,9 @@ def run(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         for name, shapes in swept.items():
             result["sweeps"][name] = []
             for shape in shapes:
-                row = _attempt(
-                    lambda shape=shape: measure_shape(
-                        shape,
-                        options.backend,
-                        device,
-                        replace(budget, seconds=budget.seconds / 3),
-                        options.seed,
-                        ceiling,
-                        against_plain_loop=False,
-                        compiled=None,
-                    )
-                )
+                row = measured(shape, brief, against_plain_loop=False, compiled=None)
                 result["sweeps"][name].append({"label": shape.label} | row)
                 advance(note=f"{name}: {shape.label}")
-    result["aims"] = _judged(result, options, device)
-    if options.compiled is None:
-        result["compiled_plain_loop"] = "skipped: compiling takes a while, ask with --compiled"
-    return result
 
 
 def _plan(
@@ -263,7 +268,7 @@ def _judged(
     if options.quick:
         return []
     if device.type == "cpu":
-        return [aims.CPU_MEMORY.judge(result["cpu_memory"].get("ratio"))]
+        return [aims.CPU_MEMORY.judge(result.get("cpu_memory", {}).get("ratio"))]
     if not aims.applies(report.device_name(device)):
         return []
     judged = []

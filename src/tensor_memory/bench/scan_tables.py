@@ -9,7 +9,7 @@ from tensor_memory.bench import report
 
 
 def complaints(result: dict[str, Any]) -> list[str]:
-    """Parts that disagreed or died, in words."""
+    """Parts that disagreed or died, or were not reached, in words."""
     parts = dict(result["shapes"])
     if "cpu_memory" in result:
         parts["cpu_memory"] = result["cpu_memory"]
@@ -20,6 +20,8 @@ def complaints(result: dict[str, Any]) -> list[str]:
         found += [f"{name}, {part}: {error}" for part, error in row.get("errors", {}).items()]
         disagreements = row.get("agreement", {}).get("failures", [])
         found += [f"{name} DISAGREES with the reference: {text}" for text in disagreements]
+    if result.get("interrupted"):
+        found.append("interrupted: what is not in the tables was not measured")
     return found
 
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import argparse
 import functools
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +31,7 @@ from tensor_memory.experiments.run_config import RunConfig
 from tensor_memory.experiments.train import RunOptions, train
 from tensor_memory.experiments.train.folder import read_json
 from tensor_memory.experiments.train.processes import find_device
-from tensor_memory.progress import progress
+from tensor_memory.progress import progress, terminated_as_interrupted
 
 Train = Callable[[RunConfig[Any, Any], RunOptions], dict[str, Any]]
 
@@ -70,7 +67,7 @@ def sweep_command(arguments: Sequence[str], *, trainer: Train = train) -> int:
         if states[run.name] == "finished" and options.results is not None:
             _copy_result(options.output / run.name, options.results)
     try:
-        with _terminated_as_interrupted():
+        with terminated_as_interrupted():  # running ones are saved
             failures = _run_all(todo, states, options, trainer)
     except KeyboardInterrupt:
         print("sweep: interrupted; the same command continues it", file=sys.stderr)
@@ -79,19 +76,6 @@ def sweep_command(arguments: Sequence[str], *, trainer: Train = train) -> int:
     for failed in failures:
         print(f"failed: {failed.job.name}: {failed.error}", file=sys.stderr)
     return 1 if failures else 0
-
-
-@contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """Take SIGTERM, which time limits send, as Ctrl-C: runs are saved before all ends."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _stages(recipes: list[str], options: argparse.Namespace, flags: list[str]) -> list[Stage]:

@@ -32,6 +32,7 @@ LanguageMethod = Literal[
     "base-sln",
     "wide",
     "local",
+    "wide-local",
     "linear",
     "linear-local",
     "xl",
@@ -51,8 +52,8 @@ class LanguageModelConfig:
 
     method: LanguageMethod = "base"
     """base; base-sln: a LayerNorm on what attention adds; wide: the weights of `tensor` in the MLP;
-    local: attention within `window`; linear: ELU + 1 attention; linear-local: local and a
-    linear-attention state of the memory's bytes; xl: relative attention with a cache; recurrent-
+    local, wide-local: attention within `window`; linear: ELU + 1 attention; linear-local: local and
+    a linear-attention state of the memory's bytes; xl: relative attention with a cache; recurrent-
     slots: tokens carried from segment to segment; tensor, tensor-local: the memory beside full or
     local attention; tensor-depth: the published form, which sees the future."""
     dim: int = 384
@@ -128,7 +129,7 @@ class LanguageModelConfig:
         )
         budget = memory_bytes(self.memory, len(layers))
         changes: dict[str, Any] = {}
-        if method == "wide":
+        if method in ("wide", "wide-local"):
             extra = side_parameters(self.dim, self.memory, len(layers))
             changes["mlp_ratio"] = wide_ratio(self.dim, self.layers, self.mlp_ratio, extra)
         elif method == "linear":

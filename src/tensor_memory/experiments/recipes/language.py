@@ -30,13 +30,13 @@ def language() -> Language:
         recipe="language",
         task=LanguageTaskConfig(),
         model=LanguageModelConfig(memory=MEMORY),
-        optimizer=OptimizerConfig(lr=6e-4, weight_decay=0.1, schedule="cosine", warmup=200),
+        optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.1, schedule="cosine", warmup=200),
         budget=BudgetConfig(steps=2400, batch_size=32, evaluate_every=400, checkpoint_every=1200),
         precision="bf16",
     )
 
 
-@recipe("language-paper", expected="1 to 2 min on one H200; base 110 test PPL")
+@recipe("language-paper", expected="1 to 2 min on one H200; base 100 test PPL")
 def language_paper() -> Language:
     """WikiText-2 with the paper's vocabulary: 30,000 words, no <eos>."""
     config = language()

@@ -31,9 +31,9 @@ FUTURE = "sees the future"
 """What stands beside the name of a method that is not causal, in every table and legend."""
 
 METHODS = (
-    "base", "joint", "frames", "base-sln", "wide", "local", "linear", "linear-local", "xl",
-    "registers", "slots", "slots-matched", "recurrent-slots", "tensor", "spatial", "tensor-local",
-    "tensor-depth",
+    "base", "joint", "frames", "base-sln", "wide", "local", "wide-local", "linear", "linear-local",
+    "xl", "registers", "slots", "slots-matched", "recurrent-slots", "tensor", "spatial",
+    "tensor-local", "tensor-depth",
 )  # fmt: skip
 """The order of methods in tables and plots; others come after, by name."""
 

@@ -31,7 +31,7 @@ LIMITS = {
 }
 """What may hold a memory back, and the fields that loosen it."""
 
-PUBLISHED_LAYERS = (2, 5)
+PUBLISHED_LAYERS = (0, 1)
 """Where the published form stands that the others are compared with."""
 
 AIM_SHARE, AIM_TIME = 0.5, 1.3

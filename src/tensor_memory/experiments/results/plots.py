@@ -24,6 +24,7 @@ LOOKS = {
     "base-sln": (GREY, "--", "o"),
     "wide": (SKY, "--", "s"),
     "local": (GREY, "-", "<"),
+    "wide-local": (GREY, "--", ">"),
     "linear": (ORANGE, "-.", "^"),
     "linear-local": (ORANGE, ":", ">"),
     "xl": (GREEN, "--", "v"),
