@@ -15,14 +15,11 @@ from tensor_memory.ops import triton_backward, triton_plan, triton_weights, trit
 from tensor_memory.ops.request import Request
 from tensor_memory.ops.triton_forward_run import written_launch
 from tensor_memory.ops.triton_launch import INTERPRETED, Bound, bound
-from tensor_memory.ops.triton_plan import BLOCK_WARPS, Grid, Shape, layout, plan, power_of_2
+from tensor_memory.ops.triton_plan import Grid, Shape, layout, plan, plane_tile, power_of_2
 
 SLOPES_SHARE = {16: 3, 32: 3, 64: 2, 128: 3}  # programs per multiprocessor for the gates, by C
 TAPS_VALUES = 1024  # voxels × channels per program for the nine sums of the taps' gradient,
-TAPS_PROGRAMS = 1024  # of which there are about so many;
-TAPS_TILES = (
-    3  # or half or a quarter of it, with fewer warps, where less of a plane's tiles is empty
-)
+TAPS_PROGRAMS = 1024  # of which there are about so many
 MIX_FLOAT = (64, 64, 2)  # float32's mix: rows, voxels at a time, programs per multiprocessor
 SUM_ROWS, SUM_COLUMNS = 32, 128  # partial sums that a program adds at a time
 SUM_PARTS = 2 if INTERPRETED else 32  # programs that share the rows of a column, thousands
@@ -76,10 +73,9 @@ def backward_launches(shape: Shape, last: bool) -> _Backward:
     mix_chunks = -(-S * B * V // (block * mix_loops))
 
     plane = p.sizes["H"] * p.sizes["W"]
-    widest = max(4, TAPS_VALUES // C)
-    tile = min((widest >> k for k in range(TAPS_TILES)), key=lambda tile: -plane % tile)
-    tiles, lines = -(-plane // tile), 3 if n > 1 else 1
-    taps_loops = max(1, S * B * tiles * lines * tile // (widest * TAPS_PROGRAMS))
+    tile, tiles, taps_options = plane_tile(p.sizes, TAPS_VALUES // C)
+    lines = 3 if n > 1 else 1
+    taps_loops = max(1, S * B * tiles * lines * tile * C // (TAPS_VALUES * TAPS_PROGRAMS))
     taps_chunks = -(-S * B // taps_loops)
 
     counts = (mix_chunks, S * B * M, tiles * taps_chunks) if shape.filtered else (mix_chunks, 0, 0)
@@ -117,8 +113,7 @@ def backward_launches(shape: Shape, last: bool) -> _Backward:
             SUMS={"bf16": "tf32", "bf16-emulated": "ieee"}.get(p.products, p.products), **p.alone,
         ),
         taps=bound(
-            triton_weights.taps_kernel, **p.sizes, BLOCK_V=tile,
-            **p.alone | {"num_warps": BLOCK_WARPS * tile // widest},
+            triton_weights.taps_kernel, **p.sizes, BLOCK_V=tile, **p.alone | taps_options
         ),
         taps_grid=(tiles, taps_chunks, lines),
         taps_loops=taps_loops,

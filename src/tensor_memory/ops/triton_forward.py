@@ -14,7 +14,14 @@ import triton
 import triton.language as tl
 
 from tensor_memory.ops.triton_filter import axis_taps, neighbours
-from tensor_memory.ops.triton_places import filtered_write, read_point
+from tensor_memory.ops.triton_places import (
+    filtered_write,
+    read_point,
+    sharpness_of,
+    tapped,
+    write_taps,
+    written_plane,
+)
 from tensor_memory.ops.triton_step import gate_sum, meet, mix_tiles, sigmoid, tanh
 
 
@@ -66,19 +73,40 @@ def written_kernel(
 ):
     """The filtered write of every step at once, off the scan's path: written (S, B, V, C).
 
-    It precedes a scan, whose meeting counters it clears.
+    A program goes through the planes with a piece of one, BLOCK_V voxels. Planes of a single write
+    differ by a factor per channel. It precedes a scan, whose meeting counters it clears.
     """
-    item, v = tl.program_id(0), tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    item, w = tl.program_id(0), tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     if item < B and tl.program_id(1) == 0:
         tl.store(arrivals + item, 0)
-    s, b = item // B, item % B
-    u = filtered_write(
-        write_at, spread, content, taps, b * S + s, v, M,
-        BLOCK_V, C, D, H, W, AXES, GAUSSIAN, FILTERED,
-    )  # fmt: skip
-    start = item.to(tl.int64) * (D * H * W * C)
-    at = written + start + v[:, None] * C + tl.arange(0, C)[None, :]
-    tl.store(at, u.to(written.dtype.element_ty), mask=(v < D * H * W)[:, None])
+    row = (item % B) * S + item // B
+    c = tl.arange(0, C)[None, :]
+    PLANE: tl.constexpr = H * W
+    own = (w < PLANE)[:, None]
+    out = written + item.to(tl.int64) * (D * PLANE * C) + w[:, None] * C + c
+    kind = written.dtype.element_ty
+    if M == 1:
+        at = write_at + row * AXES
+        sharpness = sharpness_of(spread, row, GAUSSIAN)
+        what = tl.load(content + row * C + c)
+        y, x = w // W, w % W
+        plane = written_plane(at, sharpness, what, taps, y, x, H, W, C, AXES, GAUSSIAN, FILTERED)
+        if D > 1:
+            z_at = tl.load(at + 2)
+            before, here, after = write_taps(taps, AXES - 3, C, FILTERED)
+            for z in range(D):
+                level = tl.zeros([1], dtype=tl.int32) + z
+                pz = tapped(level, z_at, sharpness, before, here, after, D, GAUSSIAN, FILTERED)
+                tl.store(out + z * (PLANE * C), (plane * pz).to(kind), mask=own)
+        else:
+            tl.store(out, plane.to(kind), mask=own)
+    else:
+        for z in range(D):
+            u = filtered_write(
+                write_at, spread, content, taps, row, z * PLANE + w, M,
+                BLOCK_V, C, D, H, W, AXES, GAUSSIAN, FILTERED,
+            )  # fmt: skip
+            tl.store(out + z * (PLANE * C), u.to(kind), mask=own)
 
 
 @triton.jit(do_not_specialize=["S", "Q", "B", "ring"])

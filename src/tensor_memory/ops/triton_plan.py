@@ -26,6 +26,7 @@ BACKWARD_SHARE = {16: 1, 32: 2, 64: 2, 128: 1}  # all resident at once; float32 
 LEAST_VOXELS = 64  # of a row per such program: fewer, and waiting outweighs the work
 BLOCK_WARPS = 4  # the kernels that treat all steps at once are smaller, so that several programs
 BLOCK_BYTES = 4096  # of so many bytes share a multiprocessor and hide each other's loads
+TILE_CHOICES = 3  # sizes of a piece of a plane: whole, half, quarter
 
 Grid = tuple[int, ...]
 
@@ -176,6 +177,22 @@ def layout(shape: Shape, share: dict[int, int], *, alone: bool = False) -> Layou
         options={} if INTERPRETED else options,
         constants={"BLOCK_V": tile, "TILES": -(-V // (parts * tile)), "PARTS": parts},
     )
+
+
+class PlaneTile(NamedTuple):
+    """The pieces of a plane that programs go through a grid with."""
+
+    voxels: int
+    count: int
+    options: dict[str, Any]
+
+
+def plane_tile(sizes: dict[str, int], widest: int) -> PlaneTile:
+    """Pieces of `widest` voxels with BLOCK_WARPS warps, or of a half or a quarter of that with
+    fewer, where less of them is empty."""
+    plane, widest = sizes["H"] * sizes["W"], max(4, widest)
+    tile = min((widest >> k for k in range(TILE_CHOICES)), key=lambda tile: -plane % tile)
+    return PlaneTile(tile, -(-plane // tile), {"num_warps": BLOCK_WARPS * tile // widest})
 
 
 def sizes_of(C: int, grid: Sequence[int]) -> dict[str, int]:
