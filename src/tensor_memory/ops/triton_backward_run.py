@@ -31,6 +31,7 @@ class _Backward(NamedTuple):
 
     written: Bound
     written_grid: Grid
+    inside: bool
     slopes: Bound
     slopes_grid: Grid
     slopes_loops: int
@@ -51,7 +52,7 @@ class _Backward(NamedTuple):
     reads: Bound
     kept: torch.dtype
     volumes: list[int]
-    """Values of what the kept type holds: the writes, the slopes, what reaches ĥ."""
+    """Values of what the kept type holds: the writes, the gates, what reaches ĥ and Û."""
     floats: list[int]
     """Values of what float32 holds: partial sums, their sums, what passes between tiles."""
 
@@ -83,9 +84,11 @@ def backward_launches(shape: Shape, last: bool) -> _Backward:
     columns = [-(-width // SUM_COLUMNS) for width in widths]
     sums = columns[0] + SUM_PARTS * (columns[1] + columns[2]) * shape.filtered
     between = 2 * B * V * C if rows.constants["TILES"] > 1 else 16
-    size = S * B * V * C
+    passing = max(between, B * V * C)
+    size, gates = S * B * V * C, 4 if p.inside else 6
     return _Backward(
         **written_launch(shape),
+        inside=p.inside,
         slopes=bound(
             triton_backward.slopes_kernel,
             C=C, V=V, BLOCK=p.block, WRITES=shape.writes, RESIDENT=p.resident,
@@ -97,19 +100,19 @@ def backward_launches(shape: Shape, last: bool) -> _Backward:
             triton_backward.backward_kernel,
             **p.sizes, **rows.constants, FILTERED=shape.filtered, WRITES=shape.writes,
             RESETS=shape.resets, LAST=last, RESIDENT=p.resident, PRODUCTS=p.products,
+            GATES=gates, INSIDE=p.inside, FAST=p.fast,
             PIN=not INTERPRETED, **rows.options,
         ),
         scan_grid=(B * rows.parts,),
         mix=bound(
             triton_weights.mix_kernel,
-            C=C, BLOCK=block, OUT=out, ADD=mode == "ieee", PRODUCTS=mode, **p.streamed,
+            C=C, GATES=gates, BLOCK=block, OUT=out, ADD=mode == "ieee", PRODUCTS=mode, **p.streamed,
         ),
         mix_grid=(mix_chunks, 4 * C // out),
         mix_loops=mix_loops,
         writes=bound(
             triton_writes.writes_kernel,
             **p.write, **p.sizes, BLOCK_V=min(power_of_2(max(16, plane)), p.block),
-            RESIDENT=p.resident, PRODUCTS=p.products,
             SUMS={"bf16": "tf32", "bf16-emulated": "ieee"}.get(p.products, p.products), **p.alone,
         ),
         taps=bound(
@@ -129,11 +132,11 @@ def backward_launches(shape: Shape, last: bool) -> _Backward:
         ),
         reads=bound(triton_writes.reads_kernel, **p.sizes, num_warps=1),
         kept=p.kept,
-        volumes=[size, 6 * size, size],
+        volumes=[size, gates * size, size, size],
         floats=[
             *(count * width for count, width in zip(counts, widths, strict=True)),
             *(SUM_PARTS * width * shape.filtered for width in widths[1:]),
-            between, between,
+            between, passing,
         ],
     )  # fmt: skip
 
@@ -158,7 +161,7 @@ def run_backward(
     some_writes = nothing if writes is None else writes
 
     volumes = hidden.new_empty(sum(do.volumes), dtype=do.kept)
-    written, slopes, grad_filtered = volumes.split_with_sizes(do.volumes)
+    written, gates, grad_filtered, grad_written = volumes.split_with_sizes(do.volumes)
     floats = hidden.new_empty(sum(do.floats)).split_with_sizes(do.floats)
     partial_mix, partial_writes, partial_hidden, sums_writes, sums_hidden, cells, passing = floats
     counters = hidden.new_empty(B, dtype=torch.int32)
@@ -169,27 +172,29 @@ def run_backward(
     first_hidden, first_cell = torch.empty_like(hidden), torch.empty_like(cell)
 
     do.written(do.written_grid, (*writing, some_taps, written, counters), (S, B))
-    do.slopes(
-        do.slopes_grid,
-        (mix, bias, some_writes, written, kept_filtered, kept_cell, slopes),
-        (S, B, do.slopes_loops),
-    )
+    if not do.inside:
+        do.slopes(
+            do.slopes_grid,
+            (mix, bias, some_writes, written, kept_filtered, kept_cell, gates),
+            (S, B, do.slopes_loops),
+        )
     do.scan(
         do.scan_grid,
         (
-            read_at, some_taps, mix, some_writes, nothing if resets is None else resets,
-            grad_reads, nothing if grad_hidden is None else grad_hidden,
-            nothing if grad_cell is None else grad_cell, slopes, grad_filtered, cells, passing,
-            first_hidden, first_cell, counters,
+            read_at, some_taps, mix, bias, some_writes, nothing if resets is None else resets,
+            written, kept_filtered, kept_cell, grad_reads,
+            nothing if grad_hidden is None else grad_hidden,
+            nothing if grad_cell is None else grad_cell, gates, grad_filtered, grad_written,
+            cells, passing, first_hidden, first_cell, counters,
         ),
         (S, Q, B),
     )  # fmt: skip
     rows = S * B * shape.V
-    do.mix(do.mix_grid, (slopes, written, kept_filtered, partial_mix), (rows, do.mix_loops))
+    do.mix(do.mix_grid, (gates, written, kept_filtered, partial_mix), (rows, do.mix_loops))
     do.writes(
         (S * B, M),
         (
-            *writing, some_taps, mix, slopes, grad_content, grad_at,
+            *writing, some_taps, grad_written, grad_content, grad_at,
             nothing if grad_spread is None else grad_spread, partial_writes,
         ),
         (S, B),

@@ -112,12 +112,11 @@ def near_cube(volume, v, own, z, y, x, tx0, tx1, tx2, ty0, ty1, ty2, tz0, tz1, t
 
 
 @triton.jit
-def neighbours(volume, v, tx0, tx1, tx2, ty0, ty1, ty2, tz0, tz1, tz2, FILTERED: tl.constexpr,
+def neighbours(volume, v, own, tx0, tx1, tx2, ty0, ty1, ty2, tz0, tz1, tz2, FILTERED: tl.constexpr,
                C: tl.constexpr, D: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
                PIN: tl.constexpr):  # fmt: skip
-    """The hidden half after its axis filters, at voxels v: (BLOCK_V, C)."""
+    """The hidden half after its axis filters, at those voxels v that are own: (BLOCK_V, C)."""
     z, y, x = place(v, D, H, W)
-    own = v < D * H * W
     if not FILTERED:
         at = volume + v[:, None] * C + tl.arange(0, C)[None, :]
         return tl.load(at, mask=own[:, None], other=0.0).to(tl.float32)

@@ -22,7 +22,7 @@ from tensor_memory.ops.triton_places import (
     write_taps,
     written_plane,
 )
-from tensor_memory.ops.triton_step import gate_sum, meet, mix_tiles, sigmoid, tanh
+from tensor_memory.ops.triton_step import arrive, gate_sum, mix_tiles, sigmoid, tanh, wait
 
 
 @triton.jit(do_not_specialize=["row_size", "step_size", "B", "S", "Q"])
@@ -190,6 +190,7 @@ def forward_kernel(
         tl.store(kept_hidden + here, h.to(kept_hidden.dtype.element_ty), mask=own)
         if TILES > 1:
             tl.store(cell_ring + offset + here, memory, mask=own)
+    arrive(arrivals, PARTS)
 
     tx0, tx1, tx2 = axis_taps(taps, AXES - 1, W if FILTERED else 1, False, C)
     ty0, ty1, ty2 = axis_taps(taps, AXES - 2, H if FILTERED else 1, False, C)
@@ -218,7 +219,7 @@ def forward_kernel(
                 touched = touched | tl.load(resets + row).to(tl.int1)
 
         if TILES > 1:
-            meet(arrivals, PARTS * (s + 1), PARTS)
+            wait(arrivals, PARTS * (s + 1), PARTS)
         for tile in range(TILES):
             v = first + tile * BLOCK_V + tl.arange(0, BLOCK_V)
             own = (v < V)[:, None]
@@ -233,10 +234,11 @@ def forward_kernel(
             if TILES > 1:
                 memory = tl.load(now_cell + here, mask=own, other=0.0)
             if TILES == 1:
-                meet(arrivals, PARTS * (s + 1), PARTS)
+                wait(arrivals, PARTS * (s + 1), PARTS)
             z = neighbours(
-                now, v, tx0, tx1, tx2, ty0, ty1, ty2, tz0, tz1, tz2, FILTERED, C, D, H, W, PIN
-            )
+                now, v, v < V, tx0, tx1, tx2, ty0, ty1, ty2, tz0, tz1, tz2,
+                FILTERED, C, D, H, W, PIN,
+            )  # fmt: skip
             if KEEP:
                 kept = s * slot_size + offset + here
                 tl.store(kept_cell + kept, memory.to(kept_cell.dtype.element_ty), mask=own)
@@ -266,7 +268,9 @@ def forward_kernel(
             if TILES > 1:
                 tl.store(after_cell + here, memory, mask=own)
 
-        if READ:  # of the state before this step; its slot is next written after the next meeting
+        if READ:  # of the state before this step; its slot is written again once all have arrived
             for q in range(part, Q, PARTS):
                 r = read_point(now, read_at + (row * Q + q) * AXES, C, 1, C, D, H, W)
                 tl.store(reads + (row * Q + q) * C + c, r)
+        if s < S - 1:
+            arrive(arrivals, PARTS)

@@ -17,13 +17,14 @@ from tensor_memory.ops.triton_step import product
 
 @triton.jit(do_not_specialize=["rows", "loops"])
 def mix_kernel(
-    slopes,
+    gates,
     written,
     kept_filtered,
     partial,
     rows,
     loops,
     C: tl.constexpr,
+    GATES: tl.constexpr,
     BLOCK: tl.constexpr,
     OUT: tl.constexpr,
     ADD: tl.constexpr,
@@ -31,7 +32,8 @@ def mix_kernel(
 ):
     """Gate gradients times gate inputs over BLOCK · loops voxels: OUT of the mix's 4C rows.
 
-    partial (chunks, 4C · 2C + 4C): the mix, then the bias. ADD adds up the bias's share voxel by
+    gates (rows, GATES, C), of which the first four are the gradients; partial (chunks,
+    4C · 2C + 4C): the mix, then the bias. ADD adds up the bias's share voxel by
     voxel; tensor cores find it sooner as a product with ones.
     """
     chunk = tl.program_id(0)
@@ -43,11 +45,11 @@ def mix_kernel(
         added = tl.zeros([BLOCK, OUT], dtype=tl.float32)
     else:
         sums = tl.zeros([OUT, 16], dtype=tl.float32)
-        ones = tl.full([BLOCK, 16], 1.0, dtype=slopes.dtype.element_ty)
+        ones = tl.full([BLOCK, 16], 1.0, dtype=gates.dtype.element_ty)
     for loop in range(loops):
         i = (chunk.to(tl.int64) * loops + loop) * BLOCK + tl.arange(0, BLOCK)
         own = (i < rows)[:, None]
-        given = tl.load(slopes + i[:, None] * (6 * C) + out[None, :], mask=own, other=0.0)
+        given = tl.load(gates + i[:, None] * (GATES * C) + out[None, :], mask=own, other=0.0)
         d = tl.trans(given)
         here = i[:, None] * C + c[None, :]
         by_write = product(d, tl.load(written + here, mask=own, other=0.0), by_write, PRODUCTS)
