@@ -19,8 +19,11 @@ from tensor_memory.ops.triton_plan import Grid, Shape, layout, plan, plane_tile,
 
 SLOPES_SHARE = {16: 3, 32: 3, 64: 2, 128: 3}  # programs per multiprocessor for the gates, by C
 TAPS_VALUES = 1024  # voxels × channels per program for the nine sums of the taps' gradient,
-TAPS_PROGRAMS = 1024  # of which there are about so many
-MIX_FLOAT = (64, 64, 2)  # float32's mix: rows, voxels at a time, programs per multiprocessor
+TAPS_PROGRAMS = 528  # of which so many, or smaller ones in proportion, fit at once
+WRITES_LOW, WRITES_FLOAT = (4096, 8), (1024, 4)  # values of a plane for what writes receive, warps
+WRITES_STAGES = 4  # planes of what writes receive on their way at a time
+MIX_LOW = (128, 128)  # bfloat16's mix: rows, voxels at a time
+MIX_FLOAT = (64, 64, 2)  # float32's: rows, voxels at a time, programs per multiprocessor
 SUM_ROWS, SUM_COLUMNS = 32, 128  # partial sums that a program adds at a time
 SUM_PARTS = 2 if INTERPRETED else 32  # programs that share the rows of a column, thousands
 PROGRAMS = 132  # that share a sum over all voxels of all steps: one per multiprocessor of an H200
@@ -65,7 +68,7 @@ def backward_launches(shape: Shape, last: bool) -> _Backward:
     blocks = -(-S * B * V // p.block)
     slopes_programs = min(blocks, PROGRAMS * SLOPES_SHARE[C])
 
-    out, block, share, mode = min(4 * C, 128), 128, 1, p.products
+    out, block, share, mode = min(4 * C, MIX_LOW[0]), MIX_LOW[1], 1, p.products
     if not shape.low and C <= 32:  # tensor cores cannot transpose 32-bit operands; small products
         (out, block, share), mode = MIX_FLOAT, "ieee"  # do as well without
     elif not shape.low:
@@ -73,10 +76,11 @@ def backward_launches(shape: Shape, last: bool) -> _Backward:
     mix_loops = max(1, -(-S * B * V * (4 * C // out) // (block * share * PROGRAMS)))
     mix_chunks = -(-S * B * V // (block * mix_loops))
 
-    plane = p.sizes["H"] * p.sizes["W"]
+    values, warps = WRITES_LOW if shape.low else WRITES_FLOAT
+    write_tile = plane_tile(p.sizes, values // C, warps, least=16)  # of what a product can take
     tile, tiles, taps_options = plane_tile(p.sizes, TAPS_VALUES // C)
     lines = 3 if n > 1 else 1
-    taps_loops = max(1, S * B * tiles * lines * tile * C // (TAPS_VALUES * TAPS_PROGRAMS))
+    taps_loops = -(-S * B * tiles * lines * tile * C // (TAPS_VALUES * TAPS_PROGRAMS))
     taps_chunks = -(-S * B // taps_loops)
 
     counts = (mix_chunks, S * B * M, tiles * taps_chunks) if shape.filtered else (mix_chunks, 0, 0)
@@ -112,8 +116,9 @@ def backward_launches(shape: Shape, last: bool) -> _Backward:
         mix_loops=mix_loops,
         writes=bound(
             triton_writes.writes_kernel,
-            **p.write, **p.sizes, BLOCK_V=min(power_of_2(max(16, plane)), p.block),
-            SUMS={"bf16": "tf32", "bf16-emulated": "ieee"}.get(p.products, p.products), **p.alone,
+            **p.write, **p.sizes, BLOCK_V=write_tile.voxels,
+            SUMS={"bf16": "tf32", "bf16-emulated": "ieee"}.get(p.products, p.products),
+            STAGES=WRITES_STAGES, **p.alone | write_tile.options,
         ),
         taps=bound(
             triton_weights.taps_kernel, **p.sizes, BLOCK_V=tile, **p.alone | taps_options

@@ -199,8 +199,9 @@ def forward_kernel(
     if RESIDENT:
         ui, uf, uo, ug = mix_tiles(mix, 0, C, PRODUCTS)
         hi, hf, ho, hg = mix_tiles(mix, 1, C, PRODUCTS)
-    bias_i, bias_f = tl.load(bias + c[None, :]), tl.load(bias + C + c[None, :])
-    bias_o, bias_g = tl.load(bias + 2 * C + c[None, :]), tl.load(bias + 3 * C + c[None, :])
+    by_c = bias + c[None, :]
+    bias_i, bias_f = tl.load(by_c), tl.load(by_c + C)
+    bias_o, bias_g = tl.load(by_c + 2 * C), tl.load(by_c + 3 * C)
     touched = tl.full([], not WRITES, dtype=tl.int1)
 
     for s in range(S):
@@ -233,6 +234,9 @@ def forward_kernel(
                 u = tl.load(written + s * slot_size + offset + here, mask=own, other=0.0)
             if TILES > 1:
                 memory = tl.load(now_cell + here, mask=own, other=0.0)
+            if KEEP:
+                kept = s * slot_size + offset + here
+                tl.store(kept_cell + kept, memory.to(kept_cell.dtype.element_ty), mask=own)
             if TILES == 1:
                 wait(arrivals, PARTS * (s + 1), PARTS)
             z = neighbours(
@@ -240,9 +244,10 @@ def forward_kernel(
                 FILTERED, C, D, H, W, PIN,
             )  # fmt: skip
             if KEEP:
-                kept = s * slot_size + offset + here
-                tl.store(kept_cell + kept, memory.to(kept_cell.dtype.element_ty), mask=own)
                 tl.store(kept_filtered + kept, z.to(kept_filtered.dtype.element_ty), mask=own)
+            if C > 32:  # held from step to step they take registers that neighbours need
+                bias_i, bias_f = tl.load(by_c), tl.load(by_c + C)
+                bias_o, bias_g = tl.load(by_c + 2 * C), tl.load(by_c + 3 * C)
             i = gate_sum(u, z, ui, hi, bias_i, mix, 0, RESIDENT, C, PRODUCTS)
             new = sigmoid(i, FAST)  # one gate after another: four at once do not fit
             g = gate_sum(u, z, ug, hg, bias_g, mix, 3, RESIDENT, C, PRODUCTS)

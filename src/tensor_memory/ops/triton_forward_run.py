@@ -60,7 +60,7 @@ def written_launch(shape: Shape) -> dict[str, Any]:
     kernel, options = triton_forward.written_kernel, p.alone | tile.options
     return {
         "written": bound(kernel, **p.write, **p.sizes, BLOCK_V=tile.voxels, **options),
-        "written_grid": (shape.S * shape.B, tile.count),
+        "written_grid": (shape.S * shape.B, tile.pieces),
     }
 
 

@@ -188,16 +188,19 @@ class PlaneTile(NamedTuple):
     """The pieces of a plane that programs go through a grid with."""
 
     voxels: int
-    count: int
+    pieces: int
     options: dict[str, Any]
 
 
-def plane_tile(sizes: dict[str, int], widest: int) -> PlaneTile:
-    """Pieces of `widest` voxels with BLOCK_WARPS warps, or of a half or a quarter of that with
-    fewer, where less of them is empty."""
-    plane, widest = sizes["H"] * sizes["W"], max(4, widest)
-    tile = min((widest >> k for k in range(TILE_CHOICES)), key=lambda tile: -plane % tile)
-    return PlaneTile(tile, -(-plane // tile), {"num_warps": BLOCK_WARPS * tile // widest})
+def plane_tile(
+    sizes: dict[str, int], widest: int, warps: int = BLOCK_WARPS, least: int = 1
+) -> PlaneTile:
+    """Pieces of `widest` voxels for so many warps, or of a half or a quarter of that for fewer,
+    where less of them is empty."""
+    plane, widest = sizes["H"] * sizes["W"], max(4, widest, least)
+    choices = [widest >> k for k in range(TILE_CHOICES) if widest >> k >= least]
+    tile = min(choices, key=lambda tile: -plane % tile)
+    return PlaneTile(tile, -(-plane // tile), {"num_warps": max(1, warps * tile // widest)})
 
 
 def sizes_of(C: int, grid: Sequence[int]) -> dict[str, int]:

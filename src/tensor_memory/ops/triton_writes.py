@@ -88,6 +88,7 @@ def fold(
     AXIS: tl.constexpr,
     GAUSSIAN: tl.constexpr,
     FILTERED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """The planes of a volume summed over z, with the five weights that its gradients need.
 
@@ -98,10 +99,8 @@ def fold(
     zero = tl.zeros(volume.shape, dtype=tl.float32)
     before, here, after, moved, sharper = zero, zero, zero, zero, zero
     tap_before, tap_here, tap_after = write_taps(taps, AXIS, C, FILTERED)
-    d = tl.load(volume, mask=own, other=0.0)
-    for z in range(D):
-        coming = tl.load(volume + (z + 1) * SIZE, mask=own & (z + 1 < D), other=0.0)
-        d = d.to(tl.float32)
+    for z in tl.range(0, D, num_stages=STAGES):
+        d = tl.load(volume + z * SIZE, mask=own, other=0.0).to(tl.float32)
         level = tl.zeros([1], dtype=tl.int32) + z
         value = kernel_value(level, z_at, sharpness, D, GAUSSIAN)[:, None]
         offset = (level.to(tl.float32) * (2.0 / (D - 1)) - 1.0 - z_at)[:, None]
@@ -122,7 +121,6 @@ def fold(
         if GAUSSIAN:
             moved += d * by_offset
             sharper += d * by_square
-        d = coming
     folded = before * tap_before + here * tap_here + after * tap_after
     return folded, before, here, after, moved, sharper
 
@@ -150,6 +148,7 @@ def writes_kernel(
     GAUSSIAN: tl.constexpr,
     FILTERED: tl.constexpr,
     SUMS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """What write m of one step receives of grad_written (S, B, V, C).
 
@@ -183,8 +182,9 @@ def writes_kernel(
         here = volume + w[:, None] * C + c[None, :]
         if D > 1:
             folded, lower, level, upper, moved, sharper = fold(
-                here, own, z_at, sharpness, taps, D, PLANE * C, C, AXES - 3, GAUSSIAN, FILTERED
-            )
+                here, own, z_at, sharpness, taps, D, PLANE * C, C, AXES - 3, GAUSSIAN, FILTERED,
+                STAGES,
+            )  # fmt: skip
         else:
             folded = tl.load(here, mask=own, other=0.0).to(tl.float32)
         y, x = w // W, w % W
