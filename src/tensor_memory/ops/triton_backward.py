@@ -44,6 +44,7 @@ def slopes_kernel(
     RESIDENT: tl.constexpr,
     PRODUCTS: tl.constexpr,
     FAST: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """`gate_slopes` of every step: slopes (S, B, V, 6, C).
 
@@ -56,7 +57,7 @@ def slopes_kernel(
         ui, uf, uo, ug = mix_tiles(mix, 0, C, PRODUCTS)
         hi, hf, ho, hg = mix_tiles(mix, 1, C, PRODUCTS)
     rows = S.to(tl.int64) * B * V
-    for loop in range(loops):
+    for loop in tl.range(0, loops, num_stages=STAGES):
         block = (tl.program_id(0) + loop * tl.num_programs(0)).to(tl.int64)
         v = block * BLOCK + tl.arange(0, BLOCK)
         own = (v < rows)[:, None]
@@ -186,7 +187,7 @@ def backward_kernel(
     c = tl.arange(0, C)
     V: tl.constexpr = D * H * W
     HOLD: tl.constexpr = INSIDE and PRODUCTS == "bf16"  # the slopes in half the registers
-    ONCE: tl.constexpr = HOLD and LAST and not WRITES and TILES == 1  # no dh passes a step by
+    ONCE: tl.constexpr = INSIDE and LAST and not WRITES and TILES == 1  # no dh passes a step by
     size = B.to(tl.int64) * (V * C)
     offset = b.to(tl.int64) * (V * C)
     cell_ring += offset

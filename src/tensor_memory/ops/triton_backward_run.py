@@ -18,8 +18,9 @@ from tensor_memory.ops.triton_launch import INTERPRETED, Bound, bound
 from tensor_memory.ops.triton_plan import Grid, Shape, layout, plan, plane_tile, power_of_2
 
 SLOPES_SHARE = {16: 3, 32: 3, 64: 2, 128: 3}  # programs per multiprocessor for the gates, by C
-TAPS_VALUES = 1024  # voxels × channels per program for the nine sums of the taps' gradient,
-TAPS_PROGRAMS = 528  # of which so many, or smaller ones in proportion, fit at once
+SLOPES_STAGES = 1  # blocks of theirs on their way at a time
+TAPS_VALUES = 1024  # voxels × channels per program for the nine sums of the taps' gradient; in
+TAPS_LOW, TAPS_FLOAT = 4, 3  # bfloat16 and float32 so many, or more smaller ones, fit side by side
 WRITES_LOW, WRITES_FLOAT = (4096, 8), (1024, 4)  # values of a plane for what writes receive, warps
 WRITES_STAGES = 4  # planes of what writes receive on their way at a time
 MIX_LOW = (128, 128)  # bfloat16's mix: rows, voxels at a time
@@ -80,7 +81,10 @@ def backward_launches(shape: Shape, last: bool) -> _Backward:
     write_tile = plane_tile(p.sizes, values // C, warps, least=16)  # of what a product can take
     tile, tiles, taps_options = plane_tile(p.sizes, TAPS_VALUES // C)
     lines = 3 if n > 1 else 1
-    taps_loops = -(-S * B * tiles * lines * tile * C // (TAPS_VALUES * TAPS_PROGRAMS))
+    if shape.low and not INTERPRETED:
+        taps_options["maxnreg"] = 128  # for four of them; the assembler would take 149
+    taps_programs = PROGRAMS * (TAPS_LOW if shape.low else TAPS_FLOAT) * TAPS_VALUES // (tile * C)
+    taps_loops = -(-S * B * tiles * lines // taps_programs)
     taps_chunks = -(-S * B // taps_loops)
 
     counts = (mix_chunks, S * B * M, tiles * taps_chunks) if shape.filtered else (mix_chunks, 0, 0)
@@ -96,7 +100,7 @@ def backward_launches(shape: Shape, last: bool) -> _Backward:
         slopes=bound(
             triton_backward.slopes_kernel,
             C=C, V=V, BLOCK=p.block, WRITES=shape.writes, RESIDENT=p.resident,
-            PRODUCTS=p.products, FAST=p.fast, **p.alone,
+            PRODUCTS=p.products, FAST=p.fast, STAGES=SLOPES_STAGES, **p.alone,
         ),
         slopes_grid=(slopes_programs,),
         slopes_loops=-(-blocks // slopes_programs),

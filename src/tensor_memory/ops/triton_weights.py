@@ -70,6 +70,16 @@ def mix_kernel(
         tl.store(partial + 8 * C * C + out[:, None] + column, sums, mask=column == 0)
 
 
+@triton.jit
+def three_along_x(at, before, line, after, C: tl.constexpr):
+    """What lies one voxel before, at and after a place."""
+    return (
+        tl.load(at - C, mask=before, other=0.0),
+        tl.load(at, mask=line, other=0.0),
+        tl.load(at + C, mask=after, other=0.0),
+    )
+
+
 @triton.jit(do_not_specialize=["items", "loops"])
 def taps_kernel(
     grad_filtered,
@@ -108,28 +118,33 @@ def taps_kernel(
     same_m, same_o, same_p = down_m, down_m, down_m
     up_m, up_o, up_p = down_m, down_m, down_m
     for item in range(chunk * loops, tl.minimum((chunk + 1) * loops, items)):
-        start = size * item
-        g_below = tl.zeros([BLOCK_V, C], dtype=tl.float32)
-        g = tl.load(grad_filtered + start + here, mask=own, other=0.0).to(tl.float32)
+        plane = size * item
+        g_below = tl.zeros([BLOCK_V, C], dtype=grad_filtered.dtype.element_ty)
+        g = tl.load(grad_filtered + plane + here, mask=own, other=0.0)
+        next_m, next_o, next_p = three_along_x(kept_hidden + plane + near, before, line, after, C)
         for z in range(D):
-            plane = start + z * (PLANE * C)
-            h = kept_hidden + plane + near
-            h_m = tl.load(h - C, mask=before, other=0.0).to(tl.float32)
-            h_o = tl.load(h, mask=line, other=0.0).to(tl.float32)
-            h_p = tl.load(h + C, mask=after, other=0.0).to(tl.float32)
-            same_m += g * h_m
-            same_o += g * h_o
-            same_p += g * h_p
-            if D > 1:  # hidden of this plane lies above the gradients of the plane below
-                g_above = tl.load(
-                    grad_filtered + plane + PLANE * C + here, mask=own & (z < D - 1), other=0.0
-                ).to(tl.float32)
-                up_m += g_below * h_m
-                up_o += g_below * h_o
-                up_p += g_below * h_p
-                down_m += g_above * h_m
-                down_o += g_above * h_o
-                down_p += g_above * h_p
+            plane += PLANE * C
+            h_m, h_o, h_p = next_m.to(tl.float32), next_o.to(tl.float32), next_p.to(tl.float32)
+            g_here = g.to(tl.float32)
+            if D > 1:  # the next plane is on its way while this one is dealt with
+                more = z < D - 1
+                next_m, next_o, next_p = three_along_x(
+                    kept_hidden + plane + near, before & more, line & more, after & more, C
+                )
+                g_above = tl.load(grad_filtered + plane + here, mask=own & more, other=0.0)
+                # hidden of this plane lies above the gradients of the plane below
+                g_other = g_below.to(tl.float32)
+                up_m += g_other * h_m
+                up_o += g_other * h_o
+                up_p += g_other * h_p
+            same_m += g_here * h_m
+            same_o += g_here * h_o
+            same_p += g_here * h_p
+            if D > 1:
+                g_other = g_above.to(tl.float32)
+                down_m += g_other * h_m
+                down_o += g_other * h_o
+                down_p += g_other * h_p
                 g_below, g = g, g_above
     place_of = (tile * tl.num_programs(1) + chunk) * 27 + (dy + 1) * 3
     out = partial + place_of * C + c
