@@ -186,7 +186,8 @@ def backward_kernel(
     b, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     c = tl.arange(0, C)
     V: tl.constexpr = D * H * W
-    HOLD: tl.constexpr = INSIDE and PRODUCTS == "bf16"  # the slopes in half the registers
+    kind = gates.dtype.element_ty
+    HOLD: tl.constexpr = INSIDE and kind == tl.bfloat16  # the slopes in half the registers
     ONCE: tl.constexpr = INSIDE and LAST and not WRITES and TILES == 1  # no dh passes a step by
     size = B.to(tl.int64) * (V * C)
     offset = b.to(tl.int64) * (V * C)
@@ -197,7 +198,6 @@ def backward_kernel(
     tx0, tx1, tx2 = axis_taps(taps, AXES - 1, W if FILTERED else 1, True, C)
     ty0, ty1, ty2 = axis_taps(taps, AXES - 2, H if FILTERED else 1, True, C)
     tz0, tz1, tz2 = axis_taps(taps, AXES - 3, D if FILTERED else 1, True, C)
-    kind = gates.dtype.element_ty
     ui, uf, uo, ug, hi, hf, ho, hg = 0, 0, 0, 0, 0, 0, 0, 0
     if RESIDENT:
         ui, uf, uo, ug = mix_tiles(mix, 0, C, PRODUCTS)
@@ -255,8 +255,8 @@ def backward_kernel(
                 slope_h = tl.load(at + 4 * C, mask=own, other=0.0)
                 slope_c = tl.load(at + 5 * C, mask=own, other=0.0)
             if HOLD:
-                i_f, o_g = pack(slope_i, slope_f), pack(slope_o, slope_g)
-                h_c = pack(slope_h, slope_c)
+                i_f, o_g = pack(slope_i, slope_f, PIN), pack(slope_o, slope_g, PIN)
+                h_c = pack(slope_h, slope_c, PIN)
             if TILES > 1:
                 rest = tl.load(pass_ring + now + here, mask=own, other=0.0)
                 dc = tl.load(cell_ring + now + here, mask=own, other=0.0)
@@ -272,7 +272,7 @@ def backward_kernel(
                 later, v, (v < V) & (done > 0), tx0, tx1, tx2, ty0, ty1, ty2, tz0, tz1, tz2,
                 FILTERED, C, D, H, W, PIN,
             )  # fmt: skip
-            dh = pinned(dh * keep, HOLD)
+            dh = pinned(dh * keep, PIN and HOLD)
             dc *= keep
             # Without masks all goes through the gates; a product with zero would be carried along.
             rest = dh * idle if WRITES else tl.zeros([BLOCK_V, C], dtype=tl.float32)
@@ -293,7 +293,8 @@ def backward_kernel(
             if TILES == 1:  # what follows, nobody waits for
                 arrive(arrivals, PARTS)
             if HOLD:
-                di, df, do, dg = later_on(di), later_on(df), later_on(do), later_on(dg)
+                di, df = later_on(di, PIN), later_on(df, PIN)
+                do, dg = later_on(do, PIN), later_on(dg, PIN)
             tl.store(at, di, mask=own)
             tl.store(at + C, df, mask=own)
             tl.store(at + 2 * C, do, mask=own)

@@ -41,14 +41,17 @@ def pinned(x, PIN: tl.constexpr):
 
 
 @triton.jit
-def pack(a, b):
+def pack(a, b, PIN: tl.constexpr):
     """a and b rounded to bfloat16, together in 32 bits: half the registers while they wait.
 
     Left alone, the compiler holds float32 and rounds where the values are used.
     """
-    return tl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [a, b], dtype=tl.int32, is_pure=False, pack=1
-    )
+    if PIN:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [a, b], dtype=tl.int32, is_pure=False, pack=1
+        )
+    low = a.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.int32)
+    return low | (b.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.int32) << 16)
 
 
 @triton.jit
@@ -58,11 +61,13 @@ def unpack(x):
 
 
 @triton.jit
-def later_on(x):
+def later_on(x, PIN: tl.constexpr):
     """x in bfloat16, as of here: what is done to it from now on is not begun before."""
-    return tl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2
-    )
+    if PIN:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2
+        )
+    return x
 
 
 @triton.jit
