@@ -122,10 +122,11 @@ def backward_launches(shape: Shape, last: bool) -> _Backward:
             triton_writes.writes_kernel,
             **p.write, **p.sizes, BLOCK_V=write_tile.voxels,
             SUMS={"bf16": "tf32", "bf16-emulated": "ieee"}.get(p.products, p.products),
-            STAGES=WRITES_STAGES, **p.alone | write_tile.options,
+            STAGES=WRITES_STAGES, PIN=not INTERPRETED, **p.alone | write_tile.options,
         ),
         taps=bound(
-            triton_weights.taps_kernel, **p.sizes, BLOCK_V=tile, **p.alone | taps_options
+            triton_weights.taps_kernel, **p.sizes, BLOCK_V=tile, PIN=not INTERPRETED,
+            **p.alone | taps_options
         ),
         taps_grid=(tiles, taps_chunks, lines),
         taps_loops=taps_loops,

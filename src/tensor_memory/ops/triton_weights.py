@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tensor_memory.ops.triton_step import product
+from tensor_memory.ops.triton_step import as_float, product
 
 
 @triton.jit(do_not_specialize=["rows", "loops"])
@@ -93,6 +93,7 @@ def taps_kernel(
     W: tl.constexpr,
     AXES: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    PIN: tl.constexpr,
 ):
     """Correlation of grad_filtered with the shifts of hidden, over `loops` steps of one tile.
 
@@ -124,8 +125,8 @@ def taps_kernel(
         next_m, next_o, next_p = three_along_x(kept_hidden + plane + near, before, line, after, C)
         for z in range(D):
             plane += PLANE * C
-            h_m, h_o, h_p = next_m.to(tl.float32), next_o.to(tl.float32), next_p.to(tl.float32)
-            g_here = g.to(tl.float32)
+            h_m, h_o = as_float(next_m, PIN), as_float(next_o, PIN)
+            h_p, g_here = as_float(next_p, PIN), as_float(g, PIN)
             if D > 1:  # the next plane is on its way while this one is dealt with
                 more = z < D - 1
                 next_m, next_o, next_p = three_along_x(
@@ -133,7 +134,7 @@ def taps_kernel(
                 )
                 g_above = tl.load(grad_filtered + plane + here, mask=own & more, other=0.0)
                 # hidden of this plane lies above the gradients of the plane below
-                g_other = g_below.to(tl.float32)
+                g_other = as_float(g_below, PIN)
                 up_m += g_other * h_m
                 up_o += g_other * h_o
                 up_p += g_other * h_p
@@ -141,7 +142,7 @@ def taps_kernel(
             same_o += g_here * h_o
             same_p += g_here * h_p
             if D > 1:
-                g_other = g_above.to(tl.float32)
+                g_other = as_float(g_above, PIN)
                 down_m += g_other * h_m
                 down_o += g_other * h_o
                 down_p += g_other * h_p

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from tensor_memory.ops.triton_places import EPSILON, corner, kernel_value, profile, write_taps
-from tensor_memory.ops.triton_step import product
+from tensor_memory.ops.triton_step import as_float, product
 
 
 @triton.jit
@@ -89,6 +89,7 @@ def fold(
     GAUSSIAN: tl.constexpr,
     FILTERED: tl.constexpr,
     STAGES: tl.constexpr,
+    PIN: tl.constexpr,
 ):
     """The planes of a volume summed over z, with the five weights that its gradients need.
 
@@ -100,7 +101,7 @@ def fold(
     before, here, after, moved, sharper = zero, zero, zero, zero, zero
     tap_before, tap_here, tap_after = write_taps(taps, AXIS, C, FILTERED)
     for z in tl.range(0, D, num_stages=STAGES):
-        d = tl.load(volume + z * SIZE, mask=own, other=0.0).to(tl.float32)
+        d = as_float(tl.load(volume + z * SIZE, mask=own, other=0.0), PIN)
         level = tl.zeros([1], dtype=tl.int32) + z
         value = kernel_value(level, z_at, sharpness, D, GAUSSIAN)[:, None]
         offset = (level.to(tl.float32) * (2.0 / (D - 1)) - 1.0 - z_at)[:, None]
@@ -149,6 +150,7 @@ def writes_kernel(
     FILTERED: tl.constexpr,
     SUMS: tl.constexpr,
     STAGES: tl.constexpr,
+    PIN: tl.constexpr,
 ):
     """What write m of one step receives of grad_written (S, B, V, C).
 
@@ -183,7 +185,7 @@ def writes_kernel(
         if D > 1:
             folded, lower, level, upper, moved, sharper = fold(
                 here, own, z_at, sharpness, taps, D, PLANE * C, C, AXES - 3, GAUSSIAN, FILTERED,
-                STAGES,
+                STAGES, PIN,
             )  # fmt: skip
         else:
             folded = tl.load(here, mask=own, other=0.0).to(tl.float32)
