@@ -79,6 +79,8 @@ def backward_launches(shape: Shape, last: bool) -> _Backward:
 
     values, warps = WRITES_LOW if shape.low else WRITES_FLOAT
     write_tile = plane_tile(p.sizes, values // C, warps, least=16)  # of what a product can take
+    if p.resident and not INTERPRETED:  # for two of eight warps, three of four, twelve of one
+        write_tile.options["maxnreg"] = 128 if write_tile.options["num_warps"] > 4 else 168
     tile, tiles, taps_options = plane_tile(p.sizes, TAPS_VALUES // C)
     lines = 3 if n > 1 else 1
     if shape.low and not INTERPRETED:

@@ -55,10 +55,12 @@ def write_taps(taps, AXIS: tl.constexpr, C: tl.constexpr, FILTERED: tl.constexpr
 def tapped(i, at, sharpness, before, here, after, SIZE: tl.constexpr, GAUSSIAN: tl.constexpr,
            FILTERED: tl.constexpr):  # fmt: skip
     """`profile` with taps that are loaded already."""
-    total = kernel_value(i, at, sharpness, SIZE, GAUSSIAN)[:, None] * here
     if FILTERED:
-        total += kernel_value(i - 1, at, sharpness, SIZE, GAUSSIAN)[:, None] * before
+        total = kernel_value(i - 1, at, sharpness, SIZE, GAUSSIAN)[:, None] * before
+        total += kernel_value(i, at, sharpness, SIZE, GAUSSIAN)[:, None] * here
         total += kernel_value(i + 1, at, sharpness, SIZE, GAUSSIAN)[:, None] * after
+    else:
+        total = kernel_value(i, at, sharpness, SIZE, GAUSSIAN)[:, None] * here
     return total
 
 
