@@ -110,6 +110,22 @@ def test_in_bfloat16_a_scan_stays_close_to_the_reference(backend, case):
     assert_agree(got, run(as_double(request), "reference"), torch.bfloat16)
 
 
+@pytest.mark.parametrize("backend", [FUSED])
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("case", [FUSED_CASES[-3], FUSED_CASES[-1]], ids=str)
+def test_gates_are_recomputed_in_the_backward_scan_or_before_it(backend, inside, case, monkeypatch):
+    from tensor_memory.ops import triton_backward_run, triton_plan
+
+    monkeypatch.setattr(triton_plan, "INSIDE_FLOAT", dict.fromkeys((16, 64), inside))
+    caches = (triton_plan.plan, triton_backward_run.backward_launches)
+    for cache in caches:
+        cache.cache_clear()
+    request = case.make(torch.float32)
+    assert_agree(run(request, backend), run(as_double(request), "reference"), torch.float32)
+    for cache in caches:
+        cache.cache_clear()
+
+
 @pytest.mark.parametrize("every", [None, 2])
 def test_autocast_does_not_reach_inside_the_torch_scan(every):
     request = Case().make(torch.float32)

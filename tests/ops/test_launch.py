@@ -224,3 +224,22 @@ def test_the_taps_tiles_cover_a_plane_and_leave_little_empty(C, grid, tile, warp
     assert launches.taps.settings["num_warps"] == warps
     plane = grid[-1] * (grid[-2] if len(grid) > 1 else 1)
     assert launches.taps_grid[0] == -(-plane // tile)
+
+
+@pytest.mark.parametrize(
+    ("C", "grid", "products", "tile", "warps"),
+    [
+        (64, (8, 8, 8), torch.bfloat16, 64, 8),
+        (32, (8, 8, 8), torch.bfloat16, 64, 4),
+        (16, (6, 6, 6), torch.float32, 16, 1),
+        (128, (3,), torch.float32, 16, 4),
+    ],
+)
+def test_the_tiles_of_writes_are_ones_that_a_product_can_take(
+    C, grid, products, tile, warps, monkeypatch
+):
+    properties = SimpleNamespace(multi_processor_count=SMS)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    launches = backward_launches.__wrapped__(shape(2, C, grid, products), last=False)
+    assert launches.writes.settings["BLOCK_V"] == tile
+    assert launches.writes.settings["num_warps"] == warps

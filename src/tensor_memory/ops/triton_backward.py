@@ -1,8 +1,9 @@
 """Kernels that go through the recurrence backward; the derivation is in README.md.
 
-Only `backward_kernel` is sequential. What it needs of each step's gates is recomputed beforehand
-for all steps at once (`slopes_kernel`); what weights, writes and reads receive is found afterwards
-(`triton_weights`, `triton_writes`).
+Only `backward_kernel` is sequential. What it needs of each step's gates it recomputes while the
+other programs of a row are on their way, or finds recomputed for all steps at once
+(`slopes_kernel`); what weights, writes and reads receive is found afterwards (`triton_weights`,
+`triton_writes`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,17 @@ import triton
 import triton.language as tl
 
 from tensor_memory.ops.triton_filter import axis_taps, neighbours, place
-from tensor_memory.ops.triton_step import gate_sum, meet, mix_tiles, product, sigmoid, tanh
+from tensor_memory.ops.triton_step import (
+    arrive,
+    gate_slopes,
+    later_on,
+    mix_tiles,
+    pack,
+    pinned,
+    product,
+    unpack,
+    wait,
+)
 
 
 @triton.jit(do_not_specialize=["S", "B", "loops"])
@@ -33,12 +44,11 @@ def slopes_kernel(
     RESIDENT: tl.constexpr,
     PRODUCTS: tl.constexpr,
     FAST: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """How each step's gates move with dc and dh, and dc with dh and the later dc.
+    """`gate_slopes` of every step: slopes (S, B, V, 6, C).
 
-    slopes (S, B, V, 6, C): i, f, o, g (o by dh, the others by dc), then dc by dh, then dc by the
-    later dc. A step that does not write passes dc on and moves nothing else. A program takes
-    BLOCK · loops voxels, so that the weights are loaded once for many.
+    A program takes BLOCK · loops voxels, so that the weights are loaded once for many.
     """
     c = tl.arange(0, C)
     kind = slopes.dtype.element_ty
@@ -46,10 +56,8 @@ def slopes_kernel(
     if RESIDENT:
         ui, uf, uo, ug = mix_tiles(mix, 0, C, PRODUCTS)
         hi, hf, ho, hg = mix_tiles(mix, 1, C, PRODUCTS)
-    bias_i, bias_f = tl.load(bias + c[None, :]), tl.load(bias + C + c[None, :])
-    bias_o, bias_g = tl.load(bias + 2 * C + c[None, :]), tl.load(bias + 3 * C + c[None, :])
     rows = S.to(tl.int64) * B * V
-    for loop in range(loops):
+    for loop in tl.range(0, loops, num_stages=STAGES):
         block = (tl.program_id(0) + loop * tl.num_programs(0)).to(tl.int64)
         v = block * BLOCK + tl.arange(0, BLOCK)
         own = (v < rows)[:, None]
@@ -57,31 +65,35 @@ def slopes_kernel(
         u = tl.load(written + here, mask=own, other=0.0)
         z = tl.load(kept_filtered + here, mask=own, other=0.0)
         memory = tl.load(kept_cell + here, mask=own, other=0.0).to(tl.float32)
-        i = gate_sum(u, z, ui, hi, bias_i, mix, 0, RESIDENT, C, PRODUCTS)
-        g = gate_sum(u, z, ug, hg, bias_g, mix, 3, RESIDENT, C, PRODUCTS)
-        f = gate_sum(u, z, uf, hf, bias_f, mix, 1, RESIDENT, C, PRODUCTS)
-        o = gate_sum(u, z, uo, ho, bias_o, mix, 2, RESIDENT, C, PRODUCTS)
-        i, f, o = sigmoid(i, FAST), sigmoid(f, FAST), sigmoid(o, FAST)
-        g = tanh(g, FAST)
-        new = tanh(f * memory + i * g, FAST)
-
-        slope_i, slope_g = g * i * (1.0 - i), i * (1.0 - g * g)
-        slope_f, slope_o = memory * f * (1.0 - f), new * o * (1.0 - o)
-        slope_h = o * (1.0 - new * new)
+        live = 1.0
         if WRITES:
             item = v // V
             live = tl.load(writes + (item % B) * S + item // B, mask=v < rows, other=0)
             live = live.to(tl.float32)[:, None]
-            slope_i, slope_f, slope_o = live * slope_i, live * slope_f, live * slope_o
-            slope_g, slope_h = live * slope_g, live * slope_h
-            f = live * f + (1.0 - live)
+        slope_i, slope_f, slope_o, slope_g, slope_h, slope_c = gate_slopes(
+            u, z, memory, live, ui, uf, uo, ug, hi, hf, ho, hg,
+            mix, bias, WRITES, RESIDENT, C, PRODUCTS, FAST,
+        )  # fmt: skip
         at = slopes + v[:, None] * (6 * C) + c[None, :]
         tl.store(at, slope_i.to(kind), mask=own)
         tl.store(at + C, slope_f.to(kind), mask=own)
         tl.store(at + 2 * C, slope_o.to(kind), mask=own)
         tl.store(at + 3 * C, slope_g.to(kind), mask=own)
         tl.store(at + 4 * C, slope_h.to(kind), mask=own)
-        tl.store(at + 5 * C, f.to(kind), mask=own)
+        tl.store(at + 5 * C, slope_c.to(kind), mask=own)
+
+
+@triton.jit
+def back_through_mix(di, df, do, dg, wi, wf, wo, wg, mix, HALF: tl.constexpr,
+                     RESIDENT: tl.constexpr, C: tl.constexpr, PRODUCTS: tl.constexpr):  # fmt: skip
+    """What the gates' gradients send to the written (0) or the hidden (1) half: (BLOCK_V, C)."""
+    if not RESIDENT:
+        wi, wf, wo, wg = mix_tiles(mix, HALF, C, PRODUCTS)
+    total = tl.zeros(di.shape, dtype=tl.float32)
+    total = product(di, tl.trans(wi), total, PRODUCTS)
+    total = product(df, tl.trans(wf), total, PRODUCTS)
+    total = product(do, tl.trans(wo), total, PRODUCTS)
+    return product(dg, tl.trans(wg), total, PRODUCTS)
 
 
 @triton.jit
@@ -123,13 +135,18 @@ def backward_kernel(
     read_at,
     taps,
     mix,
+    bias,
     writes,
     resets,
+    written,
+    kept_filtered,
+    kept_cell,
     grad_reads,
     grad_last_hidden,
     grad_last_cell,
-    slopes,
+    gates,
     grad_filtered,
+    grad_written,
     cell_ring,
     pass_ring,
     grad_hidden,
@@ -146,24 +163,32 @@ def backward_kernel(
     BLOCK_V: tl.constexpr,
     TILES: tl.constexpr,
     PARTS: tl.constexpr,
+    GATES: tl.constexpr,
+    INSIDE: tl.constexpr,
     FILTERED: tl.constexpr,
     WRITES: tl.constexpr,
     RESETS: tl.constexpr,
     LAST: tl.constexpr,
     RESIDENT: tl.constexpr,
     PRODUCTS: tl.constexpr,
+    FAST: tl.constexpr,
     PIN: tl.constexpr,
 ):
-    """All steps of a row, last to first. Leaves the gates' gradients in slopes[..., :4, :].
+    """All steps of a row, last to first. Leaves the gates' gradients in gates[..., :4, :].
 
-    LAST: something arrives for the state after the last step.
+    gates (S, B, V, GATES, C) holds the slopes, unless they are recomputed here: INSIDE, from what
+    the forward pass kept. LAST: something arrives for the state after the last step.
 
     grad_filtered (S, B, V, C) is what reaches the filtered hidden half of each step; its transpose
-    filter is the only thing neighbours exchange.
+    filter is the only thing neighbours exchange, so that it is stored first. grad_written is what
+    reaches the filtered write.
     """
     b, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     c = tl.arange(0, C)
     V: tl.constexpr = D * H * W
+    kind = gates.dtype.element_ty
+    HOLD: tl.constexpr = INSIDE and kind == tl.bfloat16  # the slopes in half the registers
+    ONCE: tl.constexpr = INSIDE and LAST and not WRITES and TILES == 1  # no dh passes a step by
     size = B.to(tl.int64) * (V * C)
     offset = b.to(tl.int64) * (V * C)
     cell_ring += offset
@@ -173,9 +198,10 @@ def backward_kernel(
     tx0, tx1, tx2 = axis_taps(taps, AXES - 1, W if FILTERED else 1, True, C)
     ty0, ty1, ty2 = axis_taps(taps, AXES - 2, H if FILTERED else 1, True, C)
     tz0, tz1, tz2 = axis_taps(taps, AXES - 3, D if FILTERED else 1, True, C)
-    kind = slopes.dtype.element_ty
+    ui, uf, uo, ug, hi, hf, ho, hg = 0, 0, 0, 0, 0, 0, 0, 0
     if RESIDENT:
-        wi, wf, wo, wg = mix_tiles(mix, 1, C, PRODUCTS)
+        ui, uf, uo, ug = mix_tiles(mix, 0, C, PRODUCTS)
+        hi, hf, ho, hg = mix_tiles(mix, 1, C, PRODUCTS)
 
     rest = tl.zeros([BLOCK_V, C], dtype=tl.float32)
     dc = tl.zeros([BLOCK_V, C], dtype=tl.float32)
@@ -187,9 +213,14 @@ def backward_kernel(
         if LAST:
             rest = tl.load(grad_last_hidden + given, mask=own, other=0.0)
             dc = tl.load(grad_last_cell + given, mask=own, other=0.0)
-        if TILES > 1:
+        if TILES > 1 or ONCE:
             tl.store(pass_ring + here, rest, mask=own)
+        if TILES > 1:
             tl.store(cell_ring + here, dc, mask=own)
+    if TILES > 1 or ONCE:
+        tl.debug_barrier()
+    if ONCE:
+        rest = tl.zeros([BLOCK_V, C], dtype=tl.float32)
 
     for done in range(S):
         s = S - 1 - done
@@ -201,59 +232,84 @@ def backward_kernel(
         if WRITES:
             idle = 1.0 - tl.load(writes + row).to(tl.float32)
         if TILES > 1:
-            meet(arrivals, PARTS * (done + 1), PARTS)
+            wait(arrivals, PARTS * done, PARTS)
         for tile in range(TILES):
             v = first + tile * BLOCK_V + tl.arange(0, BLOCK_V)
             own = (v < V)[:, None]
             here = v[:, None] * C + c[None, :]
-            at = slopes + 6 * (s * size + offset) + v[:, None] * (6 * C) + c[None, :]
-            slope_i = tl.load(at, mask=own, other=0.0)
-            slope_f = tl.load(at + C, mask=own, other=0.0)
-            slope_o = tl.load(at + 2 * C, mask=own, other=0.0)
-            slope_g = tl.load(at + 3 * C, mask=own, other=0.0)
-            slope_h = tl.load(at + 4 * C, mask=own, other=0.0)
-            slope_c = tl.load(at + 5 * C, mask=own, other=0.0)
+            kept = s * size + offset + here
+            at = gates + GATES * (s * size + offset) + v[:, None] * (GATES * C) + c[None, :]
+            if INSIDE:
+                u = tl.load(written + kept, mask=own, other=0.0)
+                z = tl.load(kept_filtered + kept, mask=own, other=0.0)
+                memory = tl.load(kept_cell + kept, mask=own, other=0.0).to(tl.float32)
+                slope_i, slope_f, slope_o, slope_g, slope_h, slope_c = gate_slopes(
+                    u, z, memory, 1.0 - idle, ui, uf, uo, ug, hi, hf, ho, hg,
+                    mix, bias, WRITES, RESIDENT, C, PRODUCTS, FAST,
+                )  # fmt: skip
+            else:
+                slope_i = tl.load(at, mask=own, other=0.0)
+                slope_f = tl.load(at + C, mask=own, other=0.0)
+                slope_o = tl.load(at + 2 * C, mask=own, other=0.0)
+                slope_g = tl.load(at + 3 * C, mask=own, other=0.0)
+                slope_h = tl.load(at + 4 * C, mask=own, other=0.0)
+                slope_c = tl.load(at + 5 * C, mask=own, other=0.0)
+            if HOLD:
+                i_f, o_g = pack(slope_i, slope_f, PIN), pack(slope_o, slope_g, PIN)
+                h_c = pack(slope_h, slope_c, PIN)
             if TILES > 1:
                 rest = tl.load(pass_ring + now + here, mask=own, other=0.0)
                 dc = tl.load(cell_ring + now + here, mask=own, other=0.0)
             dh = rest
-            if done > 0:
-                dh = spread_reads(dh, read_at, grad_reads, row + 1, v, Q, C, D, H, W, AXES)
+            if ONCE:
+                dh = tl.load(pass_ring + here, mask=own & (done == 0), other=0.0)
+            reads = tl.where(done > 0, Q, 0)  # of the step after this one
+            dh = spread_reads(dh, read_at, grad_reads, row + 1, v, reads, C, D, H, W, AXES)
             if TILES == 1:  # all that could be done before the neighbours arrive is done
-                meet(arrivals, PARTS * (done + 1), PARTS)
-            if done > 0:
-                later = grad_filtered + (s + 1) * size + offset
-                dh += neighbours(
-                    later, v, tx0, tx1, tx2, ty0, ty1, ty2, tz0, tz1, tz2,
-                    FILTERED, C, D, H, W, PIN,
-                )  # fmt: skip
-            dh *= keep
+                wait(arrivals, PARTS * done, PARTS)
+            later = grad_filtered + (s + 1) * size + offset
+            dh += neighbours(
+                later, v, (v < V) & (done > 0), tx0, tx1, tx2, ty0, ty1, ty2, tz0, tz1, tz2,
+                FILTERED, C, D, H, W, PIN,
+            )  # fmt: skip
+            dh = pinned(dh * keep, PIN and HOLD)
             dc *= keep
-            rest = dh * idle
+            # Without masks all goes through the gates; a product with zero would be carried along.
+            rest = dh * idle if WRITES else tl.zeros([BLOCK_V, C], dtype=tl.float32)
+            if HOLD:
+                slope_i, slope_f = unpack(i_f)
+                slope_o, slope_g = unpack(o_g)
+                slope_h, slope_c = unpack(h_c)
             dc += dh * slope_h.to(tl.float32)
-            di = dc * slope_i.to(tl.float32)
-            df = dc * slope_f.to(tl.float32)
-            do = dh * slope_o.to(tl.float32)
-            dg = dc * slope_g.to(tl.float32)
+            di = (dc * slope_i.to(tl.float32)).to(kind)
+            df = (dc * slope_f.to(tl.float32)).to(kind)
+            do = (dh * slope_o.to(tl.float32)).to(kind)
+            dg = (dc * slope_g.to(tl.float32)).to(kind)
             dc *= slope_c.to(tl.float32)
-            if not RESIDENT:
-                wi, wf, wo, wg = mix_tiles(mix, 1, C, PRODUCTS)
-            total = tl.zeros([BLOCK_V, C], dtype=tl.float32)
-            total = product(di, tl.trans(wi), total, PRODUCTS)
-            total = product(df, tl.trans(wf), total, PRODUCTS)
-            total = product(do, tl.trans(wo), total, PRODUCTS)
-            total = product(dg, tl.trans(wg), total, PRODUCTS)
-            filtered = grad_filtered + s * size + offset + here
-            tl.store(filtered, total.to(grad_filtered.dtype.element_ty), mask=own)
-            tl.store(at, di.to(kind), mask=own)
-            tl.store(at + C, df.to(kind), mask=own)
-            tl.store(at + 2 * C, do.to(kind), mask=own)
-            tl.store(at + 3 * C, dg.to(kind), mask=own)
+            filtered = back_through_mix(
+                di, df, do, dg, hi, hf, ho, hg, mix, 1, RESIDENT, C, PRODUCTS
+            )
+            tl.store(grad_filtered + kept, filtered.to(kind), mask=own)
+            if TILES == 1:  # what follows, nobody waits for
+                arrive(arrivals, PARTS)
+            if HOLD:
+                di, df = later_on(di, PIN), later_on(df, PIN)
+                do, dg = later_on(do, PIN), later_on(dg, PIN)
+            tl.store(at, di, mask=own)
+            tl.store(at + C, df, mask=own)
+            tl.store(at + 2 * C, do, mask=own)
+            tl.store(at + 3 * C, dg, mask=own)
+            filtered = back_through_mix(
+                di, df, do, dg, ui, uf, uo, ug, mix, 0, RESIDENT, C, PRODUCTS
+            )
+            tl.store(grad_written + kept, filtered.to(kind), mask=own)
             if TILES > 1:
                 tl.store(pass_ring + then + here, rest, mask=own)
                 tl.store(cell_ring + then + here, dc, mask=own)
+        if TILES > 1:
+            arrive(arrivals, PARTS)
 
-    meet(arrivals, PARTS * (S + 1), PARTS)
+    wait(arrivals, PARTS * S, PARTS)
     keep = 1.0
     if RESETS:
         keep = 1.0 - tl.load(resets + b * S).to(tl.float32)
@@ -267,7 +323,7 @@ def backward_kernel(
             dc = tl.load(cell_ring + (S % 2) * size + here, mask=own, other=0.0)
         dh = spread_reads(rest, read_at, grad_reads, b * S, v, Q, C, D, H, W, AXES)
         dh += neighbours(
-            grad_filtered + offset, v, tx0, tx1, tx2, ty0, ty1, ty2, tz0, tz1, tz2,
+            grad_filtered + offset, v, v < V, tx0, tx1, tx2, ty0, ty1, ty2, tz0, tz1, tz2,
             FILTERED, C, D, H, W, PIN,
         )  # fmt: skip
         tl.store(grad_hidden + given, dh * keep, mask=own)

@@ -14,8 +14,15 @@ import triton
 import triton.language as tl
 
 from tensor_memory.ops.triton_filter import axis_taps, neighbours
-from tensor_memory.ops.triton_places import filtered_write, read_point
-from tensor_memory.ops.triton_step import gate_sum, meet, mix_tiles, sigmoid, tanh
+from tensor_memory.ops.triton_places import (
+    filtered_write,
+    read_point,
+    sharpness_of,
+    tapped,
+    write_taps,
+    written_plane,
+)
+from tensor_memory.ops.triton_step import arrive, gate_sum, mix_tiles, sigmoid, tanh, wait
 
 
 @triton.jit(do_not_specialize=["row_size", "step_size", "B", "S", "Q"])
@@ -66,19 +73,40 @@ def written_kernel(
 ):
     """The filtered write of every step at once, off the scan's path: written (S, B, V, C).
 
-    It precedes a scan, whose meeting counters it clears.
+    A program goes through the planes with a piece of one, BLOCK_V voxels. Planes of a single write
+    differ by a factor per channel. It precedes a scan, whose meeting counters it clears.
     """
-    item, v = tl.program_id(0), tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    item, w = tl.program_id(0), tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     if item < B and tl.program_id(1) == 0:
         tl.store(arrivals + item, 0)
-    s, b = item // B, item % B
-    u = filtered_write(
-        write_at, spread, content, taps, b * S + s, v, M,
-        BLOCK_V, C, D, H, W, AXES, GAUSSIAN, FILTERED,
-    )  # fmt: skip
-    start = item.to(tl.int64) * (D * H * W * C)
-    at = written + start + v[:, None] * C + tl.arange(0, C)[None, :]
-    tl.store(at, u.to(written.dtype.element_ty), mask=(v < D * H * W)[:, None])
+    row = (item % B) * S + item // B
+    c = tl.arange(0, C)[None, :]
+    PLANE: tl.constexpr = H * W
+    own = (w < PLANE)[:, None]
+    out = written + item.to(tl.int64) * (D * PLANE * C) + w[:, None] * C + c
+    kind = written.dtype.element_ty
+    if M == 1:
+        at = write_at + row * AXES
+        sharpness = sharpness_of(spread, row, GAUSSIAN)
+        what = tl.load(content + row * C + c)
+        y, x = w // W, w % W
+        plane = written_plane(at, sharpness, what, taps, y, x, H, W, C, AXES, GAUSSIAN, FILTERED)
+        if D > 1:
+            z_at = tl.load(at + 2)
+            before, here, after = write_taps(taps, AXES - 3, C, FILTERED)
+            for z in range(D):
+                level = tl.zeros([1], dtype=tl.int32) + z
+                pz = tapped(level, z_at, sharpness, before, here, after, D, GAUSSIAN, FILTERED)
+                tl.store(out + z * (PLANE * C), (plane * pz).to(kind), mask=own)
+        else:
+            tl.store(out, plane.to(kind), mask=own)
+    else:
+        for z in range(D):
+            u = filtered_write(
+                write_at, spread, content, taps, row, z * PLANE + w, M,
+                BLOCK_V, C, D, H, W, AXES, GAUSSIAN, FILTERED,
+            )  # fmt: skip
+            tl.store(out + z * (PLANE * C), u.to(kind), mask=own)
 
 
 @triton.jit(do_not_specialize=["S", "Q", "B", "ring"])
@@ -162,6 +190,7 @@ def forward_kernel(
         tl.store(kept_hidden + here, h.to(kept_hidden.dtype.element_ty), mask=own)
         if TILES > 1:
             tl.store(cell_ring + offset + here, memory, mask=own)
+    arrive(arrivals, PARTS)
 
     tx0, tx1, tx2 = axis_taps(taps, AXES - 1, W if FILTERED else 1, False, C)
     ty0, ty1, ty2 = axis_taps(taps, AXES - 2, H if FILTERED else 1, False, C)
@@ -170,8 +199,9 @@ def forward_kernel(
     if RESIDENT:
         ui, uf, uo, ug = mix_tiles(mix, 0, C, PRODUCTS)
         hi, hf, ho, hg = mix_tiles(mix, 1, C, PRODUCTS)
-    bias_i, bias_f = tl.load(bias + c[None, :]), tl.load(bias + C + c[None, :])
-    bias_o, bias_g = tl.load(bias + 2 * C + c[None, :]), tl.load(bias + 3 * C + c[None, :])
+    by_c = bias + c[None, :]
+    bias_i, bias_f = tl.load(by_c), tl.load(by_c + C)
+    bias_o, bias_g = tl.load(by_c + 2 * C), tl.load(by_c + 3 * C)
     touched = tl.full([], not WRITES, dtype=tl.int1)
 
     for s in range(S):
@@ -190,7 +220,7 @@ def forward_kernel(
                 touched = touched | tl.load(resets + row).to(tl.int1)
 
         if TILES > 1:
-            meet(arrivals, PARTS * (s + 1), PARTS)
+            wait(arrivals, PARTS * (s + 1), PARTS)
         for tile in range(TILES):
             v = first + tile * BLOCK_V + tl.arange(0, BLOCK_V)
             own = (v < V)[:, None]
@@ -204,15 +234,20 @@ def forward_kernel(
                 u = tl.load(written + s * slot_size + offset + here, mask=own, other=0.0)
             if TILES > 1:
                 memory = tl.load(now_cell + here, mask=own, other=0.0)
-            if TILES == 1:
-                meet(arrivals, PARTS * (s + 1), PARTS)
-            z = neighbours(
-                now, v, tx0, tx1, tx2, ty0, ty1, ty2, tz0, tz1, tz2, FILTERED, C, D, H, W, PIN
-            )
             if KEEP:
                 kept = s * slot_size + offset + here
                 tl.store(kept_cell + kept, memory.to(kept_cell.dtype.element_ty), mask=own)
+            if TILES == 1:
+                wait(arrivals, PARTS * (s + 1), PARTS)
+            z = neighbours(
+                now, v, v < V, tx0, tx1, tx2, ty0, ty1, ty2, tz0, tz1, tz2,
+                FILTERED, C, D, H, W, PIN,
+            )  # fmt: skip
+            if KEEP:
                 tl.store(kept_filtered + kept, z.to(kept_filtered.dtype.element_ty), mask=own)
+            if C > 32:  # held from step to step they take registers that neighbours need
+                bias_i, bias_f = tl.load(by_c), tl.load(by_c + C)
+                bias_o, bias_g = tl.load(by_c + 2 * C), tl.load(by_c + 3 * C)
             i = gate_sum(u, z, ui, hi, bias_i, mix, 0, RESIDENT, C, PRODUCTS)
             new = sigmoid(i, FAST)  # one gate after another: four at once do not fit
             g = gate_sum(u, z, ug, hg, bias_g, mix, 3, RESIDENT, C, PRODUCTS)
@@ -238,7 +273,9 @@ def forward_kernel(
             if TILES > 1:
                 tl.store(after_cell + here, memory, mask=own)
 
-        if READ:  # of the state before this step; its slot is next written after the next meeting
+        if READ:  # of the state before this step; its slot is written again once all have arrived
             for q in range(part, Q, PARTS):
                 r = read_point(now, read_at + (row * Q + q) * AXES, C, 1, C, D, H, W)
                 tl.store(reads + (row * Q + q) * C + c, r)
+        if s < S - 1:
+            arrive(arrivals, PARTS)

@@ -14,7 +14,7 @@ from torch import Tensor
 from tensor_memory.ops import triton_forward, triton_plan
 from tensor_memory.ops.request import Request
 from tensor_memory.ops.triton_launch import INTERPRETED, Bound, bound
-from tensor_memory.ops.triton_plan import Grid, Plan, Shape, layout, plan
+from tensor_memory.ops.triton_plan import Grid, Plan, Shape, layout, plan, plane_tile
 
 
 class _Forward(NamedTuple):
@@ -56,10 +56,11 @@ def forward_launches(shape: Shape, keep: bool) -> _Forward:
 def written_launch(shape: Shape) -> dict[str, Any]:
     """Every step's filtered write (S, B, V, C), and cleared counters for the rows' meetings."""
     p = plan(shape)
-    kernel = triton_forward.written_kernel
+    tile = plane_tile(p.sizes, p.block)
+    kernel, options = triton_forward.written_kernel, p.alone | tile.options
     return {
-        "written": bound(kernel, **p.write, **p.sizes, BLOCK_V=p.block, **p.alone),
-        "written_grid": (shape.S * shape.B, -(-shape.V // p.block)),
+        "written": bound(kernel, **p.write, **p.sizes, BLOCK_V=tile.voxels, **options),
+        "written_grid": (shape.S * shape.B, tile.pieces),
     }
 
 

@@ -37,18 +37,52 @@ def profile(
     FILTERED: tl.constexpr,
 ):
     """One axis of the filtered mask: P[i, c] = Σ_t tap[c, t] · M(i + t − 1)."""
+    before, here, after = write_taps(taps, AXIS, C, FILTERED)
+    return tapped(i, at, sharpness, before, here, after, SIZE, GAUSSIAN, FILTERED)
+
+
+@triton.jit
+def write_taps(taps, AXIS: tl.constexpr, C: tl.constexpr, FILTERED: tl.constexpr):
+    """The written half's three taps along one axis, (1, C) each; unfiltered: 0, 1, 0."""
     if FILTERED:
-        total = kernel_value(i - 1, at, sharpness, SIZE, GAUSSIAN)[:, None] * (
-            tap(taps, AXIS, 0, 0, C)
-        )
-        for t in tl.static_range(1, 3):
-            value = kernel_value(i + t - 1, at, sharpness, SIZE, GAUSSIAN)
-            total += value[:, None] * tap(taps, AXIS, t, 0, C)
+        return tap(taps, AXIS, 0, 0, C), tap(taps, AXIS, 1, 0, C), tap(taps, AXIS, 2, 0, C)
     else:
-        total = kernel_value(i, at, sharpness, SIZE, GAUSSIAN)[:, None] + tl.zeros(
-            [1, C], dtype=tl.float32
-        )
+        zero = tl.zeros([1, C], dtype=tl.float32)
+        return zero, zero + 1.0, zero
+
+
+@triton.jit
+def tapped(i, at, sharpness, before, here, after, SIZE: tl.constexpr, GAUSSIAN: tl.constexpr,
+           FILTERED: tl.constexpr):  # fmt: skip
+    """`profile` with taps that are loaded already."""
+    if FILTERED:
+        total = kernel_value(i - 1, at, sharpness, SIZE, GAUSSIAN)[:, None] * before
+        total += kernel_value(i, at, sharpness, SIZE, GAUSSIAN)[:, None] * here
+        total += kernel_value(i + 1, at, sharpness, SIZE, GAUSSIAN)[:, None] * after
+    else:
+        total = kernel_value(i, at, sharpness, SIZE, GAUSSIAN)[:, None] * here
     return total
+
+
+@triton.jit
+def sharpness_of(spread, write, GAUSSIAN: tl.constexpr):
+    """1 / (2σ² + ε) of one write; the nearest voxel has none."""
+    if GAUSSIAN:
+        sigma = tl.load(spread + write)
+        return 1.0 / (2.0 * sigma * sigma + EPSILON)
+    else:
+        return 0.0
+
+
+@triton.jit
+def written_plane(at, sharpness, what, taps, y, x, H: tl.constexpr, W: tl.constexpr,
+                  C: tl.constexpr, AXES: tl.constexpr, GAUSSIAN: tl.constexpr,
+                  FILTERED: tl.constexpr):  # fmt: skip
+    """content · Py · Px of one write, which all planes share up to a factor: (BLOCK_V, C)."""
+    plane = profile(x, tl.load(at), sharpness, taps, AXES - 1, W, C, GAUSSIAN, FILTERED)
+    if H > 1:
+        plane *= profile(y, tl.load(at + 1), sharpness, taps, AXES - 2, H, C, GAUSSIAN, FILTERED)
+    return plane * what
 
 
 @triton.jit
@@ -78,20 +112,14 @@ def filtered_write(
     total = tl.zeros([BLOCK_V, C], dtype=tl.float32)
     for m in range(M):
         at = write_at + (row * M + m) * AXES
-        sharpness = 0.0
-        if GAUSSIAN:
-            sigma = tl.load(spread + row * M + m)
-            sharpness = 1.0 / (2.0 * sigma * sigma + EPSILON)
-        volume = profile(x, tl.load(at), sharpness, taps, AXES - 1, W, C, GAUSSIAN, FILTERED)
-        if H > 1:
-            volume *= profile(
-                y, tl.load(at + 1), sharpness, taps, AXES - 2, H, C, GAUSSIAN, FILTERED
-            )
+        what = tl.load(content + (row * M + m) * C + c)[None, :]
+        sharpness = sharpness_of(spread, row * M + m, GAUSSIAN)
+        volume = written_plane(at, sharpness, what, taps, y, x, H, W, C, AXES, GAUSSIAN, FILTERED)
         if D > 1:
             volume *= profile(
                 z, tl.load(at + 2), sharpness, taps, AXES - 3, D, C, GAUSSIAN, FILTERED
             )
-        total += volume * tl.load(content + (row * M + m) * C + c)[None, :]
+        total += volume
     return total
 
 

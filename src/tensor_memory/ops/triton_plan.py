@@ -23,9 +23,12 @@ SCAN_TILE = {16: 256, 32: 128, 64: 128, 128: 32}  # voxels a program of the scan
 SCAN_WARPS = 8  # with so many warps;
 FORWARD_SHARE = {16: 1, 32: 2, 64: 1, 128: 1}  # such programs per multiprocessor in bfloat16,
 BACKWARD_SHARE = {16: 1, 32: 2, 64: 2, 128: 1}  # all resident at once; float32 has one;
+INSIDE = {16: True, 32: True, 64: True, 128: False}  # bfloat16's gates recomputed in the backward
+INSIDE_FLOAT = {16: False, 32: False, 64: False, 128: False}  # scan, by C; and float32's
 LEAST_VOXELS = 64  # of a row per such program: fewer, and waiting outweighs the work
 BLOCK_WARPS = 4  # the kernels that treat all steps at once are smaller, so that several programs
 BLOCK_BYTES = 4096  # of so many bytes share a multiprocessor and hide each other's loads
+TILE_CHOICES = 3  # sizes of a piece of a plane: whole, half, quarter
 
 Grid = tuple[int, ...]
 
@@ -119,6 +122,8 @@ class Plan(NamedTuple):
     fast: bool
     resident: bool
     """Whether the scan's weights fit into shared memory beside the rest."""
+    inside: bool
+    """Whether the backward scan recomputes the gates, or finds their slopes."""
     kept: torch.dtype
     """Type of what is kept for the backward pass and of what that stores."""
     alone: dict[str, Any]
@@ -143,6 +148,7 @@ def plan(shape: Shape) -> Plan:
         products=mode,
         fast=low and not INTERPRETED,
         resident=(low and C <= 64) or C <= 32,
+        inside=(INSIDE if low else INSIDE_FLOAT)[C],
         kept=kept,
         alone={} if INTERPRETED else {"num_warps": BLOCK_WARPS, "num_stages": 1},
         streamed={} if INTERPRETED else {"num_warps": 8, "num_stages": 3 if C <= 64 else 2},
@@ -176,6 +182,25 @@ def layout(shape: Shape, share: dict[int, int], *, alone: bool = False) -> Layou
         options={} if INTERPRETED else options,
         constants={"BLOCK_V": tile, "TILES": -(-V // (parts * tile)), "PARTS": parts},
     )
+
+
+class PlaneTile(NamedTuple):
+    """The pieces of a plane that programs go through a grid with."""
+
+    voxels: int
+    pieces: int
+    options: dict[str, Any]
+
+
+def plane_tile(
+    sizes: dict[str, int], widest: int, warps: int = BLOCK_WARPS, least: int = 1
+) -> PlaneTile:
+    """Pieces of `widest` voxels for so many warps, or of a half or a quarter of that for fewer,
+    where less of them is empty."""
+    plane, widest = sizes["H"] * sizes["W"], max(4, widest, least)
+    choices = [widest >> k for k in range(TILE_CHOICES) if widest >> k >= least]
+    tile = min(choices, key=lambda tile: -plane % tile)
+    return PlaneTile(tile, -(-plane // tile), {"num_warps": max(1, warps * tile // widest)})
 
 
 def sizes_of(C: int, grid: Sequence[int]) -> dict[str, int]:

@@ -41,6 +41,47 @@ def pinned(x, PIN: tl.constexpr):
 
 
 @triton.jit
+def pack(a, b, PIN: tl.constexpr):
+    """a and b rounded to bfloat16, together in 32 bits: half the registers while they wait.
+
+    Left alone, the compiler holds float32 and rounds where the values are used.
+    """
+    if PIN:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [a, b], dtype=tl.int32, is_pure=False, pack=1
+        )
+    low = a.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.int32)
+    return low | (b.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def unpack(x):
+    a = (x << 16).to(tl.float32, bitcast=True)
+    return a, (x & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def as_float(x, PIN: tl.constexpr):
+    """x in float32. From bfloat16 two values take two instructions, not three as by themselves."""
+    if PIN and x.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x],
+            dtype=tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    return x.to(tl.float32)
+
+
+@triton.jit
+def later_on(x, PIN: tl.constexpr):
+    """x in bfloat16, as of here: what is done to it from now on is not begun before."""
+    if PIN:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2
+        )
+    return x
+
+
+@triton.jit
 def product(a, b, total, PRODUCTS: tl.constexpr):
     """total + a @ b in float32; operands in bfloat16, tf32 or true float32."""
     if PRODUCTS == "bf16":
@@ -54,11 +95,17 @@ def product(a, b, total, PRODUCTS: tl.constexpr):
 
 
 @triton.jit
-def meet(arrivals, target, PARTS: tl.constexpr):
-    """Wait until all programs of this row have stored what they owe."""
+def arrive(arrivals, PARTS: tl.constexpr):
+    """Tell the other programs of this row that all stored so far may be read."""
     tl.debug_barrier()
     if PARTS > 1:
         tl.atomic_add(arrivals, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def wait(arrivals, target, PARTS: tl.constexpr):
+    """Wait until the programs of this row have arrived `target` times, all together."""
+    if PARTS > 1:
         while tl.atomic_add(arrivals, 0, sem="acquire", scope="gpu") < target:
             pass
         tl.debug_barrier()
@@ -94,3 +141,30 @@ def gate_sum(u, z, by_write, by_hidden, bias, mix, GATE: tl.constexpr, RESIDENT:
         by_hidden = mix_tile(mix, GATE, 1, C, PRODUCTS)
     total = product(u, by_write, tl.zeros(z.shape, dtype=tl.float32), PRODUCTS)
     return product(z, by_hidden, total, PRODUCTS) + bias
+
+
+@triton.jit
+def gate_slopes(u, z, memory, live, ui, uf, uo, ug, hi, hf, ho, hg, mix, bias,
+                WRITES: tl.constexpr, RESIDENT: tl.constexpr, C: tl.constexpr,
+                PRODUCTS: tl.constexpr, FAST: tl.constexpr):  # fmt: skip
+    """How a step's gates move with dc and dh, and dc with dh and the later dc.
+
+    From the filtered write u, the filtered hidden half z and the cell before the step: the slopes
+    of i, f, o and g (o by dh, the others by dc), of dc by dh, and of dc by the later dc. A step
+    that does not write (live = 0) passes dc on and moves nothing else.
+    """
+    by_c = bias + tl.arange(0, C)[None, :]
+    i = sigmoid(gate_sum(u, z, ui, hi, tl.load(by_c), mix, 0, RESIDENT, C, PRODUCTS), FAST)
+    g = tanh(gate_sum(u, z, ug, hg, tl.load(by_c + 3 * C), mix, 3, RESIDENT, C, PRODUCTS), FAST)
+    new = i * g
+    slope_i, slope_g = g * i * (1.0 - i), i * (1.0 - g * g)
+    f = sigmoid(gate_sum(u, z, uf, hf, tl.load(by_c + C), mix, 1, RESIDENT, C, PRODUCTS), FAST)
+    new = tanh(new + f * memory, FAST)
+    slope_f = memory * f * (1.0 - f)
+    o = sigmoid(gate_sum(u, z, uo, ho, tl.load(by_c + 2 * C), mix, 2, RESIDENT, C, PRODUCTS), FAST)
+    slope_o, slope_h = new * o * (1.0 - o), o * (1.0 - new * new)
+    if WRITES:
+        slope_i, slope_f, slope_o = live * slope_i, live * slope_f, live * slope_o
+        slope_g, slope_h = live * slope_g, live * slope_h
+        f = live * f + (1.0 - live)
+    return slope_i, slope_f, slope_o, slope_g, slope_h, f

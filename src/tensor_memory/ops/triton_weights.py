@@ -12,18 +12,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tensor_memory.ops.triton_step import product
+from tensor_memory.ops.triton_step import as_float, product
 
 
 @triton.jit(do_not_specialize=["rows", "loops"])
 def mix_kernel(
-    slopes,
+    gates,
     written,
     kept_filtered,
     partial,
     rows,
     loops,
     C: tl.constexpr,
+    GATES: tl.constexpr,
     BLOCK: tl.constexpr,
     OUT: tl.constexpr,
     ADD: tl.constexpr,
@@ -31,7 +32,8 @@ def mix_kernel(
 ):
     """Gate gradients times gate inputs over BLOCK · loops voxels: OUT of the mix's 4C rows.
 
-    partial (chunks, 4C · 2C + 4C): the mix, then the bias. ADD adds up the bias's share voxel by
+    gates (rows, GATES, C), of which the first four are the gradients; partial (chunks,
+    4C · 2C + 4C): the mix, then the bias. ADD adds up the bias's share voxel by
     voxel; tensor cores find it sooner as a product with ones.
     """
     chunk = tl.program_id(0)
@@ -43,11 +45,11 @@ def mix_kernel(
         added = tl.zeros([BLOCK, OUT], dtype=tl.float32)
     else:
         sums = tl.zeros([OUT, 16], dtype=tl.float32)
-        ones = tl.full([BLOCK, 16], 1.0, dtype=slopes.dtype.element_ty)
+        ones = tl.full([BLOCK, 16], 1.0, dtype=gates.dtype.element_ty)
     for loop in range(loops):
         i = (chunk.to(tl.int64) * loops + loop) * BLOCK + tl.arange(0, BLOCK)
         own = (i < rows)[:, None]
-        given = tl.load(slopes + i[:, None] * (6 * C) + out[None, :], mask=own, other=0.0)
+        given = tl.load(gates + i[:, None] * (GATES * C) + out[None, :], mask=own, other=0.0)
         d = tl.trans(given)
         here = i[:, None] * C + c[None, :]
         by_write = product(d, tl.load(written + here, mask=own, other=0.0), by_write, PRODUCTS)
@@ -68,6 +70,16 @@ def mix_kernel(
         tl.store(partial + 8 * C * C + out[:, None] + column, sums, mask=column == 0)
 
 
+@triton.jit
+def three_along_x(at, before, line, after, C: tl.constexpr):
+    """What lies one voxel before, at and after a place."""
+    return (
+        tl.load(at - C, mask=before, other=0.0),
+        tl.load(at, mask=line, other=0.0),
+        tl.load(at + C, mask=after, other=0.0),
+    )
+
+
 @triton.jit(do_not_specialize=["items", "loops"])
 def taps_kernel(
     grad_filtered,
@@ -81,6 +93,7 @@ def taps_kernel(
     W: tl.constexpr,
     AXES: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    PIN: tl.constexpr,
 ):
     """Correlation of grad_filtered with the shifts of hidden, over `loops` steps of one tile.
 
@@ -106,28 +119,33 @@ def taps_kernel(
     same_m, same_o, same_p = down_m, down_m, down_m
     up_m, up_o, up_p = down_m, down_m, down_m
     for item in range(chunk * loops, tl.minimum((chunk + 1) * loops, items)):
-        start = size * item
-        g_below = tl.zeros([BLOCK_V, C], dtype=tl.float32)
-        g = tl.load(grad_filtered + start + here, mask=own, other=0.0).to(tl.float32)
+        plane = size * item
+        g_below = tl.zeros([BLOCK_V, C], dtype=grad_filtered.dtype.element_ty)
+        g = tl.load(grad_filtered + plane + here, mask=own, other=0.0)
+        next_m, next_o, next_p = three_along_x(kept_hidden + plane + near, before, line, after, C)
         for z in range(D):
-            plane = start + z * (PLANE * C)
-            h = kept_hidden + plane + near
-            h_m = tl.load(h - C, mask=before, other=0.0).to(tl.float32)
-            h_o = tl.load(h, mask=line, other=0.0).to(tl.float32)
-            h_p = tl.load(h + C, mask=after, other=0.0).to(tl.float32)
-            same_m += g * h_m
-            same_o += g * h_o
-            same_p += g * h_p
-            if D > 1:  # hidden of this plane lies above the gradients of the plane below
-                g_above = tl.load(
-                    grad_filtered + plane + PLANE * C + here, mask=own & (z < D - 1), other=0.0
-                ).to(tl.float32)
-                up_m += g_below * h_m
-                up_o += g_below * h_o
-                up_p += g_below * h_p
-                down_m += g_above * h_m
-                down_o += g_above * h_o
-                down_p += g_above * h_p
+            plane += PLANE * C
+            h_m, h_o = as_float(next_m, PIN), as_float(next_o, PIN)
+            h_p, g_here = as_float(next_p, PIN), as_float(g, PIN)
+            if D > 1:  # the next plane is on its way while this one is dealt with
+                more = z < D - 1
+                next_m, next_o, next_p = three_along_x(
+                    kept_hidden + plane + near, before & more, line & more, after & more, C
+                )
+                g_above = tl.load(grad_filtered + plane + here, mask=own & more, other=0.0)
+                # hidden of this plane lies above the gradients of the plane below
+                g_other = as_float(g_below, PIN)
+                up_m += g_other * h_m
+                up_o += g_other * h_o
+                up_p += g_other * h_p
+            same_m += g_here * h_m
+            same_o += g_here * h_o
+            same_p += g_here * h_p
+            if D > 1:
+                g_other = as_float(g_above, PIN)
+                down_m += g_other * h_m
+                down_o += g_other * h_o
+                down_p += g_other * h_p
                 g_below, g = g, g_above
     place_of = (tile * tl.num_programs(1) + chunk) * 27 + (dy + 1) * 3
     out = partial + place_of * C + c

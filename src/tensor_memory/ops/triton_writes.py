@@ -8,9 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tensor_memory.ops.triton_filter import tap
-from tensor_memory.ops.triton_places import EPSILON, corner, kernel_value, profile
-from tensor_memory.ops.triton_step import product
+from tensor_memory.ops.triton_places import EPSILON, corner, kernel_value, profile, write_taps
+from tensor_memory.ops.triton_step import as_float, product
 
 
 @triton.jit
@@ -71,39 +70,60 @@ def axis_gradient(
 
 
 @triton.jit
-def level_gradient(
-    d,
-    total,
-    i,
-    at,
-    sharpness,
-    taps,
-    AXIS: tl.constexpr,
-    SIZE: tl.constexpr,
-    C: tl.constexpr,
-    GAUSSIAN: tl.constexpr,
-    FILTERED: tl.constexpr,
-):
-    """`axis_gradient` for voxels that share index i along the axis, summed already: d (1, C)."""
-    t = tl.arange(0, 16)[:, None]
-    d_at, d_sharpness = 0.0, 0.0
-    for k in tl.static_range(3):
-        if FILTERED or k == 1:
-            value = kernel_value(i + k - 1, at, sharpness, SIZE, GAUSSIAN)
-            if FILTERED:
-                total += tl.where(t == k, d * value[:, None], 0.0)
-            if GAUSSIAN:
-                d_value = tl.sum(d * tap(taps, AXIS, k, 0, C)) if FILTERED else tl.sum(d)
-                offset = (i + k - 1).to(tl.float32) * (2.0 / (SIZE - 1)) - 1.0 - at
-                d_at += tl.sum(value * offset) * d_value * (2.0 * sharpness)
-                d_sharpness -= tl.sum(value * offset * offset) * d_value
-    return total, d_at, d_sharpness
-
-
-@triton.jit
 def store_taps(partial, total, AXIS: tl.constexpr, C: tl.constexpr):
     c, t = tl.arange(0, C)[None, :], tl.arange(0, 16)[:, None]
     tl.store(partial + (AXIS * 3 + t) * C + c, total, mask=t < 3)
+
+
+@triton.jit
+def fold(
+    volume,
+    own,
+    z_at,
+    sharpness,
+    taps,
+    D: tl.constexpr,
+    SIZE: tl.constexpr,
+    C: tl.constexpr,
+    AXIS: tl.constexpr,
+    GAUSSIAN: tl.constexpr,
+    FILTERED: tl.constexpr,
+    STAGES: tl.constexpr,
+    PIN: tl.constexpr,
+):
+    """The planes of a volume summed over z, with the five weights that its gradients need.
+
+    volume (BLOCK_V, C) points into the first of D planes, SIZE values apart. The weights are the
+    mask's values one voxel before, at and after each plane (whose products with the taps, summed,
+    are the filtered mask), and the filtered mask's slopes: offset · value, offset² · value.
+    """
+    zero = tl.zeros(volume.shape, dtype=tl.float32)
+    before, here, after, moved, sharper = zero, zero, zero, zero, zero
+    tap_before, tap_here, tap_after = write_taps(taps, AXIS, C, FILTERED)
+    for z in tl.range(0, D, num_stages=STAGES):
+        d = as_float(tl.load(volume + z * SIZE, mask=own, other=0.0), PIN)
+        level = tl.zeros([1], dtype=tl.int32) + z
+        value = kernel_value(level, z_at, sharpness, D, GAUSSIAN)[:, None]
+        offset = (level.to(tl.float32) * (2.0 / (D - 1)) - 1.0 - z_at)[:, None]
+        here += d * value
+        by_offset = value * offset * tap_here
+        by_square = value * offset * offset * tap_here
+        if FILTERED:
+            value = kernel_value(level - 1, z_at, sharpness, D, GAUSSIAN)[:, None]
+            near = offset - 2.0 / (D - 1)
+            before += d * value
+            by_offset += value * near * tap_before
+            by_square += value * near * near * tap_before
+            value = kernel_value(level + 1, z_at, sharpness, D, GAUSSIAN)[:, None]
+            near = offset + 2.0 / (D - 1)
+            after += d * value
+            by_offset += value * near * tap_after
+            by_square += value * near * near * tap_after
+        if GAUSSIAN:
+            moved += d * by_offset
+            sharper += d * by_square
+    folded = before * tap_before + here * tap_here + after * tap_after
+    return folded, before, here, after, moved, sharper
 
 
 @triton.jit(do_not_specialize=["S", "B"])
@@ -112,8 +132,7 @@ def writes_kernel(
     spread,
     content,
     taps,
-    mix,
-    slopes,
+    grad_written,
     grad_content,
     grad_at,
     grad_spread,
@@ -129,76 +148,64 @@ def writes_kernel(
     BLOCK_V: tl.constexpr,
     GAUSSIAN: tl.constexpr,
     FILTERED: tl.constexpr,
-    RESIDENT: tl.constexpr,
-    PRODUCTS: tl.constexpr,
     SUMS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PIN: tl.constexpr,
 ):
-    """What write m of one step receives; the taps' share is left per program.
+    """What write m of one step receives of grad_written (S, B, V, C).
 
-    Planes of the grid are folded along z first, so that x and y are dealt with once per step.
+    The taps' share is left per program. Planes of the grid are folded along z first, so that x and
+    y are dealt with once per step.
     """
     item, m = tl.program_id(0), tl.program_id(1)
     write = ((item % B) * S + item // B) * M + m
     c = tl.arange(0, C)
-    gate, t = tl.arange(0, 4 * C), tl.arange(0, 16)
+    t = tl.arange(0, 16)[:, None]
     PLANE: tl.constexpr = H * W
     at = write_at + write * AXES
     sigma, sharpness = 0.0, 0.0
     if GAUSSIAN:
         sigma = tl.load(spread + write)
         sharpness = 1.0 / (2.0 * sigma * sigma + EPSILON)
-    what = tl.load(content + write * C + c[None, :])
-    if RESIDENT:
-        weight = tl.load(mix + gate[:, None] * (2 * C) + c[None, :])  # (4C, C), the written half
+    what = tl.load(content + write * C + c[None, :]).to(tl.float32)
     x_at = tl.load(at)
     y_at = tl.load(at + 1) if H > 1 else 0.0
     z_at = tl.load(at + 2) if D > 1 else 0.0
-    ones = tl.where(t == 0, 1.0, 0.0)[:, None] + tl.zeros([1, BLOCK_V], dtype=tl.float32)
     taps_x = tl.zeros([16, C], dtype=tl.float32)
     taps_y = tl.zeros([16, C], dtype=tl.float32)
     taps_z = tl.zeros([16, C], dtype=tl.float32)
-    contents = tl.zeros([16, C], dtype=tl.float32)
+    contents = tl.zeros([1, C], dtype=tl.float32)
     d_x, d_y, d_z, d_sharpness = 0.0, 0.0, 0.0, 0.0
+    volume = grad_written + item.to(tl.int64) * (D * PLANE * C)
 
     for block in range((PLANE + BLOCK_V - 1) // BLOCK_V):
         w = block * BLOCK_V + tl.arange(0, BLOCK_V)
+        own = (w < PLANE)[:, None]
+        here = volume + w[:, None] * C + c[None, :]
+        if D > 1:
+            folded, lower, level, upper, moved, sharper = fold(
+                here, own, z_at, sharpness, taps, D, PLANE * C, C, AXES - 3, GAUSSIAN, FILTERED,
+                STAGES, PIN,
+            )  # fmt: skip
+        else:
+            folded = tl.load(here, mask=own, other=0.0).to(tl.float32)
         y, x = w // W, w % W
         px = profile(x, x_at, sharpness, taps, AXES - 1, W, C, GAUSSIAN, FILTERED)
         plane = px
         if H > 1:
             py = profile(y, y_at, sharpness, taps, AXES - 2, H, C, GAUSSIAN, FILTERED)
             plane = px * py
-        folded = tl.zeros([BLOCK_V, C], dtype=tl.float32)
-        for z in range(D):
-            row = item.to(tl.int64) * (D * PLANE) + z * PLANE + w
-            at_gates = slopes + row[:, None] * (6 * C)
-            own = (w < PLANE)[:, None]
-            d = tl.zeros([BLOCK_V, C], dtype=tl.float32)  # reaches the filtered write
-            if RESIDENT:
-                d_gates = tl.load(at_gates + gate[None, :], mask=own, other=0.0)
-                d = product(d_gates, weight, d, PRODUCTS)
-            else:
-                for k in range(4):  # not unrolled: one tile at a time fits
-                    d_gate = tl.load(at_gates + k * C + c[None, :], mask=own, other=0.0)
-                    weight = tl.load(mix + (k * C + c[:, None]) * (2 * C) + c[None, :])
-                    d = product(d_gate, weight, d, PRODUCTS)
-            if D > 1:
-                level = tl.zeros([1], dtype=tl.int32) + z
-                pz = profile(level, z_at, sharpness, taps, AXES - 3, D, C, GAUSSIAN, FILTERED)
-                folded += d * pz
-                column = tl.sum(d * plane, axis=0)[None, :]
-                contents += tl.where((t == 0)[:, None], column * pz, 0.0)
-                column *= what
-                taps_z, more, sharper = level_gradient(
-                    column, taps_z, level, z_at, sharpness, taps,
-                    AXES - 3, D, C, GAUSSIAN, FILTERED,
-                )  # fmt: skip
-                d_z += more
-                d_sharpness += sharper
-            else:
-                folded = d
-        if D == 1:
-            contents = product(ones, folded * plane, contents, SUMS)
+        contents += tl.sum(folded * plane, axis=0)[None, :]
+        if D > 1:
+            plane *= what
+            if FILTERED:
+                lower = tl.sum(lower * plane, axis=0)[None, :]
+                level = tl.sum(level * plane, axis=0)[None, :]
+                upper = tl.sum(upper * plane, axis=0)[None, :]
+                taps_z += three(lower, level, upper, t)
+            if GAUSSIAN:
+                d_z += tl.sum(moved * plane) * (2.0 * sharpness)
+                d_sharpness -= tl.sum(sharper * plane)
         folded *= what
         if H > 1:
             taps_y, more, sharper = axis_gradient(
@@ -215,8 +222,7 @@ def writes_kernel(
         d_x += more
         d_sharpness += sharper
 
-    row = tl.arange(0, 16)[:, None]
-    tl.store(grad_content + write * C + c[None, :] + row * C, contents, mask=row == 0)
+    tl.store(grad_content + write * C + c[None, :], contents)
     tl.store(grad_at + write * AXES, d_x)
     if H > 1:
         tl.store(grad_at + write * AXES + 1, d_y)
