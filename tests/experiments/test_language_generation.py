@@ -72,7 +72,7 @@ def test_greedy_text_is_what_whole_windows_predict(method):
         logits = teacher_forced(model, [*prompt, *made])
         assert logits.argmax(-1)[len(prompt) - 1 : -1].tolist() == made
     else:
-        assert method in ("base", "base-sln", "wide", "local")
+        assert method in ("base", "base-sln", "wide", "local", "wide-local")
 
 
 @pytest.mark.parametrize("method", CAUSAL)
