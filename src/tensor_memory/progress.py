@@ -1,14 +1,9 @@
-"""Long work: how far it has come, and an end that comes too early.
-
-A bar on a terminal, a line now and then anywhere else.
-"""
+"""Progress of long work: a bar on a terminal, a line now and then anywhere else."""
 
 from __future__ import annotations
 
 import importlib.util
-import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,19 +38,6 @@ def progress(
     shown = _bar if out.isatty() and importlib.util.find_spec("rich") else _lines
     with shown(label, total, unit, start, out) as advance:
         yield advance
-
-
-@contextmanager
-def terminated_as_interrupted() -> Iterator[None]:
-    """Take SIGTERM, which time limits send, as Ctrl-C, so that what is done can be saved."""
-    if threading.current_thread() is not threading.main_thread():  # which alone gets signals
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

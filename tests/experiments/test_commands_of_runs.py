@@ -29,6 +29,7 @@ SIGN = "invented_runs:sign"
 @pytest.fixture(autouse=True)
 def in_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # recipes of one's own add the folder
 
 
 @pytest.fixture

@@ -180,6 +180,15 @@ def test_all_methods_start_from_the_same_words():
     assert all(torch.equal(words, found[0]) for words in found)
 
 
+def test_wide_local_is_wide_seen_through_the_window_of_local():
+    wide, local, both = (
+        LanguageModelConfig(method=method).stack(512, carried=True)
+        for method in ("wide", "local", "wide-local")
+    )
+    assert (wide.window, local.window) == (None, 64)
+    assert both == replace(wide, window=64)
+
+
 @pytest.mark.parametrize("dim", [32, 64, 96, 192, 384, 512])
 @pytest.mark.parametrize("attention", ["", "-local"])
 def test_wide_has_the_weights_of_tensor(dim, attention):

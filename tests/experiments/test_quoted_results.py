@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tensor_memory.experiments.recipes.language import language
 from tensor_memory.experiments.results import diagnostics_page, read_results
 from tensor_memory.experiments.results.intervals import estimate
 from tensor_memory.experiments.results.vision_runs import grouped
@@ -49,6 +50,9 @@ def test_what_is_said_of_the_start_for_long_gaps_was_measured():
         if recipe == "windowed-binding-long":
             assert min(_valid_at(run, 500) for run in runs) > 0.89
             assert "90 % after 500 of the 4,000 steps" in text
+            shown = estimate([100 * run["test"]["test"]["accuracy"] for run in runs])
+            howto = (ROOT / "docs" / "howto.md").read_text(encoding="utf-8")
+            assert f"{shown.mean:.1f} ± {shown.half_width:.1f} % from this one" in howto
 
 
 def _valid_at(run, step):
@@ -101,6 +105,16 @@ def test_what_the_readme_says_of_the_leak_was_measured():
     assert f"{leaking.mean:.2f} ± {leaking.half_width:.2f}" in text
     assert {f"{scores[method].mean:.2f}" for method in ("base", "tensor")} == {"6.00"}
     assert "causal models score 6.00" in text
+
+
+def test_the_rate_of_the_language_recipes_is_the_best_on_valid():
+    tried = read_results([ROOT / "results" / "language" / "rate"])
+    assert len(tried) == 3
+    best = min(tried, key=lambda run: run["valid"]["perplexity"])
+    assert best["config"]["optimizer"]["lr"] == language().optimizer.lr
+    page = (ROOT / "docs" / "language.md").read_text(encoding="utf-8")
+    assert "AdamW, 1e-3 after 200 steps" in page
+    assert language().optimizer.lr == 1e-3
 
 
 def test_what_is_said_of_text_was_measured():

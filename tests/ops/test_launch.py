@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from scans import HERE
+from torch import Tensor
 
 from tensor_memory import MemoryConfig, MemoryResidual, TensorMemory
 from tensor_memory.ops import why_not
@@ -131,6 +132,24 @@ def test_a_launch_happens_on_the_device_of_its_tensors(kernel, monkeypatch):
     assert entered == [None, None]
     assert len(kernel.compiled) == 2
     assert current == ["another"]
+
+
+@pytest.mark.skipif(HERE.type != "cpu", reason="only the interpreter warns of inf - inf")
+@pytest.mark.parametrize("grid", [(2,), (2, 2), (2, 2, 2)])
+def test_nothing_is_added_up_that_nobody_has_written(grid, monkeypatch):
+    honest = Tensor.new_empty
+
+    def full_of_infinities(tensor, *size, **options):
+        made = honest(tensor, *size, **options)
+        if made.is_floating_point():
+            made.copy_(torch.where(torch.rand(made.shape) < 0.5, -torch.inf, torch.inf))
+        return made
+
+    monkeypatch.setattr(Tensor, "new_empty", full_of_infinities)
+    config = MemoryConfig(channels=16, grid=grid, chunk_size=1, backend="triton")
+    memory = TensorMemory(8, config)
+    memory(torch.randn(2, 3, 8))[0].sum().backward()
+    assert all(p.grad.isfinite().all() for p in memory.parameters())
 
 
 @pytest.mark.parametrize("reads", ["chunk", "token"])

@@ -45,7 +45,8 @@ from tensor_memory.bench.timing import (
     part_failures,
     peak_bytes,
 )
-from tensor_memory.progress import progress, terminated_as_interrupted
+from tensor_memory.interruption import terminated_as_interrupted
+from tensor_memory.progress import progress
 
 Scan = Callable[..., Any]
 

@@ -161,25 +161,26 @@ def taps_kernel(
 
 
 @triton.jit
-def add_rows(rows, first, count, width, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Some columns of rows (…, width), summed over the rows from `first` up to `count`."""
+def add_rows(rows, first, count, width, column, own, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Own columns of rows (…, width), summed over the rows from `first` up to `count`."""
     total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for start in range(first, count, ROWS):
         row = start + tl.arange(0, ROWS)
-        mask = (row < count)[:, None] & (column < width)[None, :]
+        mask = (row < count)[:, None] & own[None, :]
         at = rows + row[:, None].to(tl.int64) * width + column[None, :]
         total += tl.load(at, mask=mask, other=0.0)
     return tl.sum(total, axis=0)
 
 
 @triton.jit
-def add_share(rows, sums, count, part, block, WIDTH: tl.constexpr, PARTS: tl.constexpr,
-              ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """One of PARTS shares of the rows, into sums (PARTS, WIDTH)."""
+def add_share(rows, sums, count, part, block, WIDTH: tl.constexpr, UNUSED: tl.constexpr,
+              PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    """One of PARTS shares of the rows, into sums (PARTS, WIDTH); at both ends UNUSED columns."""
     share = (count + PARTS - 1) // PARTS
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     until = tl.minimum((part + 1) * share, count)
-    total = add_rows(rows, part * share, until, WIDTH, column, ROWS, COLUMNS)
+    own = (column >= UNUSED) & (column < WIDTH - UNUSED)
+    total = add_rows(rows, part * share, until, WIDTH, column, own, ROWS, COLUMNS)
     tl.store(sums + part * WIDTH + column, total, mask=column < WIDTH)
 
 
@@ -207,13 +208,15 @@ def sums_kernel(
     """
     MIX: tl.constexpr = 8 * C * C
     WRITES: tl.constexpr = AXES * 3 * C
+    UNUSED: tl.constexpr = (27 - 3**AXES) // 2 * C  # of a cube whose axes are not all there
     block = tl.program_id(0)
     mixes: tl.constexpr = (MIX + 4 * C + COLUMNS - 1) // COLUMNS
     writes: tl.constexpr = (WRITES + COLUMNS - 1) // COLUMNS
     shared: tl.constexpr = writes + (27 * C + COLUMNS - 1) // COLUMNS
     if block < mixes:
         column = block * COLUMNS + tl.arange(0, COLUMNS)
-        total = add_rows(partial_mix, 0, mix_count, MIX + 4 * C, column, ROWS, COLUMNS)
+        own = column < MIX + 4 * C
+        total = add_rows(partial_mix, 0, mix_count, MIX + 4 * C, column, own, ROWS, COLUMNS)
         tl.store(grad_mix + column, total, mask=column < MIX)
         column -= MIX
         tl.store(grad_bias + column, total, mask=(column >= 0) & (column < 4 * C))
@@ -221,12 +224,12 @@ def sums_kernel(
         part, block = (block - mixes) // shared, (block - mixes) % shared
         if block < writes:
             add_share(
-                partial_writes, written, write_count, part, block, WRITES, PARTS, ROWS, COLUMNS
+                partial_writes, written, write_count, part, block, WRITES, 0, PARTS, ROWS, COLUMNS
             )
         else:
             add_share(
-                partial_hidden, cube, hidden_count, part, block - writes, 27 * C, PARTS, ROWS,
-                COLUMNS,
+                partial_hidden, cube, hidden_count, part, block - writes, 27 * C, UNUSED, PARTS,
+                ROWS, COLUMNS,
             )  # fmt: skip
 
 

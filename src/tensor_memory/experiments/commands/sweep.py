@@ -31,7 +31,8 @@ from tensor_memory.experiments.run_config import RunConfig
 from tensor_memory.experiments.train import RunOptions, train
 from tensor_memory.experiments.train.folder import read_json
 from tensor_memory.experiments.train.processes import find_device
-from tensor_memory.progress import progress, terminated_as_interrupted
+from tensor_memory.interruption import terminated_as_interrupted
+from tensor_memory.progress import progress
 
 Train = Callable[[RunConfig[Any, Any], RunOptions], dict[str, Any]]
 
