@@ -185,7 +185,7 @@ def test_a_prompt_comes_from_a_file_or_from_stdin(run, tmp_path, capsys, monkeyp
     monkeypatch.setattr(sys, "stdin", io.StringIO("the cat sat"))
     assert main([*greedy, "--prompt", "-"]) == 0
     assert capsys.readouterr().out == from_file
-    _, vocabulary, model = load_text_run(run)
+    _, vocabulary, model, _ = load_text_run(run)
     ids = prompt_ids(vocabulary, "the cat sat")
     assert [vocabulary.words[i] for i in ids] == ["<eos>", "the", "cat", "sat"]
     expected = itertools.islice(generate(TextStream(model), ids, temperature=0), 9)

@@ -250,6 +250,7 @@ def test_the_language_page_is_filled_from_records(tmp_path, capsys):
     write_result(results / "cost", cost)
     position = {
         "kind": "positions", "method": "tensor-local", "seed": 0, "labels": {}, "trained": "fresh",
+        "step": 8, "config": {"budget": {"steps": 8}},
         "state_bytes": 1024, "length": 512, "positions": [256.0, 768.0], "losses": [4.5, 4.4],
         "windows": [
             {"history": 0, "loss": 4.5, "gain": 0.0, "gain_error": 0.0},

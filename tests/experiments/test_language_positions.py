@@ -9,7 +9,11 @@ from torch import nn
 from tensor_memory import MemoryConfig
 from tensor_memory.cli import main
 from tensor_memory.experiments.models.language import LanguageModel, LanguageModelConfig
-from tensor_memory.experiments.results.positions import draw_positions, read_positions
+from tensor_memory.experiments.results.positions import (
+    draw_positions,
+    positions_table,
+    read_positions,
+)
 from tensor_memory.experiments.run_config import RunConfig
 from tensor_memory.experiments.tasks.language import LanguageTask, LanguageTaskConfig
 from tensor_memory.experiments.tasks.text import Corpus, Vocabulary
@@ -59,15 +63,15 @@ def test_every_window_is_scored_after_each_length_of_history(method, size):
 
 
 def test_a_model_that_carries_nothing_gains_nothing():
-    record = loss_by_position(*made("local"), windows=4)
+    record = loss_by_position(*made("local"), step=2, windows=4)
     assert [window["gain"] for window in record["windows"]] == [0.0] * 4
-    record = loss_by_position(*made("tensor-local"), windows=4)
+    record = loss_by_position(*made("tensor-local"), step=2, windows=4)
     assert all(window["gain"] != 0 for window in record["windows"][1:])
 
 
 def test_a_record_holds_means_over_windows_and_over_parts_of_them():
     config, task, model = made("tensor-local")
-    record = loss_by_position(config, task, model, windows=4)
+    record = loss_by_position(config, task, model, step=2, windows=4)
     nll = window_losses(config, task, model, windows=4, size=32)
     assert [w["history"] for w in record["windows"]] == [0, 6, 12, 18]
     assert record["windows"][2]["loss"] == pytest.approx(nll[2].mean().item())
@@ -75,13 +79,24 @@ def test_a_record_holds_means_over_windows_and_over_parts_of_them():
     assert record["positions"][:2] == [0.5, 1.5]
     assert record["losses"][:2] == pytest.approx(nll[0, :, :2].mean(0).tolist())
     assert record["tokens"] == 4 * N
+    assert record["step"] == 2
     assert {"commit", "versions", "hardware"} <= record.keys()
     assert json.loads(json.dumps(record)) == record
 
 
+def test_a_model_that_was_not_trained_to_the_end_says_so():
+    config, task, model = made("local")
+    steps = config.budget.steps
+    records = [
+        loss_by_position(config, task, model, step=step, windows=2) for step in (steps - 1, steps)
+    ]
+    trained = [row["trained"] for row in positions_table(records)]
+    assert trained == [f"carried, step {steps - 1:,} of {steps:,}", "carried"]
+
+
 def test_a_text_too_short_is_refused():
     with pytest.raises(ValueError, match="at least 9 windows of 6 tokens, got 7; ask for fewer"):
-        loss_by_position(*made("local"), windows=9)
+        loss_by_position(*made("local"), step=2, windows=9)
 
 
 def test_the_command_measures_draws_and_records(tmp_path, capsys):
@@ -105,6 +120,7 @@ def test_the_command_measures_draws_and_records(tmp_path, capsys):
     records = read_positions(tmp_path / "out")
     assert {record["method"] for record in records} == {"local", "tensor-local"}
     assert all(len(record["windows"]) == 16 for record in records)
+    assert all(record["step"] == 2 for record in records)
     assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".json", ".png", ".svg"}
     again = draw_positions(records, tmp_path / "again")[1].read_text()
     assert "training length" in again

@@ -29,7 +29,7 @@ def generate_command(arguments: Sequence[str]) -> int:
     device = options.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    _, vocabulary, model = load_text_run(options.folder, options.which, device=device)
+    _, vocabulary, model, _ = load_text_run(options.folder, options.which, device=device)
     if model.config.non_causal:
         _say(f"{model.config.method} was trained seeing the future; here it has none to see")
     ids = generate(

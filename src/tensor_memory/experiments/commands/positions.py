@@ -28,7 +28,7 @@ def positions_command(arguments: Sequence[str]) -> int:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     records = []
     for folder in options.folders:
-        config, vocabulary, model = load_text_run(
+        config, vocabulary, model, step = load_text_run(
             folder, options.which, device=device, carried=True
         )
         given = config.task
@@ -40,7 +40,9 @@ def positions_command(arguments: Sequence[str]) -> int:
                 f"{folder}: expected the text this run was trained on, got one with other words; "
                 "name its folder with --data-dir"
             )
-        record = loss_by_position(config, task, model, windows=options.times, size=options.rows)
+        record = loss_by_position(
+            config, task, model, step=step, windows=options.times, size=options.rows
+        )
         write_positions(options.output / f"{run_name(config)}.json", record)
         records.append(record)
     files = draw_positions(records, options.output / "positions")

@@ -40,7 +40,7 @@ def positions_table(records: Sequence[Record]) -> Table:
         table.append(
             {
                 "method": _label(record),
-                "trained": record["trained"],
+                "trained": _training(record),
                 "state": bytes_text(record["state_bytes"]),
                 "loss without history": f"{record['windows'][0]['loss']:.4f}",
                 f"after {last['history']:,} tokens": f"{last['loss']:.4f}",
@@ -81,8 +81,14 @@ def _labelled(records: Sequence[Record]) -> Iterable[tuple[str, Record]]:
     for record in records:
         label = _label(record)
         if methods.count(record["method"]) > 1:
-            label += f", trained {record['trained']}, seed {record['seed']}"
+            label += f", trained {_training(record)}, seed {record['seed']}"
         yield label, record
+
+
+def _training(record: Record) -> str:
+    """Carried or fresh; and the step, where that is not the run's last."""
+    step, steps = record["step"], record["config"]["budget"]["steps"]
+    return record["trained"] + (f", step {step:,} of {steps:,}" if step < steps else "")
 
 
 def _label(record: Record) -> str:

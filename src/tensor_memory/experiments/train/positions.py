@@ -33,6 +33,7 @@ def loss_by_position(
     task: LanguageTask,
     model: LanguageModel,
     *,
+    step: int,
     windows: int = 16,
     size: int = 32,
 ) -> dict[str, Any]:
@@ -42,6 +43,7 @@ def loss_by_position(
         config: the run's.
         task: its text, on the model's device.
         model: built to carry, in evaluation mode.
+        step: how many steps it was trained for.
         windows: H, how many training lengths the text gets long.
         size: rows that are read side by side.
     """
@@ -62,6 +64,7 @@ def loss_by_position(
         "labels": model.labels(),
         "state_bytes": model.state_bytes(),
         "trained": "carried" if config.task.carried else "fresh",
+        "step": step,
         "length": N,
         "tokens": nll.shape[1] * N,
         "windows": [

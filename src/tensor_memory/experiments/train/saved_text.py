@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -19,13 +19,23 @@ from tensor_memory.experiments.train.folder import RunFolder, read_json
 VOCABULARY = "vocabulary.txt"
 
 
+class SavedText(NamedTuple):
+    """What the folder of a language run holds."""
+
+    config: RunConfig[Any, Any]
+    vocabulary: Vocabulary
+    model: LanguageModel
+    step: int
+    """Steps that the model was trained for."""
+
+
 def load_text_run(
     folder: str | os.PathLike[str],
     which: Literal["best", "last"] = "best",
     *,
     device: torch.device | str = "cpu",
     carried: bool | None = None,
-) -> tuple[RunConfig[Any, Any], Vocabulary, LanguageModel]:
+) -> SavedText:
     """Config, vocabulary and model of a language run, the model in evaluation mode.
 
     `carried` builds the model with or without a state that goes from window to window, whichever
@@ -50,7 +60,7 @@ def load_text_run(
             f"{run.checkpoints}: no checkpoints; expected a run that kept them: `sweep` drops them "
             "unless it is told --keep-checkpoints, `run` keeps them"
         )
-    _, weights = Checkpoints(run, run.fingerprint(config)).weights(which)
+    step, weights = Checkpoints(run, run.fingerprint(config)).weights(which)
     with torch.random.fork_rng(devices=[]):
         built = LanguageModel(
             model,
@@ -59,7 +69,7 @@ def load_text_run(
             carried=task.carried if carried is None else carried,
         )
     load_weights(built, weights, str(run.path / which))
-    return config, vocabulary, built.to(device).eval()
+    return SavedText(config, vocabulary, built.to(device).eval(), step)
 
 
 def _read_vocabulary(path: Path) -> Vocabulary:
