@@ -92,6 +92,12 @@ def test_what_the_readme_says_of_images_and_video_was_measured():
     )
     assert f"{spatial} with the memory, {frames} frame by frame" in text
     assert f"{joint} with attention over all frames" in text
+    long = [run for run in clips if run["facts"]["frames"] == 64]
+    spatial, frames, joint = (
+        shown(long, method, "test", "accuracy").removesuffix(" %")
+        for method in ("spatial", "frames", "joint")
+    )
+    assert f"With 64 frames: {spatial}, {frames} and {joint} %" in text
 
 
 def test_what_the_readme_says_of_the_leak_was_measured():
@@ -155,3 +161,29 @@ def test_what_is_said_of_text_was_measured():
     assert f"has {use[0]:.0f}, {use[1]:.0f} and {use[2]:.0f} % of the norm" in page
     assert max(use[3:]) < 2
     assert f"takes {cost['base']}" in page
+
+
+def test_what_is_said_of_text_with_the_state_carried_was_measured():
+    readme, page = (
+        " ".join((ROOT / name).read_text(encoding="utf-8").split())
+        for name in ("README.md", "docs/language.md")
+    )
+    runs = {
+        method: sorted(members, key=lambda run: run["seed"])
+        for method, members in grouped(read_results([ROOT / "results" / "language" / "carried"]))
+    }
+    base, local, memory = (
+        [run["test"]["test"]["perplexity"] for run in runs[method]]
+        for method in ("base", "local", "tensor-local")
+    )
+    for shown in (estimate(memory), estimate(local), estimate(base)):
+        assert f"{shown.mean:.2f} ± {shown.half_width:.2f}" in readme
+    lost = [a - b for a, b in zip(local, base, strict=True)]
+    back = [a - b for a, b in zip(local, memory, strict=True)]
+    shown = estimate(back)
+    assert f"{shown.mean:.2f} ± {shown.half_width:.2f} of {estimate(lost).mean:.2f}" in page
+    first, second, third = (f"{100 * b / a:.0f}" for a, b in zip(lost, back, strict=True))
+    assert f"{first}, {second} and {third} % of the gap" in page
+    emptied = [run["test"]["test@fresh"]["perplexity"] for run in runs["tensor-local"]]
+    worth = estimate([a - b for a, b in zip(emptied, memory, strict=True)])
+    assert f"score {worth.mean:.2f} ± {worth.half_width:.2f} more" in page
