@@ -249,6 +249,7 @@ def test_every_benchmark_runs_on_a_gpu(tmp_path, name):
     elif name == "train-step":
         row = result["models"]["language"]
         assert isinstance(row["extra_peak_gib"], float)
-        assert row["graph"]["ms"].keys() == {"base", "memory"}
+        for way in (row, row["one_thread"], row["graph"]):
+            assert way["ms"].keys() == {"base", "memory"}
     else:
         assert result["batches"]["1"]["launches"]["by_memory_per_layer"]["last"] >= 1
