@@ -19,7 +19,7 @@ from tensor_memory.experiments.train.steps import Step
 
 WORDS, N, ROWS = 11, 6, 3
 CPU = torch.device("cpu")
-CARRIES = ["tensor-local", "linear", "linear-local", "xl", "recurrent-slots"]
+CARRIES = ["tensor-local", "linear", "linear-local", "xl", "tensor-xl", "recurrent-slots"]
 
 
 def made(method, *, tokens=70):

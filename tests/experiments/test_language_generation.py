@@ -40,7 +40,7 @@ def decoder(method, *, carried):
         window=4,
         memory=MemoryConfig(channels=4, grid=(3, 3), chunk_size=3, reads="token"),
         slots=2 if method == "recurrent-slots" else None,
-        segment=4 if method in ("xl", "recurrent-slots") else None,
+        segment=4 if method in ("xl", "tensor-xl", "recurrent-slots") else None,
         cache=5 if method == "xl" else None,
         non_causal=method == "tensor-depth",
     )

@@ -199,13 +199,14 @@ def test_the_search_varies_all_that_was_asked_for():
     assert {m.forget_bias for m in memories} == {0, 1, 3, 5}
     assert len({m.spread_bias for m in memories}) == 2
     assert {(m.forget_bias, m.gain) for m in memories if m.feedback == 0} == {(5, 4)}
-    first = configs[:18]  # what a sweep cut short must have told
+    first = configs[:20]  # what a sweep cut short must have told
     assert {c.model.method for c in first} == {
         "base",
         "local",
         "tensor-local",
         "linear-local",
         "xl",
+        "tensor-xl",
     }
     assert {c.model.memory.forget_bias for c in first} == {0, 1, 3, 5}
     assert any(
@@ -213,4 +214,6 @@ def test_the_search_varies_all_that_was_asked_for():
         for m in (c.model.memory for c in first)
     )
     others = {c.model.method for c in configs} - {"tensor-local"}
-    assert others == {"base", "local", "linear-local", "xl", "recurrent-slots"}
+    assert others == {"base", "local", "linear-local", "xl", "tensor-xl", "recurrent-slots"}
+    caches = [c.model.cache for c in configs if c.model.method == "xl" and c.model.window == 64]
+    assert caches == [None, 0]  # what relative positions are worth without one

@@ -37,7 +37,7 @@ def config(method, **options):
         "window": 4,
         "memory": MemoryConfig(channels=4, grid=(3, 3), chunk_size=3),
         "slots": 2 if method == "recurrent-slots" else None,
-        "segment": 4 if method in ("xl", "recurrent-slots") else None,
+        "segment": 4 if method in ("xl", "tensor-xl", "recurrent-slots") else None,
         "non_causal": method == "tensor-depth",
     }
     return LanguageModelConfig(method=method, **small | options)
@@ -99,6 +99,7 @@ def test_the_depth_threaded_model_is_built_only_by_name_and_labelled():
         ("tensor-local", True, "4 per layer within window 12, carried"),
         ("tensor-local", False, "4 per layer within window 12"),
         ("xl", True, "segment 4, 2 before it per layer, carried"),
+        ("tensor-xl", True, "segment 4, 0 before it per layer, carried"),
         ("recurrent-slots", True, "segment 4, 2 slots before it, carried"),
         ("tensor-depth", False, "all of 12, later tokens too"),
     ],
@@ -200,7 +201,9 @@ def test_wide_has_the_weights_of_tensor(dim, attention):
     assert sizes["wide"] == pytest.approx(sizes["tensor"], rel=0.01)
 
 
-@pytest.mark.parametrize("method", ["xl", "recurrent-slots", "linear-local", "tensor-local"])
+@pytest.mark.parametrize(
+    "method", ["xl", "recurrent-slots", "linear-local", "tensor-local", "tensor-xl"]
+)
 def test_compared_states_have_the_memorys_bytes(method):
     with torch.device("meta"):
         model = LanguageModel(LanguageModelConfig(method=method), 100, 512)

@@ -39,6 +39,7 @@ LanguageMethod = Literal[
     "recurrent-slots",
     "tensor",
     "tensor-local",
+    "tensor-xl",
     "tensor-depth",
 ]
 
@@ -55,7 +56,8 @@ class LanguageModelConfig:
     local, wide-local: attention within `window`; linear: ELU + 1 attention; linear-local: local and
     a linear-attention state of the memory's bytes; xl: relative attention with a cache; recurrent-
     slots: tokens carried from segment to segment; tensor, tensor-local: the memory beside full or
-    local attention; tensor-depth: the published form, which sees the future."""
+    local attention; tensor-xl: beside xl's attention, in place of its cache; tensor-depth: the
+    published form, which sees the future."""
     dim: int = 384
     layers: int = 8
     heads: int = 8
@@ -72,10 +74,11 @@ class LanguageModelConfig:
     share_weights: bool = True
     """One set of side-path weights for all layers."""
     segment: int | None = None
-    """Tokens that xl and recurrent-slots take at once. None: all of a call for xl, `window` for
-    recurrent-slots, which learn to write from the segments that follow within a call."""
+    """Tokens that xl, tensor-xl and recurrent-slots take at once. None: all of a call for the first
+    two, `window` for recurrent-slots, which learn to write from the segments that follow within a
+    call."""
     cache: int | None = None
-    """Tokens in the cache of xl; None takes as many as fill the memory's bytes."""
+    """Tokens in the cache of xl; None takes as many as fill the memory's bytes, 0 for tensor-xl."""
     slots: int | None = None
     """Recurrent slots; None takes as many as fill the memory's bytes."""
     non_causal: bool = False
@@ -134,15 +137,15 @@ class LanguageModelConfig:
             changes["mlp_ratio"] = wide_ratio(self.dim, self.layers, self.mlp_ratio, extra)
         elif method == "linear":
             changes["attention"] = "linear"
-        elif method == "xl":
-            matched = budget // (FLOAT_BYTES * self.dim * self.layers)
+        elif method.endswith("xl"):
+            matched = budget // (FLOAT_BYTES * self.dim * self.layers) if method == "xl" else 0
             cache = matched if self.cache is None else self.cache
             changes |= {"attention": "relative", "segment": self.segment, "cache": cache}
         elif method == "recurrent-slots":
             matched = budget // (FLOAT_BYTES * self.dim)
             slots = matched if self.slots is None else self.slots
             changes |= {"segment": self.segment or self.window, "recurrent_slots": slots}
-        elif method not in ("base", "base-sln", "local"):
+        if method.startswith("tensor") or method == "linear-local":
             changes |= {
                 "side": "linear" if method == "linear-local" else "tensor",
                 "memory": self.memory,
@@ -172,7 +175,7 @@ class LanguageModel(Model):
         super().__init__()
         self.config, self.length = config, length
         self.word = nn.Embedding(words, config.dim)
-        relative = config.method == "xl"
+        relative = config.method.endswith("xl")
         self.position = None if relative else nn.Parameter(torch.empty(length, config.dim))
         self.norm = nn.LayerNorm(config.dim)
         self.stack = Stack(config.stack(length, carried))
@@ -234,7 +237,7 @@ class LanguageModel(Model):
         if stack.window is not None:
             context = f"{stack.window} per layer within {context}"  # no token before the window
         segment = stack.segment or self.length
-        if method == "xl" and (stack.carried or segment < self.length):
+        if method.endswith("xl") and (stack.carried or segment < self.length):
             context = f"segment {segment}, {stack.cache} before it per layer"
         if method == "recurrent-slots":
             context = f"segment {stack.segment}, {stack.recurrent_slots} slots before it"
