@@ -178,6 +178,9 @@ def test_the_plans_hold_what_is_to_be_run():
     carried = plan("2-carried")
     assert {c.model.method for c in carried} == {"base", "local", "tensor-local", "xl"}
     assert all(c.task.carried for c in carried)
+    streams = plan("2-streams")
+    assert {c.model.method for c in streams} == {"base", "local", "tensor-local"}
+    assert all(c.task.order == "streams" and not c.task.carried for c in streams)
     assert {c.model.method for c in plan("4-rest")} >= {"base-sln", "linear", "wide", "xl"}
     assert "tensor-depth" in {c.model.method for c in plan("5-leak")}
     assert all(c.task.leak for c in plan("5-leak"))

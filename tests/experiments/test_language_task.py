@@ -29,11 +29,11 @@ def write(folder, **parts):
     return str(folder)
 
 
-def counting_task(count, *, carried=False, length=4, seed=0):
+def counting_task(count, *, length=4, seed=0, **options):
     """Token number t of every split is t, so that a window shows where it was cut."""
     words = tuple(["<eos>", "<unk>", *map(str, range(2, count))])
     splits = {s: torch.arange(count, dtype=torch.int32) for s in ("train", "valid", "test")}
-    config = LanguageTaskConfig(corpus="any", length=length, carried=carried)
+    config = LanguageTaskConfig(corpus="any", length=length, **options)
     return LanguageTask(config, Corpus(Vocabulary(words), splits), seed)
 
 
@@ -179,9 +179,20 @@ def test_a_carried_row_goes_on_where_it_stopped(length, size, index):
     assert later["fresh"].tolist() == [index % per_epoch == 0] * size
 
 
-@pytest.mark.parametrize("carried", [False, True])
-def test_an_epoch_shows_every_window_once_and_the_next_cuts_elsewhere(carried):
-    task = counting_task(203, carried=carried, length=10)
+def test_streams_with_nothing_carried_are_the_carried_ones_each_window_empty():
+    carried = counting_task(60, carried=True, length=4)
+    streams = counting_task(60, order="streams", length=4)
+    for index in range(9):
+        expected, found = carried.batch("train", index, 3), streams.batch("train", index, 3)
+        assert torch.equal(found["ids"], expected["ids"])
+        assert found["fresh"].all()
+    assert streams.test_splits == ("test",)
+    assert not streams.carries
+
+
+@pytest.mark.parametrize("options", [{}, {"carried": True}, {"order": "streams"}])
+def test_an_epoch_shows_every_window_once_and_the_next_cuts_elsewhere(options):
+    task = counting_task(203, **options, length=10)
     size, batches = 2, 9
     epochs = []
     for epoch in range(6):

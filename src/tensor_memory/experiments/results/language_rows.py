@@ -23,7 +23,11 @@ from tensor_memory.experiments.results.planned import Row, planned_values, with_
 from tensor_memory.experiments.results.records import config_dict, current
 from tensor_memory.experiments.results.vision_runs import grouped
 
-RECIPE_METHODS = {"language-carried": "tensor-local", "language-leak": "tensor-depth"}
+RECIPE_METHODS = {
+    "language-carried": "tensor-local",
+    "language-streams": "tensor-local",
+    "language-leak": "tensor-depth",
+}
 """Methods of recipes where a plan does not say; `base` in the others."""
 
 

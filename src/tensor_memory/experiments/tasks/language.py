@@ -40,8 +40,11 @@ class LanguageTaskConfig:
     level: Level = "word"
     length: int = 512
     """Tokens per window."""
+    order: Literal["random", "streams"] = "random"
+    """Windows of a training batch: drawn from all of the text, or as many streams of it as there
+    are rows, each read in order."""
     carried: bool = False
-    """Whether windows of a row follow each other and the state is carried between them."""
+    """Whether the state is carried from window to window; training then reads streams."""
     leak: bool = False
     """For models that see the future: the measure is called a score and not a perplexity, and
     tests also predict single tokens from what is before them alone."""
@@ -188,26 +191,28 @@ class LanguageTask:
         return -(-count // self.config.length)
 
     def _training_starts(self, count: int, index: int, size: int) -> tuple[Tensor, Tensor]:
-        """Where the rows of a training batch start; each epoch cuts at another offset.
+        """Where the rows of a training batch start, and which start empty; each epoch cuts at
+        another offset.
 
-        Without carrying: the windows of an epoch in random order. With it: the text cut into
-        `size` streams that are read in order, side by side.
+        The windows of an epoch in random order, or the text cut into `size` streams that are read
+        in order, side by side.
         """
         N = self.config.length
-        stream = count // size if self.carries else count
+        streams = self.carries or self.config.order == "streams"
+        stream = count // size if streams else count
         windows = (stream - N + 1) // N  # that fit wherever the first one starts
-        if windows < 1 or (not self.carries and windows < size):
+        if windows < 1 or (not streams and windows < size):
             raise ValueError(
                 f"expected a training text with at least {size} windows of {N} tokens, got "
                 f"{count:,} tokens; lower --budget.batch-size or --task.length"
             )
-        per_epoch = windows if self.carries else windows // size
+        per_epoch = windows if streams else windows // size
         epoch, place = divmod(index, per_epoch)
         draw = torch.Generator().manual_seed(self.seed * 100_003 + epoch)
         offset = int(torch.randint(N, (), generator=draw))
-        if self.carries:
+        if streams:
             starts = torch.arange(size) * stream + offset + place * N
-            return starts, torch.full((size,), place == 0)
+            return starts, torch.full((size,), place == 0 or not self.carries)
         order = torch.randperm(windows, generator=draw)
         return order[place * size : (place + 1) * size] * N + offset, torch.ones(
             size, dtype=torch.bool
