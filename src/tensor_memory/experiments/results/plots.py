@@ -33,6 +33,7 @@ LOOKS = {
     "recurrent-slots": (PURPLE, ":", "P"),
     "tensor": (BLUE, "-", "X"),
     "tensor-local": (BLUE, "--", "x"),
+    "tensor-xl": (BLUE, ":", "v"),
     "tensor-depth": (PURPLE, "--", "+"),
     "frames": (GREY, "-.", "h"),
 }
