@@ -110,20 +110,59 @@ def test_in_bfloat16_a_scan_stays_close_to_the_reference(backend, case):
     assert_agree(got, run(as_double(request), "reference"), torch.bfloat16)
 
 
-@pytest.mark.parametrize("backend", [FUSED])
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("case", [FUSED_CASES[-3], FUSED_CASES[-1]], ids=str)
-def test_gates_are_recomputed_in_the_backward_scan_or_before_it(backend, inside, case, monkeypatch):
-    from tensor_memory.ops import triton_backward_run, triton_plan
+@pytest.fixture
+def small_tiles(monkeypatch) -> Iterator[None]:
+    """Plans made anew, with tiles of 16 voxels in the scans; thrown away afterwards."""
+    from tensor_memory.ops import triton_backward_run, triton_forward_run, triton_plan
 
-    monkeypatch.setattr(triton_plan, "INSIDE_FLOAT", dict.fromkeys((16, 64), inside))
-    caches = (triton_plan.plan, triton_backward_run.backward_launches)
+    caches = (
+        triton_plan.plan,
+        triton_forward_run.forward_launches,
+        triton_backward_run.backward_launches,
+    )
+    monkeypatch.setattr(triton_plan, "SCAN_TILE", dict.fromkeys((16, 32, 64, 128), 16))
     for cache in caches:
         cache.cache_clear()
-    request = case.make(torch.float32)
-    assert_agree(run(request, backend), run(as_double(request), "reference"), torch.float32)
+    yield
     for cache in caches:
         cache.cache_clear()
+
+
+TILED = [  # 18 voxels are two tiles
+    Case(B=2, S=3, Q=3, M=1, C=16, grid=(3, 3, 2)),
+    Case(B=1, S=3, Q=1, M=1, C=16, grid=(3, 3, 2), writes=False, resets=False),
+]
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("backend", [FUSED])
+@pytest.mark.parametrize("products", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("case", [FUSED_CASES[-3], FUSED_CASES[-1], *TILED], ids=str)
+def test_gates_are_recomputed_in_the_backward_scan_or_before_it(
+    backend, products, inside, case, monkeypatch
+):
+    from tensor_memory.ops import triton_plan
+
+    for table in ("INSIDE", "INSIDE_FLOAT"):
+        monkeypatch.setattr(triton_plan, table, dict.fromkeys((16, 64), inside))
+    low = products == torch.bfloat16
+    request = near_the_start(case) if low else case.make(torch.float32)
+    shape = triton_plan.Shape.of(request, products)
+    rows = triton_plan.layout(shape, triton_plan.BACKWARD_SHARE)
+    assert rows.constants["TILES"] == (2 if case in TILED else 1)
+    with torch.autocast(HERE.type, torch.bfloat16, enabled=low):
+        got = run(request, backend)
+    assert_agree(got, run(as_double(request), "reference"), products)
+
+
+@pytest.mark.parametrize("backend", ["torch", FUSED])
+@pytest.mark.parametrize("every", [None, 2])
+def test_an_empty_batch_teaches_nothing(backend, every):
+    request = Case(B=0, C=16, grid=(3, 2)).make(torch.float32)
+    got = run(request, backend, every)
+    assert_agree(got, run(as_double(request), "reference"), torch.float32)
+    assert got["gradient of mix"].eq(0).all()
 
 
 @pytest.mark.parametrize("every", [None, 2])

@@ -16,6 +16,7 @@ MASKED = Case(B=5, S=9, Q=3, M=2, C=32, grid=(7, 9, 8))
 FLAT = Case(B=4, S=6, Q=2, M=1, C=48, grid=(13, 31))
 LINE = Case(B=2, S=5, Q=1, M=2, C=16, grid=(128,), resets=False)
 WIDE = Case(B=3, S=4, Q=1, M=1, C=128, grid=(4, 5, 6))
+MANY = Case(B=160, S=4, Q=1, M=1, C=64, grid=(8, 8, 8), writes=False, resets=False)  # 8 tiles
 LARGE = Case(B=2, S=3, Q=1, M=1, C=32, grid=(16, 16, 16), nearest=True)
 
 
@@ -26,7 +27,7 @@ def run_in(products: torch.dtype, request: Request) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("products", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "case", [LANGUAGE, VIDEO, BINDING, MASKED, FLAT, LINE, WIDE, LARGE], ids=str
+    "case", [LANGUAGE, VIDEO, BINDING, MASKED, FLAT, LINE, WIDE, LARGE, MANY], ids=str
 )
 def test_real_shapes_agree_with_the_reference(case, products):
     request = near_the_start(case)

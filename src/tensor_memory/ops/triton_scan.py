@@ -35,7 +35,7 @@ def forward(
     """
     hidden, cell = request.hidden, request.cell
     C, S = hidden.shape[1], request.write_at.shape[1]
-    if S == 0:
+    if 0 in request.write_at.shape[:2]:
         kept = empty_kept(hidden, S, products) if keep else []
         return request.empty_reads(reads_in), hidden.clone(), cell.clone(), kept
     request = widened(request, padded_channels(C))
@@ -88,7 +88,7 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of read_at, write_at, spread, content, taps, mix, bias, hidden and cell."""
     C, wide = request.hidden.shape[1], padded_channels(request.hidden.shape[1])
-    if request.write_at.shape[1] == 0:
+    if 0 in request.write_at.shape[:2]:
         passed_on = zip(request.floats[7:], (grad_hidden, grad_cell), strict=True)
         return (
             *(None if t is None else torch.zeros_like(t) for t in request.floats[:7]),
