@@ -1,7 +1,7 @@
 """A layer's weights side by side in one buffer, and what they receive in another.
 
 A cast of a small weight takes the host longer than the device, and so does the sum of a few rows;
-a layer has nine of the one and three of the other. Here they are one launch each way.
+a layer has up to six matrices to cast and three sums. Here they are one launch each way.
 
 Letters: d width, K tokens per chunk, n axes, R reads, M writes, C channels.
 """
@@ -62,7 +62,7 @@ def pack_kernel(
     OUTPUT_AT: tl.constexpr = PROJ_AT + WIDE * D
     READS_AT: tl.constexpr = OUTPUT_AT + COLUMNS * D
     END: tl.constexpr = READS_AT + READS * D
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = part_of(write_coordinate, i, 0, CONTENT_AT)
     value += part_of(content, i, CONTENT_AT, SPREAD_AT)
     value += part_of(spread, i, SPREAD_AT, PROJ_AT)
@@ -128,7 +128,7 @@ def gather_kernel(
     TILE_ROWS: tl.constexpr = TILE // TILE_COLUMNS
     program = tl.program_id(0)
     if program < COPIES:
-        i = program * BLOCK + tl.arange(0, BLOCK)
+        i = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         value = part_of(by_writes, i, 0, PROJ_AT)
         value += part_of(by_write_proj, i, PROJ_AT, OUTPUT_AT)
         value += part_of(by_output, i, OUTPUT_AT, OUTPUT_END)
@@ -188,66 +188,94 @@ class Packed(NamedTuple):
     """(d, R·C), or of no columns where nobody asked for it"""
 
 
-class Layout(NamedTuple):
-    """The buffer: the writes' heads, write_proj, output, and the reads' head unless shared."""
+class Packing(NamedTuple):
+    """Where the buffer begins what follows the writes' heads, and the launch that fills it."""
 
-    sizes: list[int]
-    """How many values each of the six has."""
     write_proj: int
-    """Where it begins, likewise the next two."""
     output: int
     reads: int
-    pack: Bound
-    pack_grid: tuple[int]
-    gather: Bound
-    gather_grid: tuple[int]
+    total: int
+    launch: Bound
+    grid: tuple[int]
 
 
 @functools.lru_cache(maxsize=64)
-def layout(d: int, wide: int, heads: Sizes, reads: int, shared: bool, columns: int) -> Layout:
-    """For write_proj (d, wide), a head of `reads` rows and output (d, columns)."""
-    sizes = [d * rows for rows in (*heads, wide, columns, 0 if shared else reads)]
-    *_, write_proj, output, own_reads, total = itertools.accumulate(sizes, initial=0)
-    same = {"D": d, "SPREAD": heads.spread, "WIDE": wide, "COLUMNS": columns, "BLOCK": COPIED}
-    copies, norms = -(-total // COPIED), -(-2 * d // SUM_COLUMNS)
-    return Layout(
-        sizes,
-        write_proj,
-        output,
-        0 if shared else own_reads,  # a shared head is the first of the writes'
-        pack=bound(
-            pack_kernel,
-            **same, AT=heads.at, CONTENT=heads.content, READS=0 if shared else reads,
-        ),
-        pack_grid=(copies,),
-        gather=bound(
-            gather_kernel,
-            **same, WRITES=sum(heads), READS=reads, SHARED=shared,
-            SPREAD_PADDED=power_of_2(heads.spread), TILE=SUMMED, TILE_COLUMNS=SUM_COLUMNS,
-        ),
-        gather_grid=(copies + norms + 1,),
+def packing_of(d: int, heads: Sizes, wide: int, columns: int, reads: int) -> Packing:
+    """For write_proj (d, wide), output (d, columns), a head of `reads` rows; 0: not copied."""
+    rows = (*heads, wide, columns, reads)
+    *_, write_proj, output, own_reads, total = itertools.accumulate(rows, initial=0)
+    launch = bound(
+        pack_kernel,
+        D=d, AT=heads.at, CONTENT=heads.content, SPREAD=heads.spread, WIDE=wide, COLUMNS=columns,
+        READS=reads, BLOCK=COPIED,
     )  # fmt: skip
+    grid = (-(-total * d // COPIED),)
+    return Packing(write_proj * d, output * d, own_reads * d, total * d, launch, grid)
+
+
+class Gathering(NamedTuple):
+    """How many values each gradient has in their buffer, and the launch that fills it."""
+
+    sizes: list[int]
+    """The writes' heads, write_proj, output, the reads' head unless shared, then the sums."""
+    launch: Bound
+    grid: tuple[int]
+
+
+@functools.lru_cache(maxsize=64)
+def gathering_of(
+    d: int, heads: Sizes, wide: int, columns: int, reads: int, shared: bool
+) -> Gathering:
+    """For write_proj (d, wide), output (d, columns) and a head of `reads` rows."""
+    sizes = [d * rows for rows in (*heads, wide, columns, 0 if shared else reads)]
+    copies, norms = -(-sum(sizes) // COPIED), -(-2 * d // SUM_COLUMNS)
+    launch = bound(
+        gather_kernel,
+        D=d, WRITES=sum(heads), SPREAD=heads.spread, SPREAD_PADDED=power_of_2(heads.spread),
+        WIDE=wide, COLUMNS=columns, READS=reads, SHARED=shared, BLOCK=COPIED, TILE=SUMMED,
+        TILE_COLUMNS=SUM_COLUMNS,
+    )  # fmt: skip
+    return Gathering([*sizes, d, d, heads.spread, 1], launch, (copies + norms + 1,))
 
 
 def pack(heads: Heads, output: Tensor | None, dtype: torch.dtype) -> Packed:
-    """Cast and lay side by side what a layer multiplies with."""
-    (d, wide), reads, sizes = heads.write_proj.shape, len(heads.read_coordinate), Sizes.of(heads)
-    columns = 0 if output is None else output.shape[1]
-    do = layout(d, wide, sizes, reads, heads.shared, columns)
+    """What a layer multiplies with: the writes' heads in one matrix, all of it in one type.
+
+    A matrix that is in this type already and contiguous is used as it is. A copy of it would be
+    kept until the backward, by every call.
+    """
+    (d, wide), sizes, shared = heads.write_proj.shape, Sizes.of(heads), heads.shared
+    columns, own_reads = 0 if output is None else output.shape[1], len(heads.read_coordinate)
+    write_proj, its_output = _as_it_is(heads.write_proj, dtype), _as_it_is(output, dtype)
+    reads = None if shared else _as_it_is(heads.read_coordinate, dtype)
+    do = packing_of(
+        d,
+        sizes,
+        wide if write_proj is None else 0,
+        columns if its_output is None else 0,
+        own_reads if reads is None and not shared else 0,
+    )
     nothing = heads.write_proj  # stands in for a pointer that no program follows
     sources = (
         heads.write_coordinate, heads.content, nothing if heads.spread is None else heads.spread,
         heads.write_proj, nothing if output is None else output, heads.read_coordinate,
     )  # fmt: skip
-    flat = nothing.new_empty(sum(do.sizes), dtype=dtype)
+    flat = nothing.new_empty(do.total, dtype=dtype)
     sources = [t if t.is_contiguous() else t.contiguous() for t in sources]
-    do.pack(do.pack_grid, (*sources, flat))
-    return Packed(
-        flat.as_strided((d, wide), (wide, 1), do.write_proj),
-        flat.as_strided((reads, d), (d, 1), do.reads),
-        flat.as_strided((sum(sizes), d), (d, 1), 0),
-        flat.as_strided((d, columns), (columns, 1), do.output),
-    )
+    do.launch(do.grid, (*sources, flat))
+    if write_proj is None:
+        write_proj = flat.as_strided((d, wide), (wide, 1), do.write_proj)
+    if reads is None:  # a shared head is the first of the writes'
+        reads = flat.as_strided((own_reads, d), (d, 1), 0 if shared else do.reads)
+    if its_output is None:
+        its_output = flat.as_strided((d, columns), (columns, 1), do.output)
+    return Packed(write_proj, reads, flat.as_strided((sum(sizes), d), (d, 1), 0), its_output)
+
+
+def _as_it_is(matrix: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A matrix that needs no copy, or None."""
+    ready = matrix is not None and matrix.dtype == dtype and matrix.is_contiguous()
+    return matrix if ready else None
 
 
 def gather(
@@ -262,19 +290,19 @@ def gather(
     """What norm, its bias, gate, `Heads` and output receive, in their order and in one type.
 
     by_norm (shares, 2, d), by_raw_writes (B·S, M·(n + C + 1)), by_gate (units): to be summed.
+    The results are parts of one buffer, which lives as long as any of them.
     """
     by_write_proj, by_reads, by_writes, by_output = products
     (d, wide), reads, columns = by_write_proj.shape, len(by_reads), by_output.shape[1]
-    do = layout(d, wide, sizes, reads, shared, columns)
-    parts = [*do.sizes, d, d, sizes.spread, 1]
-    flat = by_norm.new_empty(sum(parts), dtype=dtype)
-    do.gather(
-        do.gather_grid,
+    do = gathering_of(d, sizes, wide, columns, reads, shared)
+    flat = by_norm.new_empty(sum(do.sizes), dtype=dtype)
+    do.launch(
+        do.grid,
         (by_writes, by_write_proj, by_output, by_reads, by_norm, by_raw_writes, by_gate, flat),
         (by_norm.shape[0], by_raw_writes.shape[0], by_gate.shape[0]),
     )
     at, content, spread, write_proj, output, own_reads, norm, norm_bias, spread_bias, gate = (
-        flat.split_with_sizes(parts)
+        flat.split_with_sizes(do.sizes)
     )
     return (
         norm,
