@@ -253,7 +253,7 @@ class TensorMemory(MemoryWeights):
         spread = self.spread if config.write == "gaussian" else None
         layer = fused_layer(tokens, config.backend)
         heads = (self.write_proj, self.read_head, self.write_head, self.content)
-        if layer is not None and layer.plain(*heads, *([] if spread is None else [spread])):
+        if layer is not None and layer.plain_heads(heads, spread):
             weights = layer.Heads(
                 *(head.weight for head in heads),
                 None if spread is None else spread.weight,

@@ -113,7 +113,7 @@ class MemoryResidual(nn.Module):
         layer = fused_layer(x, memory.config.backend) if isinstance(x, Tensor) else None
         if layer is None or type(memory).forward is not TensorMemory.forward:
             return None
-        if not isinstance(norm, nn.LayerNorm) or not layer.plain(norm) or watched(memory):
+        if not layer.plain_norm(norm, memory.dim) or layer.watched(memory):
             return None
         state = memory._begin(x, state, None, None, flush)
         if state.aligned is None:
@@ -144,9 +144,10 @@ class MemoryResidual(nn.Module):
         """A call that leaves no chunk unfinished and that somebody learns from, in one function."""
         memory, norm, config = self.memory, self.norm, self.memory.config
         assert isinstance(norm, nn.LayerNorm)
-        if not torch.is_grad_enabled() or not layer.plain(*memory.children()):
-            return None
         spread = memory.spread if config.write == "gaussian" else None
+        heads = (memory.write_proj, memory.read_head, memory.write_head, memory.content)
+        if not torch.is_grad_enabled() or not layer.plain_heads((*heads, memory.output), spread):
+            return None
         weights = layer.Weights(
             norm=norm.weight,
             norm_bias=norm.bias,
@@ -185,7 +186,7 @@ class MemoryResidual(nn.Module):
         if x.shape[1] != 1 or (torch.is_grad_enabled() and self._learns(x, state)):
             return False
         memory = self.memory
-        return layer.plain(memory.output, memory.read_head) and layer.serves_token(
+        return layer.plain_heads((memory.output, memory.read_head)) and layer.serves_token(
             state.hidden, memory.output.weight
         )
 
@@ -221,9 +222,3 @@ class MemoryResidual(nn.Module):
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def watched(module: nn.Module) -> bool:
-    """Whether somebody waits for this module to be called: a hook, or a forward of its own."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
-    return any(hooks) or "forward" in module.__dict__

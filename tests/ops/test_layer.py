@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from scans import HERE
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from memories import OPTIONS, assert_same_state
 from tensor_memory import MemoryConfig, MemoryResidual, MemoryState, TensorMemory, residual
@@ -236,14 +237,34 @@ def test_a_layer_sees_its_weights_as_they_are_now(change):
         assert torch.equal(got[name], value), name
 
 
-def test_a_layer_of_mixed_types_gives_each_weight_a_gradient_in_its_own():
-    layer, x = build(SMALL), torch.randn(2, 6, DIM).to(HERE)
-    layer.memory.output.to(torch.bfloat16)
+def test_a_layer_of_mixed_types_gives_each_weight_what_one_of_float32_gives():
+    mixed, single, x = build(SMALL), build(SMALL), torch.randn(2, 6, DIM).to(HERE)
+    mixed.memory.output.to(torch.bfloat16)
+    single.memory.output.weight.data = mixed.memory.output.weight.float()
     with torch.autocast(HERE.type, torch.bfloat16):
-        got = everything(layer, x, None)
-    for name, parameter in layer.named_parameters():
+        got, expected = everything(mixed, x, None), everything(single, x, None)
+    for name, parameter in mixed.named_parameters():
         assert got[name].dtype == parameter.dtype, name
         assert got[name].stride() == parameter.stride(), name
+        assert torch.equal(got[name], expected[name].to(parameter.dtype)), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("part_by_part", [False, True])
+def test_a_call_keeps_no_copy_of_weights_that_need_no_cast(dtype, part_by_part):
+    config = replace(SERVED["separate coordinates"], chunk_size=3)
+    layer, kept = build(config).to(dtype), []
+    x = torch.randn(2, 6, DIM).to(HERE, dtype)
+    served = layer.memory if part_by_part else layer
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        served(x)
+    addresses = {tensor.data_ptr() for tensor in kept}
+    memory = layer.memory
+    for head in (memory.write_proj, memory.read_coordinate, memory.output):
+        assert head.weight.data_ptr() in addresses
+    largest = memory.write_proj.weight.nbytes
+    copies = [t for t in kept if t.shape == memory.write_proj.weight.shape]
+    assert sum(t.untyped_storage().nbytes() for t in copies) == largest
 
 
 def test_a_layer_that_keeps_fewer_states_learns_the_same():
@@ -307,6 +328,110 @@ def test_who_is_watched_is_called():
     assert seen == [1]
 
 
+def watch_forward(module: nn.Module, seen: list[int]) -> None:
+    forward = module.forward
+    module.forward = lambda *a: (seen.append(1), forward(*a))[1]
+
+
+def watch_backward(module: nn.Module, seen: list[int]) -> None:
+    module.register_full_backward_pre_hook(lambda *_: seen.append(1))
+
+
+@pytest.mark.parametrize("watch", [watch_forward, watch_backward])
+@pytest.mark.parametrize("name", ["norm", "memory.content", "memory.output", "memory.coordinate"])
+def test_a_part_that_is_watched_is_called(watch, name):
+    layer, seen = build(SMALL), []
+    watch(layer.get_submodule(name), seen)
+    layer(torch.randn(2, 6, DIM).to(HERE).requires_grad_())[0].sum().backward()
+    assert seen
+
+
+def test_a_hook_on_all_modules_sees_a_layers_parts():
+    layer, seen = build(SMALL), []
+    handle = register_module_forward_hook(lambda module, *_: seen.append(module))
+    layer(torch.randn(2, 6, DIM).to(HERE))
+    handle.remove()
+    assert layer.norm in seen
+    assert layer.memory.content in seen
+
+
+def norm_without_bias(layer: MemoryResidual) -> None:
+    layer.norm = nn.LayerNorm(DIM, bias=False).to(HERE)
+
+
+def norm_without_weights(layer: MemoryResidual) -> None:
+    layer.norm = nn.LayerNorm(DIM, elementwise_affine=False)
+
+
+def spread_without_bias(layer: MemoryResidual) -> None:
+    layer.memory.spread.bias = None
+
+
+def content_with_bias(layer: MemoryResidual) -> None:
+    layer.memory.content.bias = nn.Parameter(torch.randn(16).to(HERE))
+
+
+def output_with_bias(layer: MemoryResidual) -> None:
+    layer.memory.output.bias = nn.Parameter(torch.randn(DIM).to(HERE))
+
+
+CHANGES = [
+    norm_without_bias, norm_without_weights, spread_without_bias, content_with_bias,
+    output_with_bias,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("length", [6, 5])  # in one function, and part by part
+def test_biases_that_were_taken_away_or_added_count(change, length, monkeypatch):
+    layer, x = build(SMALL), torch.randn(2, length, DIM).to(HERE)
+    change(layer)
+    got = everything(layer, x, None)
+    plainly(monkeypatch)
+    expected = everything(layer, x, None)
+    assert_same_state(got.pop("state"), expected.pop("state"))
+    for name, value in expected.items():
+        assert_same(got[name], value, torch.float32)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@torch.no_grad()
+def test_biases_that_were_taken_away_or_added_count_for_single_tokens(change, monkeypatch):
+    layer, x = build(SMALL).eval(), torch.randn(2, 4, DIM).to(HERE)
+    change(layer)
+
+    def stepped() -> Tensor:
+        outputs, state = [], None
+        for token in x.split(1, dim=1):
+            out, state = layer(token, state)
+            outputs.append(out)
+        return torch.cat(outputs, dim=1)
+
+    got = stepped()
+    plainly(monkeypatch)
+    assert_same(got, stepped())
+
+
+def scatter(layer: MemoryResidual) -> None:
+    """The same weights, each with something else between its values."""
+    names = ("norm.weight", "norm.bias", "memory.spread.bias", "memory.coordinate.weight",
+             "memory.output.weight")  # fmt: skip
+    for name in names:
+        parameter = layer.get_parameter(name)
+        parameter.data = torch.stack([parameter.data, torch.randn_like(parameter)], -1)[..., 0]
+        assert not parameter.is_contiguous()
+
+
+@pytest.mark.parametrize("length", [6, 5])  # in one function, and part by part
+def test_weights_need_not_be_contiguous(length, monkeypatch):
+    layer, x = (
+        build(replace(SMALL, read_heads=2, write_heads=2)),
+        torch.randn(2, length, DIM).to(HERE),
+    )
+    scatter(layer)
+    assert_fused_is_plain(layer, monkeypatch, x)
+
+
 def test_types_and_backends_that_are_not_served_take_the_plain_code():
     x = torch.randn(2, 6, DIM).to(HERE)
     assert fused_layer(x, "triton") is not None
@@ -335,6 +460,16 @@ def test_tokens_one_by_one_give_what_all_at_once_give(option, monkeypatch):
     assert_same(torch.cat(outputs, dim=1), expected)
     assert_same_state(state, expected_state)
     assert state.aligned == expected_state.aligned
+
+
+@torch.no_grad()
+def test_a_step_takes_weights_that_are_not_contiguous():
+    config = replace(SMALL, read_heads=2, write_heads=2)
+    used, expected = build(config).eval(), build(config).eval()
+    scatter(used)
+    x = torch.randn(2, 1, DIM).to(HERE)
+    state = expected(torch.randn(2, 3, DIM).to(HERE))[1]
+    assert torch.equal(used(x, state)[0], expected(x, state)[0])
 
 
 @torch.no_grad()

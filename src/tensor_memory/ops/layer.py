@@ -1,8 +1,8 @@
 """A layer around a fused scan: the door to its parts, and all of them as one autograd function.
 
 Python spends more on ten functions and their graph than on the launches between them, so where all
-chunks of a call are complete the parts (`layer_parts`, `direct`) run one after another inside one:
-norm, heads, scan, readout and gated sum.
+chunks of a call are complete the parts (`layer_parts`, `layer_heads`, `triton_scan`) run one after
+another inside one: norm, heads, scan, readout and gated sum.
 
 Letters: B batch, N tokens, K tokens per chunk, S chunks, d width, C channels, n axes.
 """
@@ -24,8 +24,10 @@ from tensor_memory.ops.layer_parts import (
     norm_and_through,
     normed,
     normed_back,
-    plain,
+    plain_heads,
+    plain_norm,
     serves,
+    watched,
 )
 from tensor_memory.ops.once import undone
 from tensor_memory.ops.operator import run_backward
@@ -36,8 +38,8 @@ from tensor_memory.ops.triton_token import serves as serves_token
 from tensor_memory.ops.triton_token import step as token_step
 
 __all__ = [
-    "Heads", "Options", "Weights", "add_gated", "norm_and_through", "plain", "serves",
-    "serves_token", "serves_whole", "steer", "token_step", "whole",
+    "Heads", "Options", "Weights", "add_gated", "norm_and_through", "plain_heads", "plain_norm",
+    "serves", "serves_token", "serves_whole", "steer", "token_step", "watched", "whole",
 ]  # fmt: skip
 
 
@@ -122,7 +124,8 @@ class _Whole(torch.autograd.Function):
         ctx.scanning = (options.checkpoint_every, dtype, "triton")
         ctx.sizes, ctx.sigma_scale, ctx.adding = sizes, options.sigma_scale, adding
         ctx.shared, ctx.frame = heads.shared, (frame, padded)
-        ctx.kinds = tuple(t if t is None else t.dtype for t in weights)
+        kinds = {t.dtype for t in weights if t is not None}
+        ctx.kind = kinds.pop() if len(kinds) == 1 else torch.float32  # autograd casts to each own
         ctx.set_materialize_grads(False)
         return out, last_hidden, last_cell
 
@@ -155,20 +158,14 @@ class _Whole(torch.autograd.Function):
         if padded > frame:
             by_chunks = by_chunks.view(B, -1, padded, d)[:, :, :frame]
         by_x, by_norm = normed_back(x, norm, statistics, by_chunks, grad_out)
-        kind = ctx.kinds[0] if len(set(ctx.kinds) - {None}) == 1 else torch.float32
         products = Packed(
             back.by_write_proj, back.by_reads, back.by_writes, torch.mm(grad_m.t(), reads)
         )
         *found, by_output = gather(
-            products, ctx.sizes, ctx.shared, by_norm, back.raw_writes, by_gate, kind
+            products, ctx.sizes, ctx.shared, by_norm, back.raw_writes, by_gate, ctx.kind
         )
-        typed = (
-            grad if grad is None or grad.dtype == kind else grad.to(kind)
-            for grad, kind in zip(
-                (*found, by_taps, by_mix, by_bias, by_output), ctx.kinds, strict=True
-            )
-        )
-        return by_x, by_hidden, by_cell, None, None, *typed
+        by_weights = (*found, by_taps, by_mix, by_bias, by_output)
+        return by_x, by_hidden, by_cell, None, None, *by_weights
 
 
 def _scan(

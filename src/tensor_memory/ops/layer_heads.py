@@ -19,6 +19,7 @@ from torch import Tensor
 from tensor_memory.ops import products_of, triton_layer
 from tensor_memory.ops.once import undone
 from tensor_memory.ops.packing import Heads, Packed, Sizes, pack
+from tensor_memory.ops.request import at_rest
 from tensor_memory.ops.triton_launch import Bound, bound
 
 STEER_BLOCK = 512  # values per program
@@ -41,7 +42,7 @@ class Steer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
-        """Keeps tokens, their summary, cast weights and the coordinates."""
+        """Keeps tokens, their summary, the weights in the type to multiply in, coordinates."""
         tokens, (axes, every_token, sigma_scale, dtype), *weights = inputs
         heads = Heads._make(weights)
         B, S, K, d = tokens.shape
@@ -53,7 +54,6 @@ class Steer(torch.autograd.Function):
         )
         ctx.save_for_backward(flat, queries, summary, *packed, *steered[:3])
         ctx.shared, ctx.shape = heads.shared, tokens.shape
-        ctx.kinds = tuple(None if weight is None else weight.dtype for weight in weights)
         return steered
 
     @staticmethod
@@ -71,7 +71,9 @@ class Steer(torch.autograd.Function):
         at, content, *rest = grad_heads.split([size for size in ctx.sizes if size])
         if ctx.shared:  # one tensor twice among the inputs: its gradients are added
             at = at + found.by_reads
-        results = (
+        return (  # autograd casts each to the type of its weight
+            found.flat.view(ctx.shape),
+            None,
             found.by_write_proj,
             None if ctx.shared else found.by_reads,
             at,
@@ -79,11 +81,6 @@ class Steer(torch.autograd.Function):
             *(rest if rest else [None]),
             found.raw_writes[:, -ctx.sizes.spread :].sum(0, dtype=torch.float32) if rest else None,
         )
-        typed = (
-            grad if grad is None or grad.dtype == kind else grad.to(kind)
-            for grad, kind in zip(results, ctx.kinds, strict=True)
-        )
-        return found.flat.view(ctx.shape), None, *typed
 
 
 @functools.lru_cache(maxsize=64)
@@ -111,6 +108,8 @@ def steered_by(
     """
     B, S, n = shape
     M = sizes.at // n
+    if spread_bias is not None:
+        spread_bias = at_rest(spread_bias, spread_bias.dtype)
     summary = F.linear(flat, packed.write_proj)
     raw_reads, raw_writes = F.linear(queries, packed.reads), F.linear(summary, packed.writes)
     asked = raw_reads.numel()

@@ -10,14 +10,17 @@ Letters: B batch, N tokens, d width, U units: chunks, or tokens where every toke
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from tensor_memory.ops import products_of, triton_layer
 from tensor_memory.ops.once import undone
 from tensor_memory.ops.placing import Placing
+from tensor_memory.ops.request import at_rest
 from tensor_memory.ops.triton_launch import INTERPRETED, Bound, bound
 from tensor_memory.ops.triton_plan import power_of_2
 
@@ -83,6 +86,7 @@ def normed(
 ) -> tuple[Tensor, Tensor]:
     """LayerNorm of x (..., d), contiguous, and centre and scale of every token, (2, tokens)."""
     launch, rows = _norm(x.shape[-1]), x.numel() // x.shape[-1]
+    weight, bias = at_rest(weight, weight.dtype), at_rest(bias, bias.dtype)
     out = torch.empty_like(x, dtype=dtype)
     statistics = x.new_empty(2, rows, dtype=torch.float32)
     launch.forward(
@@ -96,7 +100,7 @@ def normed_back(
 ) -> tuple[Tensor, Tensor]:
     """What x receives, and shares (programs, 2, d) of what weight and bias do."""
     D, rows = x.shape[-1], statistics.shape[1]
-    launch = _norm(D)
+    launch, weight = _norm(D), at_rest(weight, weight.dtype)
     blocks = -(-rows // launch.rows)
     programs = min(blocks, NORM_PROGRAMS)
     grad_x = torch.empty_like(x)
@@ -152,6 +156,14 @@ def _gated(D: int, repeat: int, drop: bool, path: bool) -> tuple[Bound, Bound]:
     return forward, backward
 
 
+def _places(
+    tokens: int, units: int, placing: Placing, dropout: float, drop_path: float
+) -> tuple[float, ...]:
+    """The numbers both launches take."""
+    frame = (placing.frame, placing.units, placing.waiting)
+    return tokens, units, *frame, float(dropout), float(drop_path)
+
+
 def gated(
     x: Tensor, m: Tensor, gate: Tensor, placing: Placing, dropout: float, drop_path: float
 ) -> tuple[Tensor, Tensor]:
@@ -164,15 +176,7 @@ def gated(
     _gated(D, placing.repeat, dropout > 0, drop_path > 0)[0](
         (units,),
         (x, m, gate, seeds, out),
-        (
-            N,
-            units // B,
-            placing.frame,
-            placing.units,
-            placing.waiting,
-            float(dropout),
-            float(drop_path),
-        ),
+        _places(N, units // B, placing, dropout, drop_path),
     )
     return out, seeds
 
@@ -193,15 +197,7 @@ def gated_back(
     _gated(D, placing.repeat, dropout > 0, drop_path > 0)[1](
         (units,),
         (grad, m, gate, seeds, grad_m, shares),
-        (
-            N,
-            units // B,
-            placing.frame,
-            placing.units,
-            placing.waiting,
-            float(dropout),
-            float(drop_path),
-        ),
+        _places(N, units // B, placing, dropout, drop_path),
     )
     return grad_m, shares
 
@@ -218,10 +214,35 @@ def serves(x: Tensor) -> bool:
     )
 
 
-def plain(*modules: nn.Module) -> bool:
-    """Whether these are linear maps or LayerNorms as PyTorch made them, and nobody watches them."""
-    return all(
-        type(module) in (nn.Linear, nn.LayerNorm)
-        and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
-        for module in modules
+def plain_norm(norm: nn.Module, width: int) -> bool:
+    """Whether this is PyTorch's LayerNorm of single tokens with weight and bias, not watched."""
+    return (
+        type(norm) is nn.LayerNorm
+        and norm.normalized_shape == (width,)
+        and norm.weight is not None
+        and norm.bias is not None
+        and not watched(norm)
+    )
+
+
+def plain_heads(heads: Iterable[nn.Module], spread: nn.Module | None = None) -> bool:
+    """Whether these are PyTorch's linear maps, the spread's alone with a bias; none watched."""
+    if spread is not None and (not _plain_linear(spread) or spread.bias is None):
+        return False
+    return all(_plain_linear(head) and head.bias is None for head in heads)
+
+
+def _plain_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear and not watched(module)
+
+
+def watched(module: nn.Module) -> bool:
+    """Whether somebody waits for this module to be called: a hook, or a forward of its own."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+        or _has_any_global_hook()
     )

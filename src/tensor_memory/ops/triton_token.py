@@ -145,7 +145,8 @@ def step(
     C = hidden.shape[1]
     R = output.shape[1] // C
     x, tokens, hidden = x.contiguous(), tokens.contiguous(), hidden.contiguous()
-    readout = readout.contiguous()
+    readout, weight, bias = readout.contiguous(), norm.weight.contiguous(), norm.bias.contiguous()
+    coordinates, output = coordinates.contiguous(), output.contiguous()
     complete, reads = waiting + 1 == K, every_token or waiting == 0
     out, next_tokens, next_fill = torch.empty_like(x), torch.empty_like(tokens), fill.new_empty(B)
     chunk = torch.empty_like(tokens) if complete else None
@@ -161,7 +162,7 @@ def step(
     launch(
         (B,),
         (
-            x, norm.weight, norm.bias, coordinates, output, gate, hidden, tokens, into,
+            x, weight, bias, coordinates, output, gate, hidden, tokens, into,
             out, tokens if chunk is None else chunk, next_tokens,
             into if every_token else next_readout, next_fill,
         ),
