@@ -129,7 +129,7 @@ def small_tiles(monkeypatch) -> Iterator[None]:
 
 
 TILED = [  # 18 voxels are two tiles
-    Case(B=2, S=3, Q=3, M=1, C=16, grid=(3, 3, 2)),
+    Case(B=2, S=3, Q=2, M=2, C=16, grid=(3, 3, 2)),
     Case(B=1, S=3, Q=1, M=1, C=16, grid=(3, 3, 2), writes=False, resets=False),
 ]
 

@@ -10,7 +10,7 @@ Letters: B batch, N tokens, d width, U units: chunks, or tokens where every toke
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -219,21 +219,20 @@ def plain_norm(norm: nn.Module, width: int) -> bool:
     return (
         type(norm) is nn.LayerNorm
         and norm.normalized_shape == (width,)
-        and norm.weight is not None
-        and norm.bias is not None
+        and norm._parameters.get("weight") is not None
+        and norm._parameters.get("bias") is not None
         and not watched(norm)
     )
 
 
-def plain_heads(heads: Iterable[nn.Module], spread: nn.Module | None = None) -> bool:
+def plain_heads(heads: Sequence[nn.Module], spread: nn.Module | None = None) -> bool:
     """Whether these are PyTorch's linear maps, the spread's alone with a bias; none watched."""
-    if spread is not None and (not _plain_linear(spread) or spread.bias is None):
-        return False
-    return all(_plain_linear(head) and head.bias is None for head in heads)
-
-
-def _plain_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear and not watched(module)
+    for head in heads if spread is None else (*heads, spread):
+        # Asked for as an attribute, a parameter is searched for, which takes longer than all else.
+        biased = head._parameters.get("bias") is not None
+        if type(head) is not nn.Linear or biased != (head is spread) or watched(head):
+            return False
+    return True
 
 
 def watched(module: nn.Module) -> bool:
