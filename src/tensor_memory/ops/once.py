@@ -1,4 +1,8 @@
-"""Functions with a hand-written backward, which has no derivative of its own: say so in words."""
+"""Functions with a hand-written backward.
+
+It has no derivative of its own, which is said in words, and multiplies as its forward did: whatever
+autocast says by then, it is off.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ NO_SECOND_DERIVATIVE = (
 
 
 def undone(function: Any, ctx: Any, grads: tuple[Any, ...]) -> Any:
-    """`function.undo(ctx, *grads)`; what it returns can be used, but not differentiated."""
+    """`function.undo(ctx, *grads)` without autocast; its results cannot be differentiated."""
     device = next((grad.device.type for grad in grads if grad is not None), "cpu")
     if torch.is_autocast_enabled(device):  # the forward has chosen the type of all products
         with torch.autocast(device, enabled=False):

@@ -17,10 +17,10 @@ from tensor_memory.ops.triton_step import (
     gate_slopes,
     later_on,
     mix_tiles,
-    pack,
+    pair,
     pinned,
     product,
-    unpack,
+    unpair,
     wait,
 )
 
@@ -112,7 +112,7 @@ def spread_reads(
 ):
     """dh + what the reads of step `row` send back to voxels v: a hat of width 1 per axis."""
     c = tl.arange(0, C)
-    z, y, x = place(v, D, H, W)
+    z, y, x = place(v, H, W)
     for q in range(Q):
         at = read_at + (row * Q + q) * AXES
         weight = hat(tl.load(at), x, W)
@@ -255,8 +255,8 @@ def backward_kernel(
                 slope_h = tl.load(at + 4 * C, mask=own, other=0.0)
                 slope_c = tl.load(at + 5 * C, mask=own, other=0.0)
             if HOLD:
-                i_f, o_g = pack(slope_i, slope_f, PIN), pack(slope_o, slope_g, PIN)
-                h_c = pack(slope_h, slope_c, PIN)
+                i_f, o_g = pair(slope_i, slope_f, PIN), pair(slope_o, slope_g, PIN)
+                h_c = pair(slope_h, slope_c, PIN)
             if TILES > 1:
                 rest = tl.load(pass_ring + now + here, mask=own, other=0.0)
                 dc = tl.load(cell_ring + now + here, mask=own, other=0.0)
@@ -277,9 +277,9 @@ def backward_kernel(
             # Without masks all goes through the gates; a product with zero would be carried along.
             rest = dh * idle if WRITES else tl.zeros([BLOCK_V, C], dtype=tl.float32)
             if HOLD:
-                slope_i, slope_f = unpack(i_f)
-                slope_o, slope_g = unpack(o_g)
-                slope_h, slope_c = unpack(h_c)
+                slope_i, slope_f = unpair(i_f)
+                slope_o, slope_g = unpair(o_g)
+                slope_h, slope_c = unpair(h_c)
             dc += dh * slope_h.to(tl.float32)
             di = (dc * slope_i.to(tl.float32)).to(kind)
             df = (dc * slope_f.to(tl.float32)).to(kind)

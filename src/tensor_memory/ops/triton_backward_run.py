@@ -127,8 +127,9 @@ def backward_launches(shape: Shape, last: bool) -> _Backward:
             STAGES=WRITES_STAGES, PIN=not INTERPRETED, **p.alone | write_tile.options,
         ),
         taps=bound(
-            triton_weights.taps_kernel, **p.sizes, BLOCK_V=tile, PIN=not INTERPRETED,
-            **p.alone | taps_options
+            triton_weights.taps_kernel,
+            C=C, D=p.sizes["D"], H=p.sizes["H"], W=p.sizes["W"], BLOCK_V=tile, PIN=not INTERPRETED,
+            **p.alone | taps_options,
         ),
         taps_grid=(tiles, taps_chunks, lines),
         taps_loops=taps_loops,

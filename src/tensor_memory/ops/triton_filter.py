@@ -14,7 +14,7 @@ from tensor_memory.ops.triton_step import as_float, pinned
 
 
 @triton.jit
-def place(v, D: tl.constexpr, H: tl.constexpr, W: tl.constexpr):
+def place(v, H: tl.constexpr, W: tl.constexpr):
     """The z, y, x indices of voxel v."""
     return v // (H * W), (v // W) % H, v % W
 
@@ -124,7 +124,7 @@ def neighbours(volume, v, own, tx0, tx1, tx2, ty0, ty1, ty2, tz0, tz1, tz2, FILT
                C: tl.constexpr, D: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
                PIN: tl.constexpr):  # fmt: skip
     """The hidden half after its axis filters, at those voxels v that are own: (BLOCK_V, C)."""
-    z, y, x = place(v, D, H, W)
+    z, y, x = place(v, H, W)
     if not FILTERED:
         at = volume + v[:, None] * C + tl.arange(0, C)[None, :]
         return tl.load(at, mask=own[:, None], other=0.0).to(tl.float32)

@@ -25,14 +25,13 @@ from tensor_memory.ops.triton_places import (
 from tensor_memory.ops.triton_step import arrive, gate_sum, mix_tiles, sigmoid, tanh, wait
 
 
-@triton.jit(do_not_specialize=["row_size", "step_size", "B", "S", "Q"])
+@triton.jit(do_not_specialize=["row_size", "step_size", "S", "Q"])
 def read_kernel(
     volumes,
     read_at,
     reads,
     row_size,
     step_size,
-    B,
     S,
     Q,
     VOXEL: tl.constexpr,
@@ -87,7 +86,7 @@ def written_kernel(
     kind = written.dtype.element_ty
     if M == 1:
         at = write_at + row * AXES
-        sharpness = sharpness_of(spread, row, GAUSSIAN)
+        _, sharpness = sharpness_of(spread, row, GAUSSIAN)
         what = tl.load(content + row * C + c)
         y, x = w // W, w % W
         plane = written_plane(at, sharpness, what, taps, y, x, H, W, C, AXES, GAUSSIAN, FILTERED)

@@ -99,6 +99,6 @@ def run_forward(
         (S, Q, B, kept_hidden.shape[0]),
     )  # fmt: skip
     if kept and Q > 0:
-        numbers = (V * C, B * V * C, B, S, Q)
+        numbers = (V * C, B * V * C, S, Q)
         do.reads((B * S * Q,), (kept_hidden, read_at, reads), numbers)
     return reads, last_hidden, last_cell

@@ -1,7 +1,7 @@
 """Kernels for what surrounds the scan in a layer: LayerNorm, the heads' activations, the residual.
 
 Plain PyTorch runs each of these as a handful of passes over all tokens; here each is one pass, and
-its backward another. `layer.py` makes autograd functions of them.
+its backward another. `layer_parts.py` and `layer_heads.py` call them.
 
 Letters: B batch, N tokens, d width, U units: chunks, or tokens where every token reads.
 """

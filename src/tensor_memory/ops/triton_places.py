@@ -66,12 +66,12 @@ def tapped(i, at, sharpness, before, here, after, SIZE: tl.constexpr, GAUSSIAN: 
 
 @triton.jit
 def sharpness_of(spread, write, GAUSSIAN: tl.constexpr):
-    """1 / (2σ² + ε) of one write; the nearest voxel has none."""
+    """σ of one write and 1 / (2σ² + ε); the nearest voxel has none."""
     if GAUSSIAN:
         sigma = tl.load(spread + write)
-        return 1.0 / (2.0 * sigma * sigma + EPSILON)
+        return sigma, 1.0 / (2.0 * sigma * sigma + EPSILON)
     else:
-        return 0.0
+        return 0.0, 0.0
 
 
 @triton.jit
@@ -108,12 +108,12 @@ def filtered_write(
     (BLOCK_V, C)
     """
     c = tl.arange(0, C)
-    z, y, x = place(v, D, H, W)
+    z, y, x = place(v, H, W)
     total = tl.zeros([BLOCK_V, C], dtype=tl.float32)
     for m in range(M):
         at = write_at + (row * M + m) * AXES
         what = tl.load(content + (row * M + m) * C + c)[None, :]
-        sharpness = sharpness_of(spread, row * M + m, GAUSSIAN)
+        _, sharpness = sharpness_of(spread, row * M + m, GAUSSIAN)
         volume = written_plane(at, sharpness, what, taps, y, x, H, W, C, AXES, GAUSSIAN, FILTERED)
         if D > 1:
             volume *= profile(

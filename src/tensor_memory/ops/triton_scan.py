@@ -73,7 +73,7 @@ def read(read_at: Tensor, hidden: Tensor) -> Tensor:
     if reads.numel():
         kernel = triton_forward.read_kernel
         launch = bound(kernel, VOXEL=1, CHANNEL=V, **sizes_of(C, grid), num_warps=1)
-        launch((B * S * Q,), (hidden, read_at, reads), (C * V, 0, B, S, Q))
+        launch((B * S * Q,), (hidden, read_at, reads), (C * V, 0, S, Q))
     return reads
 
 

@@ -41,7 +41,7 @@ def pinned(x, PIN: tl.constexpr):
 
 
 @triton.jit
-def pack(a, b, PIN: tl.constexpr):
+def pair(a, b, PIN: tl.constexpr):
     """a and b rounded to bfloat16, together in 32 bits: half the registers while they wait.
 
     Left alone, the compiler holds float32 and rounds where the values are used.
@@ -55,7 +55,8 @@ def pack(a, b, PIN: tl.constexpr):
 
 
 @triton.jit
-def unpack(x):
+def unpair(x):
+    """What `pair` put together, in float32."""
     a = (x << 16).to(tl.float32, bitcast=True)
     return a, (x & -65536).to(tl.float32, bitcast=True)
 

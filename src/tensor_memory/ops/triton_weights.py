@@ -91,7 +91,6 @@ def taps_kernel(
     D: tl.constexpr,
     H: tl.constexpr,
     W: tl.constexpr,
-    AXES: tl.constexpr,
     BLOCK_V: tl.constexpr,
     PIN: tl.constexpr,
 ):

@@ -8,7 +8,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tensor_memory.ops.triton_places import EPSILON, corner, kernel_value, profile, write_taps
+from tensor_memory.ops.triton_places import (
+    corner,
+    kernel_value,
+    profile,
+    sharpness_of,
+    write_taps,
+)
 from tensor_memory.ops.triton_step import as_float, product
 
 
@@ -163,10 +169,7 @@ def writes_kernel(
     t = tl.arange(0, 16)[:, None]
     PLANE: tl.constexpr = H * W
     at = write_at + write * AXES
-    sigma, sharpness = 0.0, 0.0
-    if GAUSSIAN:
-        sigma = tl.load(spread + write)
-        sharpness = 1.0 / (2.0 * sigma * sigma + EPSILON)
+    sigma, sharpness = sharpness_of(spread, write, GAUSSIAN)
     what = tl.load(content + write * C + c[None, :]).to(tl.float32)
     x_at = tl.load(at)
     y_at = tl.load(at + 1) if H > 1 else 0.0
