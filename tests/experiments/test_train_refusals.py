@@ -260,7 +260,7 @@ def test_what_is_no_run_cannot_be_loaded(tmp_path):
     with pytest.raises(FileNotFoundError, match="expected the folder of a run, with config"):
         load_run(tmp_path)
     run(tmp_path / "run", keep_checkpoints=False)
-    with pytest.raises(FileNotFoundError, match="of a run that keeps its checkpoints"):
+    with pytest.raises(FileNotFoundError, match="of a run that kept them: `sweep` drops them"):
         load_run(tmp_path / "run")
     with pytest.raises(ValueError, match="which: expected 'best' or 'last', got 'first'"):
         load_run(tmp_path / "run", "first")

@@ -166,6 +166,16 @@ def test_the_checkpoint_before_the_last_is_kept_and_older_ones_are_not(tmp_path)
     assert kept == {"step-000040", "step-000036", last["best"], last["previous"]["best"]}
 
 
+def test_what_others_put_beside_the_checkpoints_stays_and_stops_nothing(tmp_path):
+    beside = tmp_path / "run" / "checkpoints" / ".DS_Store"
+    note = beside.with_name("notes")
+    note.mkdir(parents=True)
+    beside.write_text("a file browser's")
+    assert run(tmp_path / "run", resume=True)["finished"]
+    assert beside.exists()
+    assert note.exists()
+
+
 def test_checkpoints_of_a_finished_run_are_dropped_where_nobody_wants_them(tmp_path):
     record = run(tmp_path / "run", keep_checkpoints=False)
     names = {path.name for path in (tmp_path / "run").iterdir()}

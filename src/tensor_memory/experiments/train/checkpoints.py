@@ -119,14 +119,15 @@ class Checkpoints:
     def weights(self, which: str) -> tuple[int, dict[str, Tensor]]:
         """Step and weights that the pointer `which` ("last" or "best") names."""
         name = self._pointer(self.folder.path / which)["checkpoint"]
-        checkpoint = self._read(name, "choose the other of 'last' and 'best'", weights_only=True)
+        hint = "choose the other of 'last' and 'best' where that is another step, or train again"
+        checkpoint = self._read(name, hint, weights_only=True)
         return _step(name), checkpoint.model
 
     def _pointer(self, path: Path) -> dict[str, Any]:
         if not path.exists():
             raise FileNotFoundError(
-                f"{path}: no such file; expected the pointer to a checkpoint of a run that keeps "
-                "its checkpoints"
+                f"{path}: no such file; expected the pointer to a checkpoint of a run that kept "
+                "them: `sweep` drops them unless it is told --keep-checkpoints, `run` keeps them"
             )
         entry = read_json(path, "the pointer to a checkpoint")
         if not isinstance(entry, dict) or "checkpoint" not in entry:
@@ -194,10 +195,14 @@ class Checkpoints:
         )
 
     def _prune(self, entry: dict[str, Any]) -> None:
-        """Drop every step folder but the last, the one before it, and their best."""
+        """Drop every step folder but the last, the one before it, and their best.
+
+        Of what else lies there (a .DS_Store, a note) nothing is touched.
+        """
         kept = set(entry.values()) | set((self._current or {}).values())
         for folder in self.folder.checkpoints.iterdir():
-            if folder.name not in kept:
+            ours = folder.is_dir() and folder.name.startswith(("step-", ".step-"))
+            if ours and folder.name not in kept:
                 shutil.rmtree(folder)
 
 
