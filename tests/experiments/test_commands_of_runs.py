@@ -154,7 +154,8 @@ def test_a_wrong_flag_ends_with_status_2_and_what_to_do(capsys, flag, value, sai
     ("name", "said"),
     [
         ("invented_runs:nothing", "expected a function 'nothing' in invented_runs, got None"),
-        ("no_such_module:sign", "No module named 'no_such_module'"),
+        ("no_such_module:sign", "no module named 'no_such_module'; expected a Python file of the"),
+        ("no_such.module:sign", "no_such.module: no module named 'no_such'; expected a Python"),
     ],
 )
 def test_a_function_that_is_not_there_is_named(capsys, name, said):
@@ -286,9 +287,20 @@ def test_a_run_that_takes_too_long_is_ended_and_the_others_go_on(capsys):
 def test_a_plan_and_recipes_together_are_refused(capsys):
     assert main(["sweep", SIGN, "--plan", "plan.toml"]) == 2
     assert "expected recipes and --over, or --plan, got both" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "said"),
+    [
+        ("--jobs", "0", "--jobs: expected 1 or more, got 0"),
+        ("--timeout", "-3", "--timeout: expected seconds, more than 0, got -3"),
+        ("--timeout", "soon", "--timeout: expected seconds, more than 0, got soon"),
+    ],
+)
+def test_a_sweep_without_jobs_or_time_is_refused(capsys, flag, value, said):
     with pytest.raises(SystemExit):
-        main(["sweep", SIGN, "--jobs", "0"])
-    assert "expected 1 or more, got 0" in capsys.readouterr().err
+        main(["sweep", SIGN, flag, value])
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])

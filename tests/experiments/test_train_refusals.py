@@ -252,7 +252,7 @@ def test_an_unknown_device_is_refused(tmp_path, device):
 
 
 def test_a_tracker_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"expected among those installed .*, got nosuch"):
+    with pytest.raises(ValueError, match=r"expected one of those installed .*, got nosuch"):
         run(tmp_path / "run", trackers=("nosuch",))
 
 

@@ -4,7 +4,7 @@ A plan is TOML or JSON, its stages done in the order of the file:
 
     timeout = 600                        # seconds a run may take; a stage may say otherwise
     [[stage]]
-    recipes = ["binding-windowed", "map-windowed"]
+    recipes = ["windowed-binding", "windowed-map"]
     set = { "budget.steps" = 4000 }
     over = { "model.method" = ["base", "tensor"], "seed" = [0, 1, 2] }
 """

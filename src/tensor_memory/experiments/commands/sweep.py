@@ -235,7 +235,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="list the runs, which of them are finished and what time the others may take",
     )
-    parser.add_argument("--timeout", type=float, help="seconds that one run may take")
+    parser.add_argument("--timeout", type=_seconds, help="seconds that one run may take")
     parser.add_argument(
         "--output", type=Path, default=RUNS, help="parent of the run folders (default runs)"
     )
@@ -256,3 +256,13 @@ def _count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:  # NaN is not
+        raise argparse.ArgumentTypeError(f"expected seconds, more than 0, got {text}")
+    return seconds

@@ -102,7 +102,8 @@ def check_memory_layers(layers: Sequence[int], count: int) -> None:
     wrong = [layer for layer in layers if not 0 <= layer < count]
     if wrong or len(set(layers)) != len(layers):
         raise ValueError(
-            f"model.memory_layers: expected different layers of 0 to {count - 1}, got {layers}"
+            f"model.memory_layers: expected different layers of 0 to {count - 1}, got {layers}; "
+            "choose them with --model.memory-layers"
         )
 
 

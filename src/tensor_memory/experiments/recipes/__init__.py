@@ -70,7 +70,8 @@ def _own_recipe(name: str) -> Recipe:
     make = getattr(_import(module), function, None)
     if not callable(make):
         raise ValueError(
-            f"recipe {name!r}: expected a function {function!r} in {module}, got {make!r}"
+            f"recipe {name!r}: expected a function {function!r} in {module}, got {make!r}; "
+            "name one that takes no arguments and returns a RunConfig"
         )
     return cast(Recipe, make)
 
@@ -80,7 +81,13 @@ def _import(module: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         missing = error.name or ""
-        if missing == module or missing.startswith("tensor_memory") or not missing:
+        if missing and f"{module}.".startswith(f"{missing}."):
+            raise ModuleNotFoundError(
+                f"{module}: no module named {missing!r}; expected a Python file of the current "
+                "folder, or an installed package",
+                name=missing,
+            ) from error
+        if missing.startswith("tensor_memory") or not missing:
             raise
         raise ModuleNotFoundError(
             f"{module} needs {missing}; install what experiments need with: "

@@ -64,7 +64,7 @@ class Source:
         else:
             raise FileNotFoundError(
                 f"{self.path}: expected a folder or a .zip of one, found neither; in it should be "
-                f"{layout}"
+                f"{layout}. Name it with --data-dir"
             )
 
     def open(self, name: str) -> BinaryIO:

@@ -167,7 +167,9 @@ def _split(text: str, *, end: bool) -> list[str]:
 def _files(folder: Path) -> dict[str, Path]:
     layout = "train.txt, valid.txt and test.txt (or wiki.train.tokens, wiki.valid.tokens and so on)"
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: no such folder; expected one with {layout}")
+        raise FileNotFoundError(
+            f"{folder}: no such folder; expected one with {layout}. Name it with --data-dir"
+        )
     files = {}
     for split in SPLITS:
         names = (f"{split}.txt", f"wiki.{split}.tokens", f"wiki.{split}.raw")

@@ -16,7 +16,8 @@ from tensor_memory.experiments.tasks.image_files import chosen_by_hash
 
 LAYOUT = (
     "videos as <data>/UCF-101/<Class>/v_<Class>_gNN_cNN.avi (or <data>/<Class>/…), and "
-    "classInd.txt, trainlist01.txt … trainlist03.txt, testlist01.txt … testlist03.txt"
+    "classInd.txt, trainlist01.txt … trainlist03.txt, testlist01.txt … testlist03.txt in "
+    "<data>/ucfTrainTestlist (or in <data>), <data> being --data-dir"
 )
 NAME = re.compile(r"v_\w+_g(\d+)_c(\d+)\.\w+$")
 

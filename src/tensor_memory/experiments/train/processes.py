@@ -100,7 +100,7 @@ def _trackers(names: tuple[str, ...]) -> list[Any]:
     missing = [name for name in names if name != "all" and name not in installed]
     if missing:
         raise ValueError(
-            f"trackers: expected among those installed ({', '.join(installed) or 'none'}), "
-            f"got {', '.join(missing)}; install it with pip"
+            f"trackers: expected one of those installed ({', '.join(installed) or 'none'}), "
+            f"got {', '.join(missing)}; check the name, or install it with pip"
         )
     return list(names)
