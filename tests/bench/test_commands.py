@@ -30,6 +30,13 @@ def test_help_lists_what_there_is(capsys):
     assert all(shows in out for _, shows in bench.COMMANDS.values())
 
 
+@pytest.mark.parametrize("name", bench.COMMANDS)
+def test_help_shows_no_default_that_is_no_value(name, capsys):
+    with pytest.raises(SystemExit):
+        bench.main([name, "--help"])
+    assert "(default: None)" not in " ".join(capsys.readouterr().out.split())
+
+
 def test_an_unknown_name_is_refused_with_the_known_ones(capsys):
     with pytest.raises(SystemExit) as stopped:
         bench.main(["nonesuch"])

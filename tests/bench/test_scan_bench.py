@@ -1,8 +1,10 @@
 """No speed before agreement; what is promised is in the record; the work is counted right."""
 
+import errno
 import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -204,6 +206,7 @@ def test_alternated_calls_take_turns():
         (["--backend", "triton"], "--backend triton: it needs a CUDA device, got cpu"),
         (["--shapes", "audio"], "invalid choice: 'audio'"),
         (["--output", "no-such-folder/a.json"], "--output: expected a file in an existing folder"),
+        (["--output", "."], "--output: expected the name of a file, got the folder ."),
     ],
 )
 def test_a_bad_option_is_refused_before_any_work(arguments, said, capsys, monkeypatch):
@@ -211,6 +214,17 @@ def test_a_bad_option_is_refused_before_any_work(arguments, said, capsys, monkey
     with pytest.raises(SystemExit) as stopped:
         bench.main(["scan", "--device", "cpu", *arguments])
     assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_folder_that_refuses_files_is_told_before_any_work(tmp_path, capsys, monkeypatch):
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "touch", refuse)
+    with pytest.raises(SystemExit):
+        bench.main(["scan", "--device", "cpu", "--output", str(tmp_path / "a.json")])
+    said = f"expected a file that can be written, got {tmp_path / 'a.json'} (Permission denied);"
     assert said in capsys.readouterr().err
 
 

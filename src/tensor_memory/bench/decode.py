@@ -284,7 +284,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="tensor-memory bench decode",
         description="Time one token at a time with and without memory.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=report.Defaults,
     )
     report.add_common_options(parser)
     add = parser.add_argument

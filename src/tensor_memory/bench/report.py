@@ -54,6 +54,14 @@ def write(
     return path
 
 
+class Defaults(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults that are values; where one is worked out, the help text says how."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        shown = action.default is not None and action.default is not False
+        return super()._get_help_string(action) if shown else action.help
+
+
 def add_common_options(parser: argparse.ArgumentParser) -> None:
     """The options that all measuring commands share."""
     add = parser.add_argument
@@ -83,9 +91,26 @@ def check_common_options(
     reason = why_not(options.backend, device)
     if reason is not None:
         parser.error(f"--backend {options.backend}: {reason}")
-    if options.output is not None and not options.output.parent.is_dir():
-        parser.error(f"--output: expected a file in an existing folder, got {options.output}")
+    if options.output is not None:
+        _check_output(parser, options.output)
     return device
+
+
+def _check_output(parser: argparse.ArgumentParser, path: Path) -> None:
+    """Refuse now what could not be written after everything has been measured."""
+    if not path.parent.is_dir():
+        parser.error(f"--output: expected a file in an existing folder, got {path}")
+    if path.is_dir():
+        parser.error(f"--output: expected the name of a file, got the folder {path}")
+    tried = path.with_name(f".{path.name}.tried")
+    try:
+        tried.touch()
+        tried.unlink()
+    except OSError as error:
+        parser.error(
+            f"--output: expected a file that can be written, got {path} ({error.strerror}); "
+            "choose another folder"
+        )
 
 
 def aligned(rows: Rows) -> str:
@@ -206,16 +231,16 @@ def finish(
     tables: list[Rows],
     complaints: list[str],
 ) -> int:
-    """Write the record, print its tables and what went wrong; 1 where anything did."""
+    """Print the tables, write the record, tell what went wrong; 1 where anything did."""
     common = {
         "device": options.device,
         "device_name": device_name(device),
         "backend": options.backend,
         "quick": options.quick,
     }
+    for table in tables:  # first, so that a disk that refuses the record does not take them along
+        print(aligned(table), end="\n\n" if table else "", flush=True)
     path = write(options, name, device, common | config, result)
-    for table in tables:
-        print(aligned(table), end="\n\n" if table else "")
     print(f"written to {path}")
     for complaint in complaints:
         print(f"{name}: {complaint}", file=sys.stderr)

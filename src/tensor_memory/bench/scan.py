@@ -287,7 +287,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="tensor-memory bench scan",
         description="Time the scan alone, after comparing it with the float64 reference.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=report.Defaults,
     )
     report.add_common_options(parser)
     add = parser.add_argument

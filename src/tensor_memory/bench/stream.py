@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from tensor_memory.bench.report import check_common_options
+from tensor_memory.bench.report import Defaults, check_common_options
 from tensor_memory.config import MemoryConfig
 from tensor_memory.module import TensorMemory
 from tensor_memory.progress import progress
@@ -190,7 +190,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tensor-memory bench stream",
         description="Stream random tokens through one memory and watch speed and size.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=Defaults,
     )
     add = parser.add_argument
     add("--tokens", type=int, default=1_000_000, help="per row")

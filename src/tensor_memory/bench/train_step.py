@@ -251,7 +251,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="tensor-memory bench train-step",
         description="Time a training step of the compared models with and without memory.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=report.Defaults,
     )
     report.add_common_options(parser)
     add = parser.add_argument
