@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -178,3 +179,23 @@ def test_the_version_and_the_exit_status_reach_the_shell(models: str, tmp_path: 
     assert shown.stdout.strip() == tensor_memory.__version__
     leaking = subprocess.run([*command, "leak-check", f"{models}:leaking"], cwd=tmp_path)
     assert leaking.returncode == 1
+
+
+def test_a_reader_that_has_seen_enough_is_no_mistake():
+    """As `tensor-memory list | head -1` ends; stdout is a pipe that nobody reads."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "tensor_memory", "list"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert done.stderr == ""
+    assert done.returncode == 141
+
+
+def test_a_broken_pipe_of_another_kind_is_told(monkeypatch, capsys):
+    def doctor():
+        raise BrokenPipeError("a worker has gone")
+
+    monkeypatch.setattr("tensor_memory.cli.run_doctor", doctor)
+    assert main(["doctor"]) == 2
+    assert "a worker has gone" in capsys.readouterr().err

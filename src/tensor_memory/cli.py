@@ -3,7 +3,7 @@
 tensor-memory doctor
 tensor-memory leak-check package.module:factory
 tensor-memory bench ...
-tensor-memory inspect RECORDING_OR_CHECKPOINT
+tensor-memory inspect RECORDING_OR_RUN
 tensor-memory list | run RECIPE ... | sweep RECIPE ... | report PATH ...
 tensor-memory generate RUN_FOLDER ... | positions RUN_FOLDER ...
 """
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -128,13 +130,31 @@ def _experiments(command: str, module: str, function: str) -> Callable[..., Any]
 
 def _guarded(run: Callable[[], int]) -> int:
     try:
-        return run()
+        status = run()
+        sys.stdout.flush()  # a reader that has gone shows here, and not as Python ends
+        return status
     except MISTAKES as error:
+        if isinstance(error, BrokenPipeError) and _reader_has_gone():
+            return 141  # what a shell makes of SIGPIPE
         print(f"tensor-memory: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("tensor-memory: interrupted", file=sys.stderr)
         return 130
+
+
+def _reader_has_gone() -> bool:
+    """Whether nobody reads stdout any more, as after `| head`; what is left then goes nowhere."""
+    try:
+        stdout = sys.stdout.fileno()
+    except OSError:  # no file of the system, as under a test
+        return False
+    asked = select.poll()
+    asked.register(stdout, 0)  # errors are told unasked
+    gone = any(event & select.POLLERR for _, event in asked.poll(0))
+    if gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)
+    return gone
 
 
 if __name__ == "__main__":

@@ -39,7 +39,10 @@ OpenRun = Callable[[argparse.Namespace], OpenedRun]
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of `run_inspect`."""
     parser.add_argument(
-        "source", type=Path, metavar="RECORDING_OR_CHECKPOINT", help="a saved recording, or a run"
+        "source",
+        type=Path,
+        metavar="RECORDING_OR_RUN",
+        help="a file that recording.save() or --save wrote, or the folder of a run",
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page for a browser")
     parser.add_argument("--figures", type=Path, metavar="FOLDER", help="draw every figure there")
