@@ -81,9 +81,16 @@ def draw(found: dict[float, list[float]], distances: Sequence[int], path: Path) 
 def main(argv: list[str] | None = None) -> int:
     """Measure, print a table, draw."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path("docs/images/decay.png"))
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("docs/images/decay.png"),
+        help="the figure (default docs/images/decay.png)",
+    )
     parser.add_argument("--seeds", type=int, default=3, help="new memories to average over")
     options = parser.parse_args(argv)
+    if options.seeds < 1:
+        parser.error(f"--seeds: expected 1 or more, got {options.seeds}")
     torch.set_num_threads(1)
     found = {bias: influence(bias, DISTANCES, options.seeds) for bias in BIASES}
     print("distance   " + "  ".join(f"{distance:>7}" for distance in DISTANCES))

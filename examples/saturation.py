@@ -130,9 +130,14 @@ def main(argv: list[str] | None = None) -> int:
     """Measure every start and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3, help="new memories to average over")
-    parser.add_argument("--rows", type=int, default=320)
+    parser.add_argument(
+        "--rows", type=int, default=320, help="rows per memory, half of them to fit R² on"
+    )
     parser.add_argument("--output", help="also write what came out, and where, to this JSON file")
     options = parser.parse_args(argv)
+    for name in ("seeds", "rows"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name}: expected 1 or more, got {getattr(options, name)}")
     torch.set_num_threads(1)
     print("| start | saturated cells | R² | loudness |\n|---|--:|--:|--:|")
     result = {}

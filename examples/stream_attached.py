@@ -68,10 +68,12 @@ def resident_mib() -> float:
 def main(argv: list[str] | None = None) -> None:
     """Stream, print, and record where asked to."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--tokens", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tokens", type=int, default=100_000, help="at least so many (100,000)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, tokens and block sizes")
     parser.add_argument("--record", help="write the marks and where they come from to this file")
     options = parser.parse_args(argv)
+    if options.tokens < 1:
+        parser.error(f"--tokens: expected 1 or more, got {options.tokens}")
     marks = stream(options.tokens, options.seed)
     if options.record:
         write_record(

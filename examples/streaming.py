@@ -339,7 +339,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--page", type=Path, help="write a page that shows the memory at work")
     options = parser.parse_args(argv)
     if options.steps < 1 or options.tokens < 1:
-        parser.error("--steps and --tokens: expected at least 1")
+        parser.error(
+            f"--steps and --tokens: expected at least 1, got {options.steps} and {options.tokens}"
+        )
 
     torch.set_num_threads(1)  # on tensors this small more threads cost more than they give
     chosen = {"without memory": None, "with memory": MEMORY}

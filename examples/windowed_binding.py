@@ -71,17 +71,17 @@ def show(records: dict[str, dict[str, Any]]) -> None:
     table.add_column("")
     for method in records:
         table.add_column(METHODS[method], justify="right")
-    rows = {
-        "answers right": [f"{r['test']['test']['accuracy']:.1%}" for r in every],
+    rows = {"answers right": [f"{r['test']['test']['accuracy']:.1%}" for r in every]}
+    memory = every[-1]["memory"]
+    if memory is not None:
+        without = memory["test_without_memory"]["test"]["accuracy"]
+        rows["the same, memory switched off"] = ["–", f"{without:.1%}"][-len(every) :]
+    rows |= {
         f"chance, 1 of {facts['values']}": [f"{facts['chance']:.1%}" for _ in every],
         "parameters": [f"{r['parameters']:,}" for r in every],
         "state carried past attention": [bytes_text(r["state_bytes"]) for r in every],
         "training": [f"{r['wall_seconds']:.0f} s" for r in every],
     }
-    memory = every[-1]["memory"]
-    if memory is not None:
-        without = memory["test_without_memory"]["test"]["accuracy"]
-        rows["the same, memory switched off"] = ["–", f"{without:.1%}"][-len(every) :]
     for name, cells in rows.items():
         table.add_row(name, *cells)
     console = Console()

@@ -49,3 +49,10 @@ def test_the_figure_is_drawn_and_the_numbers_are_printed(tmp_path, monkeypatch, 
     assert (tmp_path / "made" / "decay.png").stat().st_size > 10_000
     shown = capsys.readouterr().out
     assert [line.split()[1] for line in shown.splitlines()[1:5]] == ["0", "1", "3", "5"]
+
+
+def test_no_memory_to_average_over_is_refused_and_draws_nothing(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        decay.main(["--seeds", "0", "--output", str(tmp_path / "decay.png")])
+    assert "--seeds: expected 1 or more, got 0" in capsys.readouterr().err
+    assert not (tmp_path / "decay.png").exists()

@@ -142,4 +142,4 @@ def test_a_stream_of_no_tokens_is_refused(capsys):
     with pytest.raises(SystemExit) as stopped:
         streaming.main(["--tokens", "0"])
     assert stopped.value.code == 2
-    assert "--steps and --tokens: expected at least 1" in capsys.readouterr().err
+    assert "--steps and --tokens: expected at least 1, got" in capsys.readouterr().err

@@ -58,6 +58,13 @@ def test_every_start_is_printed(monkeypatch, capsys):
     assert shown[2:] == [f"| {name} | 25 % | 0.50 | 0.1250 |" for name in saturation.STARTS]
 
 
+@pytest.mark.parametrize("flag", ["--seeds", "--rows"])
+def test_an_average_over_nothing_is_refused(flag, capsys):
+    with pytest.raises(SystemExit):
+        saturation.main([flag, "0"])
+    assert f"{flag}: expected 1 or more, got 0" in capsys.readouterr().err
+
+
 def test_the_page_shows_what_its_record_holds():
     record = json.loads((ROOT / "results" / "saturation" / "new-memories-cpu.json").read_text())
     page = (ROOT / "docs" / "diagnostics.md").read_text(encoding="utf-8")

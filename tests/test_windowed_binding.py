@@ -39,6 +39,7 @@ def test_the_demo_ends_in_a_table_curves_a_page_and_the_full_command(example, tm
     assert cells["state carried past attention"] == ["0 B", "27.0 KiB"]
     assert all(cell.endswith("%") for cell in cells["answers right"])
     assert cells["the same, memory switched off"][0] == "–"
+    assert list(cells)[:2] == ["answers right", "the same, memory switched off"]
     assert "2 of 2 steps" in err
     assert (tmp_path / "curves.png").stat().st_size > 1000
     page = (tmp_path / "memory.html").read_text(encoding="utf-8")

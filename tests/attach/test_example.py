@@ -38,6 +38,13 @@ def test_the_stream_s_example_records_that_it_holds_no_more_at_its_end(tmp_path:
     assert len({mark["cached_tokens"] for mark in marks}) == 1
 
 
+def test_a_stream_of_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    main = runpy.run_path(str(EXAMPLES / "stream_attached.py"))["main"]
+    with pytest.raises(SystemExit):
+        main(["--tokens", "0"])
+    assert "--tokens: expected 1 or more, got 0" in capsys.readouterr().err
+
+
 def test_the_numbers_in_the_page_are_the_record_s() -> None:
     root = EXAMPLES.parent
     marks = json.loads((root / "results/bench/stream-attached-cpu.json").read_text())["result"]

@@ -139,7 +139,10 @@ def open_recording(options: argparse.Namespace, open_run: OpenRun | None = None)
             f"{source}: no such file or folder; expected a recording, or the folder of a run"
         )
     if source.is_file():
-        return Recording.load(source)
+        try:
+            return Recording.load(source)
+        except ValueError as error:
+            raise ValueError(f"{error}; of a run, give the folder with its config.json") from error
     if (source / IN_A_RUN).is_file():
         return Recording.load(source / IN_A_RUN)
     if open_run is None:
