@@ -100,3 +100,15 @@ def test_a_page_is_filled_and_its_figures_drawn(tmp_path, capsys):
 def test_records_without_a_place_are_an_error():
     with pytest.raises(ValueError, match=r"expected <!-- .* -->"):
         fill("# A page without places\n", diagnostics_page.blocks(RESULTS))
+
+
+def test_a_page_or_results_that_are_not_there_are_told_and_nothing_is_made(tmp_path, capsys):
+    page = tmp_path / "page.md"
+    for told, results in (
+        (f"{tmp_path / 'none'}: no such folder", tmp_path / "none"),
+        (f"{page}: no such file", tmp_path),
+    ):
+        with pytest.raises(SystemExit):
+            diagnostics_page.main([str(results), str(page)])
+        assert told in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -87,6 +87,7 @@ def test_an_empty_recording_is_shown_too(tmp_path, capsys, monkeypatch):
     ("content", "complaint"),
     [
         (b"no recording at all", "truncated or foreign file"),
+        (b"{}", "; of a run, give the folder with its config.json"),
         (None, "no such file or folder; expected a recording, or the folder of a run"),
     ],
 )

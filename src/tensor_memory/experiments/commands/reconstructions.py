@@ -93,8 +93,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, default=6, help="images to show (default 6)")
     parser.add_argument("--scale", type=int, default=1, help="enlarge pixels so many times")
     options = parser.parse_args(argv)
-    task, models = load_runs(options.runs)
-    columns = reconstruct(task, models, split=options.split, rows=options.rows)
+    try:
+        task, models = load_runs(options.runs)
+        columns = reconstruct(task, models, split=options.split, rows=options.rows)
+    except (ValueError, OSError) as error:  # a run of another kind, or none
+        parser.error(str(error))
     options.output.parent.mkdir(parents=True, exist_ok=True)
     save_picture(picture(columns, scale=options.scale), options.output)
     print(f"{options.output}: {', '.join(columns)}")

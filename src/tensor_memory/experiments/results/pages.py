@@ -58,6 +58,10 @@ def fill_page(
     parser.add_argument("results", type=Path, help=f"folder with {results}")
     parser.add_argument("page", type=Path, help="Markdown file with marked places")
     options = parser.parse_args(argv)
+    if not options.results.is_dir():
+        parser.error(f"{options.results}: no such folder; expected one with {results}")
+    if not options.page.is_file():
+        parser.error(f"{options.page}: no such file; expected the page to fill")
     figures = options.page.parent / FIGURES
     figures.mkdir(parents=True, exist_ok=True)
     texts = blocks(options.results, figures)
