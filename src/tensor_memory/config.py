@@ -16,14 +16,7 @@ MAX_AXES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
-    """Everything that defines a memory but the width of its host. The defaults are the paper's.
-
-    >>> config = MemoryConfig(channels=16, grid=(4, 4, 4), chunk_size=8)
-    >>> config.axes, config.voxels, config.state_values
-    (3, 64, 2048)
-    >>> MemoryConfig.from_dict(config.to_dict()) == config
-    True
-    """
+    """Everything that defines a memory but the width of its host. The defaults are the paper's."""
 
     channels: int = 32
     """C, the features each voxel holds."""
@@ -161,7 +154,12 @@ class MemoryConfig:
 
     @property
     def state_values(self) -> int:
-        """Numbers in one row's hidden and cell together."""
+        """Numbers in one row's hidden and cell together.
+
+        >>> config = MemoryConfig(channels=16, grid=(4, 4, 4), chunk_size=8)
+        >>> config.axes, config.voxels, config.state_values
+        (3, 64, 2048)
+        """
         return 2 * self.channels * self.voxels
 
     def to_dict(self) -> dict[str, Any]:
@@ -170,7 +168,12 @@ class MemoryConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> MemoryConfig:
-        """The inverse of `to_dict`; an unknown name is an error."""
+        """The inverse of `to_dict`; an unknown name is an error.
+
+        >>> config = MemoryConfig(channels=16, grid=(4, 4, 4), chunk_size=8)
+        >>> MemoryConfig.from_dict(config.to_dict()) == config
+        True
+        """
         if not isinstance(values, Mapping):
             raise TypeError(
                 f"MemoryConfig.from_dict: expected a dictionary of fields, got "

@@ -7,7 +7,13 @@ for the folder that `data` fills.
 
 from __future__ import annotations
 
+import ast
+import inspect
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vision_data import CLASSES, write_cub, write_ucf
@@ -85,3 +91,31 @@ def test_two_steps_of_every_recipe(name, method, tmp_path, capsys):
     for split, measures in record["test"].items():
         assert measures[record["metric"]] is not None, split
     assert f"{record['parameters']:,} parameters" in capsys.readouterr().out
+
+
+def configs(config: Any) -> Iterator[Any]:
+    """A config and those inside it."""
+    yield config
+    for field in fields(config):
+        if is_dataclass(getattr(config, field.name)):
+            yield from configs(getattr(config, field.name))
+
+
+def described(kind: type) -> set[str]:
+    """Fields of a dataclass, inherited ones too, with the docstring that `--help` shows."""
+    found = set()
+    for part in kind.__mro__[:-1]:
+        body = ast.parse(inspect.getsource(part)).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for field, after in pairwise(body.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):
+                found.add(ast.unparse(field.target))
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(load_recipes()))
+def test_help_says_what_every_flag_means(name):
+    for config in configs(load_recipes()[name]()):
+        plain = [f.name for f in fields(config) if not is_dataclass(getattr(config, f.name))]
+        silent = set(plain) - described(type(config)) - {"recipe"}  # which is no flag
+        assert not silent, f"{type(config).__name__}: {silent}"

@@ -19,7 +19,9 @@ class OptimizerConfig:
     lr: float = 3e-4
     """Peak learning rate."""
     weight_decay: float = 0.01
+    """On matrices; none on biases, gates and norms."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Of AdamW's two running means."""
     clip: float = 1.0
     """Largest norm of the gradient; 0 clips nothing."""
     schedule: Literal["constant", "cosine"] = "cosine"

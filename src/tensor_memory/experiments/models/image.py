@@ -42,25 +42,36 @@ class ImageModelConfig:
     """base; local: a 2-D window; registers: learned tokens beside the patches; spatial: the
     memory; wide: the weights of `spatial` in the MLP."""
     dim: int = 192
+    """d, width of the encoder's tokens."""
     layers: int = 4
+    """Blocks of the encoder."""
     heads: int = 3
+    """Its attention heads; a divisor of `dim`."""
     decoder_dim: int = 96
+    """Width of the decoder's tokens."""
     decoder_layers: int = 2
+    """Blocks of the decoder."""
     decoder_heads: int = 3
+    """Its attention heads; a divisor of `decoder_dim`."""
     mlp_ratio: float = 4.0
+    """Width of the encoder's MLP over `dim`."""
     dropout: float = 0.0
+    """In the encoder, on what attention, MLP and memory add."""
     drop_path: float = 0.1
     """Stochastic depth in the encoder."""
     window: int = 7
     """Side of the square of patches that `local` sees, odd."""
     registers: int = 8
+    """Learned tokens of `registers`."""
     memory: MemoryConfig = field(
         default_factory=lambda: MemoryConfig(channels=16, grid=(4, 4, 4), chunk_size=16)
     )
     memory_layers: tuple[int, ...] = (0, 2)
+    """Layers of the encoder with the memory, counted from 0."""
     scope: Scope = "layer"
     """layer: a state per memory layer. depth: one state through the layers, as published."""
     gate_init: float = GATE
+    """Initial γ of the memory layers."""
 
     def __post_init__(self) -> None:
         if self.method not in get_args(ImageMethod):

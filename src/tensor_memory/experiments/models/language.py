@@ -59,10 +59,15 @@ class LanguageModelConfig:
     local attention; tensor-xl: beside xl's attention, in place of its cache; tensor-depth: the
     published form, which sees the future."""
     dim: int = 384
+    """d, width of the tokens."""
     layers: int = 8
+    """Transformer blocks."""
     heads: int = 8
+    """Attention heads; a divisor of `dim`."""
     mlp_ratio: float = 4.0
+    """Width of the MLP over `dim`."""
     dropout: float = 0.2
+    """On embeddings, and on what attention, MLP and side path add."""
     window: int = 64
     """Tokens that local attention sees, itself included."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)
@@ -71,6 +76,7 @@ class LanguageModelConfig:
     gate_init: float = 0.0
     """Initial γ of the side paths."""
     placement: Place = "after_mlp"
+    """Where the side path stands in its block."""
     share_weights: bool = True
     """One set of side-path weights for all layers."""
     segment: int | None = None

@@ -45,8 +45,11 @@ class ToyModelConfig:
     bytes; recurrent-slots: tokens of the memory's bytes, carried between segments; linear: a
     linear-attention state of the memory's bytes beside attention."""
     dim: int = 64
+    """d, width of the tokens."""
     layers: int = 2
+    """Transformer blocks."""
     heads: int = 4
+    """Attention heads; a divisor of `dim`."""
     mlp_ratio: float = 4.0
     """Width of the MLP over `dim`."""
     dropout: float = 0.1

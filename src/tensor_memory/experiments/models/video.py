@@ -49,14 +49,21 @@ class VideoModelConfig:
     carried from frame to frame. spatial: the memory carried over frames. wide: `frames` with the
     weights of `spatial` in the MLP."""
     dim: int = 256
+    """d, width of the tokens."""
     layers: int = 6
+    """Transformer blocks."""
     heads: int = 8
+    """Attention heads; a divisor of `dim`."""
     mlp_ratio: float = 4.0
+    """Width of the MLP over `dim`."""
     dropout: float = 0.1
+    """On what attention, MLP and memory add."""
     drop_path: float = 0.2
+    """Stochastic depth: how often what a layer adds to a clip is dropped in training."""
     readout: Literal["mean", "last"] = "mean"
     """What the head sees: the mean of all frames' summary tokens, or the last frame's."""
     registers: int = 8
+    """Tokens that `registers` carries from frame to frame."""
     memory: MemoryConfig = field(
         default_factory=lambda: MemoryConfig(channels=64, grid=(8, 8, 8), chunk_size=8)
     )
@@ -66,6 +73,7 @@ class VideoModelConfig:
     """layer: a state per layer, all frames of a layer in one scan. depth: one state through the
     layers of a frame and on to the next frame, as published: frame by frame, layer by layer."""
     gate_init: float = GATE
+    """Initial γ of the memory layers."""
 
     def __post_init__(self) -> None:
         if self.method not in get_args(VideoMethod):

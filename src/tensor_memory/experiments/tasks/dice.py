@@ -32,6 +32,7 @@ class DiceConfig(DrawnConfig):
     """How many sides, how many throws."""
 
     sides: int = 6
+    """Of the die: the best score that sees only earlier throws."""
     length: int = 16
     """Throws per row."""
 

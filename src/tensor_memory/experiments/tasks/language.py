@@ -38,6 +38,7 @@ class LanguageTaskConfig:
     protocol: Protocol = "standard"
     """standard: `<eos>` per line, every training word. paper: no `<eos>`, 30,000 words."""
     level: Level = "word"
+    """What a token is: a word between spaces, or a byte (no vocabulary, no <unk>)."""
     length: int = 512
     """Tokens per window."""
     order: Literal["random", "streams"] = "random"

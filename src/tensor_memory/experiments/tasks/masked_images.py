@@ -57,6 +57,7 @@ class MaskedImagesConfig:
     mask_ratio: float = 0.75
     """Part of the patches hidden in training and validation."""
     test_ratios: tuple[float, ...] = (0.25, 0.5, 0.75)
+    """Parts of the patches hidden at test, a split for each."""
     valid_fraction: float = 0.1
     """Part of the training images held out to choose the best checkpoint by."""
     test_fraction: float = 0.2

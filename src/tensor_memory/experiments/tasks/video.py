@@ -44,12 +44,15 @@ class VideoTaskConfig:
     cached_frames: int = 64
     """F, frames kept of each clip, a multiple of T: training draws which of F / T it starts at."""
     height: int = 96
+    """Of the kept frames, in pixels."""
     width: int = 128
-    """Pixels of the kept frames."""
+    """Of the kept frames, in pixels."""
     crop: tuple[int, int] = (80, 112)
     """Height and width a model sees."""
     patch: int = 16
+    """Side of a patch; a divisor of both sides of the crop."""
     decoder: Decoder = "pyav"
+    """What reads the video files; opencv is for machines without PyAV."""
     strict: bool = False
     """A clip that cannot be decoded is an error; else it is named, counted and left out."""
     valid_fraction: float = 0.15
@@ -59,6 +62,7 @@ class VideoTaskConfig:
     region: float = 0.25
     """Part of the picture's area blanked in one more; 0 for none."""
     label_smoothing: float = 0.1
+    """Part of a target that the loss spreads over all classes."""
     resident: Literal["device", "host"] = "device"
     """Where decoded clips lie: on the GPU, or, where they are too many for it, on the host."""
 
