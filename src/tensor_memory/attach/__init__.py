@@ -128,7 +128,7 @@ def attach(
         known = "counts as causal" if causal == "auto" else "is causal"
         raise ValueError(
             f"attach: {type(model).__name__} {known}, and {LEAK}; use scope='layer', or pass "
-            "causal=False if no token attends to the tokens before it only"
+            "causal=False if its tokens attend to later ones too"
         )
     if share_weights:
         _require_shareable(blocks)
