@@ -52,6 +52,12 @@ def test_a_row_is_the_mean_and_interval_over_its_seeds():
     assert (line["parameters"], line["state"], line["steps/s"]) == ("10", "2.0 KiB", "50")
 
 
+def test_the_best_that_can_be_scored_is_a_floor_where_less_is_better():
+    (line,) = table([run() | {"higher_is_better": False}])
+    assert line["floor: accuracy"] == "100.0 %"
+    assert "ceiling: accuracy" not in line
+
+
 def test_one_seed_shows_no_interval_and_a_diverged_run_is_not_averaged_away():
     assert table([run(accuracy=0.5)])[0]["accuracy"] == "50.0 %"
     diverged = run(seed=1, test={"test": {"accuracy": None, "loss": None}})

@@ -8,7 +8,7 @@ from typing import Any
 
 from tensor_memory.experiments.commands.arguments import is_main_process, parse_run
 from tensor_memory.experiments.results import run_name, write_result
-from tensor_memory.experiments.results.wording import bytes_text, measure_text
+from tensor_memory.experiments.results.wording import bound_name, bytes_text, measure_text
 
 USAGE = """usage: tensor-memory run RECIPE [--field value ...]
 
@@ -91,8 +91,8 @@ def summary(record: Mapping[str, Any]) -> str:
     for split, measures in record["test"].items():
         shown = ", ".join(f"{name} {measure_text(value, name)}" for name, value in measures.items())
         ceiling = record["ceiling"].get(split)
-        end = "" if ceiling is None else f" (ceiling {measure_text(ceiling, record['metric'])})"
-        lines.append(f"  {split}: {shown}{end}")
+        end = f" ({bound_name(record)} {measure_text(ceiling, record['metric'])})"
+        lines.append(f"  {split}: {shown}{'' if ceiling is None else end}")
     return "\n".join(lines)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from tensor_memory.experiments.results.comparison import Comparison, Row, show
 from tensor_memory.experiments.results.intervals import estimate
-from tensor_memory.experiments.results.wording import PERCENT
+from tensor_memory.experiments.results.wording import PERCENT, bound_name
 from tensor_memory.files import write_whole
 
 BLACK, SKY, ORANGE, GREEN = "#000000", "#56B4E9", "#E69F00", "#009E73"
@@ -222,7 +222,8 @@ def _ceiling(axis: Any, row: Row, comparison: Comparison) -> None:
     ceiling = row.records[0]["ceiling"].get(comparison.splits[0])
     if ceiling is not None:
         scale = 100.0 if comparison.metric in PERCENT else 1.0
-        axis.axhline(scale * ceiling, color="#555555", linestyle=(0, (1, 2)), label="ceiling")
+        name = bound_name(row.records[0])
+        axis.axhline(scale * ceiling, color="#555555", linestyle=(0, (1, 2)), label=name)
 
 
 def _draw_ceilings(axis: Any, rows: list[Row], field: str, split: str, metric: str) -> None:
@@ -235,7 +236,7 @@ def _draw_ceilings(axis: Any, rows: list[Row], field: str, split: str, metric: s
         scale = 100.0 if metric in PERCENT else 1.0
         at = sorted(found)
         axis.plot(at, [scale * found[place] for place in at], color="#555555",
-                  linestyle=(0, (1, 2)), label="ceiling")  # fmt: skip
+                  linestyle=(0, (1, 2)), label=bound_name(rows[0].records[0]))  # fmt: skip
 
 
 def _title(setting: tuple[tuple[str, Any], ...]) -> str:

@@ -12,6 +12,7 @@ from tensor_memory.experiments.results.intervals import estimate
 from tensor_memory.experiments.results.paper import Published, published
 from tensor_memory.experiments.results.wording import (
     PERCENT,
+    bound_name,
     bytes_text,
     estimate_text,
     listing,
@@ -45,7 +46,8 @@ def result_table(comparison: Comparison, measures: Sequence[str] = ()) -> Table:
             line[heading] = "–" if found is None else estimate_text(found, name)
             line[f"paper: {heading}"] = _paper_text(published(row.records[0], split, name))
             if name == comparison.metric:
-                line[f"ceiling: {heading}"] = _ceiling(row.records[0], split, name)
+                bound = f"{bound_name(row.records[0])}: {heading}"
+                line[bound] = _ceiling(row.records[0], split, name)
         line |= {
             "parameters": f"{row.records[0]['parameters']:,}",
             "state": bytes_text(row.records[0]["state_bytes"]),

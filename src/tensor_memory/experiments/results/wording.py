@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tensor_memory.experiments.results.intervals import Estimate
 
@@ -24,6 +25,15 @@ def measure_text(value: float | None, name: str = "") -> str:
     if name in PERCENT:
         return f"{100 * value:.1f} %"
     return f"{value:.{_digits(value)}f}"
+
+
+def bound_name(record: Mapping[str, Any]) -> str:
+    """What the best that can be scored is called.
+
+    >>> bound_name({"higher_is_better": True}), bound_name({"higher_is_better": False})
+    ('ceiling', 'floor')
+    """
+    return "ceiling" if record.get("higher_is_better", True) else "floor"
 
 
 def estimate_text(estimate: Estimate, name: str = "") -> str:
