@@ -289,6 +289,12 @@ def test_a_plan_and_recipes_together_are_refused(capsys):
     assert "expected recipes and --over, or --plan, got both" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["--resume", "--from-previous", "--quiet"])
+def test_a_sweep_refuses_flags_of_run_that_would_do_nothing(capsys, flag):
+    assert main(["sweep", SIGN, "--dry-run", flag]) == 2
+    assert "a sweep resumes what is unfinished by itself" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flag", "value", "said"),
     [

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tensor_memory.experiments.commands.arguments import apply_flags
+from tensor_memory.experiments.commands.arguments import RunSettings, apply_flags
 from tensor_memory.experiments.recipes import find_recipe
 from tensor_memory.experiments.results import run_name
 from tensor_memory.experiments.run_config import RunConfig
@@ -124,7 +124,16 @@ def _runs(name: str, stage: Stage) -> Iterable[PlannedRun]:
         chosen = list(zip(stage.over, values, strict=True))
         flags = [flag for field, value in chosen for flag in _flag(field, value)]
         # `run`, since its --help is the one that shows a recipe's fields.
-        filled, _ = apply_flags(config, [*stage.flags, *flags], prog=f"tensor-memory run {name}")
+        filled, settings = apply_flags(
+            config, [*stage.flags, *flags], prog=f"tensor-memory run {name}"
+        )
+        if settings != RunSettings():
+            raise ValueError(
+                "sweep: expected fields of the runs' config, got --resume, --from-previous or "
+                "--quiet, which are flags of `run`; a sweep resumes what is unfinished by itself, "
+                "and a run whose last checkpoint is broken is continued by `tensor-memory run` "
+                "with its fields, --output FOLDER and --resume --from-previous"
+            )
         changes = tuple(f"{field}={_text(value)}" for field, value in chosen)
         yield PlannedRun(filled, changes, stage.timeout)
 
