@@ -122,7 +122,7 @@ def _experiments(command: str, module: str, function: str) -> Callable[..., Any]
     if importlib.util.find_spec("tyro") is None:
         raise ModuleNotFoundError(
             f"tensor-memory {command} needs what experiments need; install it with: "
-            "pip install tensor-memory[experiments]"
+            "pip install 'tensor-memory[experiments]'"
         )
     commands = importlib.import_module(f"tensor_memory.experiments.commands.{module}")
     return getattr(commands, function)

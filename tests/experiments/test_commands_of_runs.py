@@ -219,10 +219,10 @@ def test_a_name_is_registered_once(monkeypatch):
 def test_a_missing_extra_is_named_with_the_command_that_installs_it(tmp_path, monkeypatch, capsys):
     (tmp_path / "needy.py").write_text("import a_package_nobody_has\n")
     assert main(["run", "needy:recipe"]) == 2
-    assert "pip install tensor-memory[experiments]" in capsys.readouterr().err
+    assert "pip install 'tensor-memory[experiments]'" in capsys.readouterr().err
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["list"]) == 2
-    assert "pip install tensor-memory[experiments]" in capsys.readouterr().err
+    assert "pip install 'tensor-memory[experiments]'" in capsys.readouterr().err
 
 
 def test_a_sweep_runs_its_grid_skips_what_is_done_and_reports_failures(capsys):

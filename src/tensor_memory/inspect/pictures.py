@@ -79,7 +79,7 @@ def write_figures(
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise ModuleNotFoundError(
-            "figures need matplotlib; install it with: pip install tensor-memory[experiments]"
+            "figures need matplotlib; install it with: pip install 'tensor-memory[experiments]'"
         )
     if recording.rows and not -recording.rows <= row < recording.rows:
         raise ValueError(f"row: expected one of 0 to {recording.rows - 1}, got {row}")

@@ -91,6 +91,6 @@ def _import(module: str) -> Any:
             raise
         raise ModuleNotFoundError(
             f"{module} needs {missing}; install what experiments need with: "
-            "pip install tensor-memory[experiments]",
+            "pip install 'tensor-memory[experiments]'",
             name=missing,
         ) from error
