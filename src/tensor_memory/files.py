@@ -27,6 +27,10 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[Path], None]) -> 
         with temporary.open("rb") as written:
             os.fsync(written.fileno())
         temporary.replace(path)
+    except OSError as error:
+        if error.filename is not None and Path(error.filename) == temporary:
+            error.filename = str(path)  # the name that the caller knows
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

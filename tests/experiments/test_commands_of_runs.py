@@ -359,6 +359,8 @@ def test_runs_of_the_real_loop_end_in_a_report(capsys):
     assert "| base | 2 |" in shown
     assert "| tensor | 2 |" in shown
     assert "4 runs, written to shown/report.md" in shown
+    assert main(["report", "kept", "--output", "shown/report.md"]) == 2
+    assert "shown/report.md: cannot be made a folder for the report" in capsys.readouterr().err
     assert Path("shown", "sign-curves.svg").is_file()
     assert not list(Path("runs").glob("*/checkpoints/step-*"))
     record = json.loads(next(Path("kept").glob("*.json")).read_text())

@@ -101,6 +101,15 @@ def test_what_is_no_recording_is_told_without_a_traceback(tmp_path, capsys, cont
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize("option", ["--html", "--save"])
+def test_a_folder_that_is_not_there_is_told_first(saved, tmp_path, capsys, option):
+    where = tmp_path / "nowhere" / "file"
+    assert main(["inspect", str(saved), option, str(where)]) == 2
+    told = capsys.readouterr()
+    assert f"{where}: expected a file in an existing folder, and {where.parent} is none" in told.err
+    assert told.out == ""
+
+
 def test_a_row_that_is_not_there_is_told(saved, tmp_path, capsys):
     options = ["--figures", str(tmp_path / "f"), "--row", "7"]
     assert main(["inspect", str(saved), *options]) == 2

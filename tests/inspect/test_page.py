@@ -169,3 +169,10 @@ def test_a_wrong_argument_is_named():
         page(Recording(), every=0)
     with pytest.raises(ValueError, match="rows: expected an integer of at least 1, got -1"):
         page(Recording(), rows=-1)
+
+
+def test_a_folder_that_is_not_there_is_told_by_the_name_that_was_given(tmp_path):
+    where = tmp_path / "nowhere" / "page.html"
+    with pytest.raises(FileNotFoundError) as told:
+        write_page(invented(1), where)
+    assert told.value.filename == str(where)

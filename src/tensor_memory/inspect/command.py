@@ -102,6 +102,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run_inspect(options: argparse.Namespace, open_run: OpenRun | None = None) -> int:
     """Show what a recording holds, and write what was asked for; exit status 0."""
+    for path in filter(None, (options.save, options.html)):
+        if not path.parent.is_dir():  # told before a model is run
+            raise FileNotFoundError(
+                f"{path}: expected a file in an existing folder, and {path.parent} is none; "
+                "make it first"
+            )
     recording = open_recording(options, open_run)
     print(summary(recording))
     if options.save:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from tensor_memory.experiments.commands.run import make_folder
 from tensor_memory.experiments.results import run_name
 from tensor_memory.experiments.results.positions import (
     draw_positions,
@@ -31,6 +32,7 @@ def positions_command(arguments: Sequence[str]) -> int:
         config, vocabulary, model, step = load_text_run(
             folder, options.which, device=device, carried=True
         )
+        make_folder(options.output, "positions")  # now, and not after everything is measured
         given = config.task
         if options.data_dir is not None:
             given = replace(given, data_dir=str(options.data_dir))

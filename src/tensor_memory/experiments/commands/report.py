@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from tensor_memory.experiments.commands.run import make_folder
 from tensor_memory.experiments.results import read_results
 from tensor_memory.experiments.results.report import write_report
 from tensor_memory.experiments.results.wording import listing
@@ -20,6 +21,7 @@ def report_command(arguments: Sequence[str]) -> int:
             f"report: expected results of runs, found none in {listing(options.paths)}; "
             "`tensor-memory run` and `sweep` write them"
         )
+    make_folder(options.output, "the report")
     text = write_report(
         records,
         options.output,
