@@ -97,7 +97,7 @@ def test_what_the_readme_says_of_images_and_video_was_measured():
         shown(long, method, "test", "accuracy").removesuffix(" %")
         for method in ("spatial", "frames", "joint")
     )
-    assert f"With 64 frames: {spatial}, {frames} and {joint} %" in text
+    assert f"with 64 frames {spatial}, {frames} and {joint} %" in text
 
 
 def test_what_the_readme_says_of_the_leak_was_measured():
