@@ -1,5 +1,6 @@
 """The diagnostics page shows the committed records, all of them and nothing else."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,22 @@ def test_every_place_of_the_page_is_a_recipe(records):
     assert {name[1:] for name in names - opened} == opened
     assert opened <= set(load_recipes())
     assert {record["recipe"] for record in records} <= opened
+
+
+def test_a_place_without_records_says_so():
+    page = "<!-- a -->\n<!-- /a -->\n\n<!-- b -->\n\n<!-- /b -->\n\n<!-- c -->\nKept.\n<!-- /c -->"
+    filled = fill(page, {"b": "1"})
+    a, b, c = re.findall(r"<!-- \w -->(.*?)<!-- /", filled, re.DOTALL)
+    assert (a, b, c) == ("\nNot measured yet.\n", "\n\n1\n", "\nKept.\n")
+    assert fill(filled, {}) == filled
+    assert "<!-- a -->\n\n2\n<!-- /a -->" in fill(filled, {"a": "2"})  # measured since
+
+
+def test_no_heading_of_the_page_stands_over_nothing(records):
+    text = PAGE.read_text(encoding="utf-8")
+    measured = {record["recipe"] for record in records}
+    for name, block in re.findall(r"<!-- (\S+) -->\n(.*?)<!-- /\1 -->", text, re.DOTALL):
+        assert (block == "Not measured yet.\n") == (name not in measured), name
 
 
 def small_row(config):

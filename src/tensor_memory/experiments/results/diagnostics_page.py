@@ -4,8 +4,8 @@
         docs/diagnostics.md
 
 What stands between `<!-- RECIPE -->` and `<!-- /RECIPE -->` of the page is replaced by the tables
-and figures of that recipe; a recipe without records stays as it is, and records without a place are
-an error.
+and figures of that recipe; a recipe without records stays as it is, or says that nothing was
+measured where nothing stands, and records without a place are an error.
 """
 
 from __future__ import annotations

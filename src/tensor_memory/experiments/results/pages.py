@@ -1,7 +1,7 @@
 """Pages of the documentation whose tables and figures are made from the records of runs.
 
 What stands between `<!-- NAME -->` and `<!-- /NAME -->` of a page is replaced; a place that has no
-records stays as it is.
+records stays as it is, and says that nothing was measured where it is empty.
 """
 
 from __future__ import annotations
@@ -17,9 +17,17 @@ from tensor_memory.files import write_whole
 FIGURES = "images"
 """Folder of the figures, beside the page."""
 
+NOT_MEASURED = "Not measured yet."
+"""What an empty place is given, so that no heading stands over nothing."""
+
+_EMPTY = re.compile(r"(<!-- (\S+) -->\n)\s*(<!-- /\2 -->)")
+
 
 def fill(page: str, texts: Mapping[str, str]) -> str:
     """The page with its marked places filled; a text without a place is an error.
+
+    >>> fill("<!-- a -->\\n<!-- /a -->", {})
+    '<!-- a -->\\nNot measured yet.\\n<!-- /a -->'
 
     >>> fill("<!-- a --><!-- /a -->", {"a": "1"})
     Traceback (most recent call last):
@@ -33,7 +41,7 @@ def fill(page: str, texts: Mapping[str, str]) -> str:
                 "found none"
             )
         page = place.sub(lambda match, text=text: f"{match[1]}\n{text}\n{match[2]}", page)
-    return page
+    return _EMPTY.sub(rf"\1{NOT_MEASURED}\n\3", page)
 
 
 def fill_page(
