@@ -199,6 +199,29 @@ def test_a_wrong_plan_is_refused_with_what_was_expected(tmp_path, text, complain
         read_plan(tmp_path / "plan.toml")
 
 
+@pytest.mark.parametrize(
+    "typo", ['set = {"budget.stps" = 4}', 'over = {"budget.stps" = [4]}', 'set = {seed = "x"}']
+)
+def test_a_typo_in_a_stage_is_told_with_its_file_and_number(tmp_path, capsys, typo):
+    plan = tmp_path / "plan.toml"
+    plan.write_text(f"{PLAN}[[stage]]\nrecipes = '{SIGN}'\n{typo}\n")
+    with pytest.raises(SystemExit) as ended:
+        expand(read_plan(plan))
+    assert ended.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == (
+        f"{plan}, stage 3: expected fields of {SIGN}, got what is named above; mend the stage's "
+        "set or over, or the flags beside --plan"
+    )
+
+
+def test_a_recipe_that_is_not_there_is_told_with_its_file_and_stage(tmp_path):
+    plan = tmp_path / "plan.toml"
+    plan.write_text(f"{PLAN}[[stage]]\nrecipes = 'bindng'\n")
+    with pytest.raises(ValueError, match=r"plan\.toml, stage 3: recipe 'bindng': no such recipe"):
+        expand(read_plan(plan))
+
+
 def test_a_missing_plan_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"none\.toml: no such file; expected a plan"):
         read_plan(tmp_path / "none.toml")

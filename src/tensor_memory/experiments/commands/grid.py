@@ -11,11 +11,13 @@ A plan is TOML or JSON, its stages done in the order of the file:
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import itertools
 import json
+import sys
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,8 @@ class Stage:
     flags: Sequence[str] = ()
     timeout: float | None = None
     """Seconds after which a run is ended and counts as failed."""
+    where: str = ""
+    """The plan and the number in it, for messages; empty for a grid of the command line."""
 
 
 @dataclass(frozen=True)
@@ -119,14 +123,20 @@ def expand(stages: Sequence[Stage]) -> list[PlannedRun]:
 
 
 def _runs(name: str, stage: Stage) -> Iterable[PlannedRun]:
-    config = find_recipe(name)()
+    try:
+        config = find_recipe(name)()
+    except ValueError as error:
+        if not stage.where:
+            raise
+        raise ValueError(f"{stage.where}: {error}") from error
     for values in itertools.product(*stage.over.values()):
         chosen = list(zip(stage.over, values, strict=True))
         flags = [flag for field, value in chosen for flag in _flag(field, value)]
-        # `run`, since its --help is the one that shows a recipe's fields.
-        filled, settings = apply_flags(
-            config, [*stage.flags, *flags], prog=f"tensor-memory run {name}"
-        )
+        with _told_where(stage, name):
+            # `run`, since its --help is the one that shows a recipe's fields.
+            filled, settings = apply_flags(
+                config, [*stage.flags, *flags], prog=f"tensor-memory run {name}"
+            )
         if settings != RunSettings():
             raise ValueError(
                 "sweep: expected fields of the runs' config, got --resume, --from-previous or "
@@ -136,6 +146,21 @@ def _runs(name: str, stage: Stage) -> Iterable[PlannedRun]:
             )
         changes = tuple(f"{field}={_text(value)}" for field, value in chosen)
         yield PlannedRun(filled, changes, stage.timeout)
+
+
+@contextlib.contextmanager
+def _told_where(stage: Stage, name: str) -> Iterator[None]:
+    """Below what is wrong with a flag: the stage of a plan that it may have come from."""
+    try:
+        yield
+    except SystemExit:
+        if stage.where:
+            print(
+                f"{stage.where}: expected fields of {name}, got what is named above; mend the "
+                "stage's set or over, or the flags beside --plan",
+                file=sys.stderr,
+            )
+        raise
 
 
 def _flag(field: str, value: Any) -> list[str]:
@@ -191,7 +216,7 @@ def _stage(values: Any, where: str, timeout: float | None, flags: Sequence[str])
         if not isinstance(options, list) or not options:
             raise ValueError(f"{where}: expected a list of values for {name!r}, got {options!r}")
     set_flags = [flag for name, value in fixed.items() for flag in _flag(name, value)]
-    return Stage(recipes, over, [*set_flags, *flags], timeout)
+    return Stage(recipes, over, [*set_flags, *flags], timeout, where)
 
 
 def _check_keys(values: Mapping[str, Any], known: Sequence[str], where: str) -> None:
