@@ -20,7 +20,7 @@ def shown() -> list[str]:
     found = []
     for place in PLACES:
         for path in sorted(ROOT.glob(place)):
-            text = re.sub(r"\\+\n\s*", "", path.read_text(encoding="utf-8"))
+            text = re.sub(r"\\+\n#?\s*", "", path.read_text(encoding="utf-8"))
             found += re.findall(r"^#?\s*(tensor-memory (?:run|sweep) [^\n|`…]*)$", text, re.M)
     return list(dict.fromkeys(found))
 
