@@ -85,15 +85,16 @@ def test_the_context_of_a_prediction_stands_in_every_row():
         assert line["context"] == labels["context"]
 
 
-def test_rates_are_compared_on_the_same_method():
+def test_rates_are_compared_within_one_recipe():
     runs = [fresh("base", 112.0), fresh("base", 110.0, 1), fresh("base", 109.0)]
     runs[2]["config"]["optimizer"] = runs[2]["config"]["optimizer"] | {"lr": 2e-3}
-    table = rate_table([runs[2], *runs[:2]])
-    assert [(line["learning rate"], line["seeds"]) for line in table] == [
-        ("0.001", "2"),
-        ("0.002", "1"),
+    table = rate_table([runs[2], *runs[:2], record("base", 105.0)])
+    assert [(line["recipe"], line["learning rate"], line["seeds"]) for line in table] == [
+        ("language-carried", "0.001", "1"),
+        ("language-paper", "0.001", "2"),
+        ("language-paper", "0.002", "1"),
     ]
-    assert (table[1]["valid"], table[1]["test"]) == ("114.00", "109.00")
+    assert (table[2]["valid"], table[2]["test"]) == ("114.00", "109.00")
 
 
 def test_streams_show_what_is_carried_and_what_it_closes():

@@ -53,19 +53,21 @@ PLANS = {
 
 
 def rate_table(records: Sequence[Record]) -> Table:
-    """Perplexities by learning rate, the lowest rate first."""
-    rates: dict[float, list[Record]] = {}
-    for record in sorted(records, key=lambda record: record["config"]["optimizer"]["lr"]):
-        rates.setdefault(record["config"]["optimizer"]["lr"], []).append(record)
+    """Perplexities by recipe and learning rate, the lowest rate first."""
+    rates: dict[tuple[str, float], list[Record]] = {}
+    for record in records:
+        key = record["recipe"], record["config"]["optimizer"]["lr"]
+        rates.setdefault(key, []).append(record)
     return [
         {
+            "recipe": recipe,
             "learning rate": show(rate),
             "method": listing(sorted({run["method"] for run in runs})),
             "seeds": str(len(runs)),
             "valid": _text([run["valid"].get(PERPLEXITY) for run in runs]),
             "test": _measured(runs, "test"),
         }
-        for rate, runs in rates.items()
+        for (recipe, rate), runs in sorted(rates.items())
     ]
 
 
