@@ -108,6 +108,8 @@ def test_data_that_have_moved_can_be_named(language, tmp_path, capsys):
 def test_what_a_run_cannot_do_is_told(binding, tmp_path, capsys, monkeypatch):
     assert main(["inspect", str(binding), "--windows", "2"]) == 2
     assert "--windows: expected 1, since binding W=8" in capsys.readouterr().err
+    assert main(["inspect", str(binding), "--rows", "2", "--every", "2"]) == 2
+    assert "--every: expected --html FILE" in capsys.readouterr().err
     assert main(["inspect", str(binding), "--data-dir", "x"]) == 2
     assert "data_dir: expected none for BindingConfig, whose data are" in capsys.readouterr().err
     assert main(["inspect", str(binding), "--split", "tset"]) == 2

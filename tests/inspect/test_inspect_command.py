@@ -147,6 +147,36 @@ def test_a_count_is_at_least_one(saved, capsys, option):
     assert "expected an integer of at least 1, got '0'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("--every 2 --limit-mb 9", "--every, --limit-mb: expected --html FILE"),
+        ("--rows 1", "--rows: expected --html FILE"),
+        ("--row 0", "--row: expected --figures FOLDER"),
+        ("--only gates --layer 0 --chunks 0:2", "--only, --layer, --chunks: expected --figures"),
+        ("--theme light --html {page}", "--theme: expected --figures FOLDER"),
+        ("--windows 1 --which best", "--windows, --which: expected the folder of a run to record"),
+        ("--split test --data-dir .", "--split, --data-dir: expected the folder of a run"),
+    ],
+)
+def test_an_option_that_would_change_nothing_is_refused(saved, tmp_path, capsys, options, told):
+    options = options.format(page=tmp_path / "page.html").split()
+    (tmp_path / "run").mkdir()
+    saved.rename(tmp_path / "run" / command.IN_A_RUN)
+    for source in (tmp_path / "run", tmp_path / "run" / command.IN_A_RUN):
+        assert main(["inspect", str(source), *options]) == 2
+        said = capsys.readouterr()
+        assert told in said.err
+        assert said.err.rstrip().endswith(f"or leave {told.split(':')[0]} out")
+        assert said.out == ""
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_a_recording_can_be_saved_under_another_name(saved, tmp_path):
+    assert main(["inspect", str(saved), "--save", str(tmp_path / "b")]) == 0
+    assert Recording.load(tmp_path / "b").names == Recording.load(saved).names
+
+
 def test_a_folder_is_shown_by_the_recording_it_holds(saved, tmp_path):
     run = tmp_path / "run"
     run.mkdir()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,11 @@ IN_A_RUN = "recording.safetensors"
 
 RUN_ROWS = 4
 """Rows of its data that the model of a run is watched on."""
+
+OF_FIGURES = ("only", "row", "layer", "chunks", "theme")
+OF_A_PAGE = ("every", "limit_mb")
+OF_A_RUN = ("split", "data_dir", "windows", "which")
+"""Options that count where figures are drawn, a page is written, a run is recorded."""
 
 
 class OpenedRun(NamedTuple):
@@ -53,16 +58,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"draw this figure alone, or several by several --only: {', '.join(KINDS)}",
     )
-    parser.add_argument("--row", type=int, default=0, help="row that figures show (default 0)")
+    parser.add_argument("--row", type=int, help="row that figures show (default 0)")
     parser.add_argument(
         "--layer", action="append", help="number or name of a layer to draw (default: all)"
     )
     parser.add_argument(
-        "--chunks", type=_chunks, default=slice(None), metavar="START:STOP", help="chunks to draw"
+        "--chunks", type=_chunks, metavar="START:STOP", help="chunks to draw (default: all)"
     )
-    parser.add_argument(
-        "--theme", choices=[*THEMES, "both"], default="light", help="of the figures (default light)"
-    )
+    parser.add_argument("--theme", choices=[*THEMES, "both"], help="of the figures (default light)")
     page = parser.add_argument_group("what goes on the page")
     page.add_argument(
         "--rows",
@@ -71,12 +74,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"the first so many rows (default: all; of a run, {RUN_ROWS} are recorded)",
     )
     page.add_argument(
-        "--every", type=_positive, default=1, metavar="N", help="one recorded chunk in N"
+        "--every", type=_positive, metavar="N", help="one recorded chunk in N (default 1)"
     )
     page.add_argument(
         "--limit-mb",
         type=float,
-        default=LIMIT_MB,
         metavar="MB",
         help=f"refuse a larger page (default {LIMIT_MB:g})",
     )
@@ -90,18 +92,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--windows",
         type=_positive,
-        default=1,
         metavar="N",
         help="so many, one after the other, where the task carries its state on (default 1)",
     )
-    run.add_argument(
-        "--which", choices=("best", "last"), default="best", help="checkpoint (default best)"
-    )
-    run.add_argument("--save", type=Path, metavar="FILE", help="keep the recording there")
+    run.add_argument("--which", choices=("best", "last"), help="checkpoint (default best)")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="keep the recording there")
 
 
 def run_inspect(options: argparse.Namespace, open_run: OpenRun | None = None) -> int:
     """Show what a recording holds, and write what was asked for; exit status 0."""
+    if options.source.exists():
+        _require_used(options)
     for path in filter(None, (options.save, options.html)):
         if not path.parent.is_dir():  # told before a model is run
             raise FileNotFoundError(
@@ -118,10 +119,10 @@ def run_inspect(options: argparse.Namespace, open_run: OpenRun | None = None) ->
         written = write_figures(
             recording,
             options.figures,
-            row=options.row,
+            row=options.row or 0,
             layers=layers,
-            chunks=options.chunks,
-            themes=THEMES if options.theme == "both" else (options.theme,),
+            chunks=options.chunks or slice(None),
+            themes=THEMES if options.theme == "both" else (options.theme or "light",),
             kinds=options.only,
         )
         print(f"figures: {len(written)} in {options.figures}")
@@ -129,12 +130,39 @@ def run_inspect(options: argparse.Namespace, open_run: OpenRun | None = None) ->
         write_page(
             recording,
             options.html,
-            every=options.every,
+            every=options.every or 1,
             rows=options.rows,
-            limit_mb=options.limit_mb,
+            limit_mb=LIMIT_MB if options.limit_mb is None else options.limit_mb,
         )
         print(f"page: {options.html}")
     return 0
+
+
+def _require_used(options: argparse.Namespace) -> None:
+    """Refuse an option that would change nothing, by what is missing for it to count."""
+    given = {name for name, value in vars(options).items() if value is not None}
+    kept = options.source if options.source.is_file() else options.source / IN_A_RUN
+    is_recorded = kept.is_file()
+    page = (*OF_A_PAGE, "rows") if is_recorded else OF_A_PAGE  # of a run, rows are recorded
+    for names, needed in ((OF_FIGURES, "figures"), (page, "html")):
+        idle = [name for name in names if name in given]
+        if idle and needed not in given:
+            what = "FOLDER, where the figures go" if needed == "figures" else "FILE, the page"
+            raise ValueError(
+                f"{_flags(idle)}: expected --{needed} {what}, and there is none; add it, or leave "
+                f"{_flags(idle)} out"
+            )
+    idle = [name for name in OF_A_RUN if name in given]
+    if idle and is_recorded:
+        raise ValueError(
+            f"{_flags(idle)}: expected the folder of a run to record, got the recording {kept}, "
+            f"which is shown as it is; give a run's folder without a {IN_A_RUN}, or leave "
+            f"{_flags(idle)} out"
+        )
+
+
+def _flags(names: Iterable[str]) -> str:
+    return ", ".join("--" + name.replace("_", "-") for name in names)
 
 
 def open_recording(options: argparse.Namespace, open_run: OpenRun | None = None) -> Recording:

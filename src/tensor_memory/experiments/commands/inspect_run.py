@@ -16,20 +16,23 @@ from tensor_memory.residual import MemoryResidual
 
 def open_run(options: argparse.Namespace) -> OpenedRun:
     """The model of the run in `options.source`, and the first batches of its test data."""
-    config, task, model = load_run(options.source, options.which, data_dir=options.data_dir)
+    config, task, model = load_run(
+        options.source, options.which or "best", data_dir=options.data_dir
+    )
     if not any(isinstance(part, MemoryResidual | TensorMemory) for part in model.modules()):
         raise ValueError(
             f"{options.source}: expected a run whose model has a memory, got one of the method "
             f"{config.model.method}, which has none; methods with a memory are called tensor "
             "or spatial"
         )
-    if options.windows > 1 and not task.carries:
+    wanted = options.windows or 1
+    if wanted > 1 and not task.carries:
         raise ValueError(
             f"--windows: expected 1, since {task.name} carries nothing from one batch to the next, "
-            f"got {options.windows}; take more --rows"
+            f"got {wanted}; take more --rows"
         )
     split, rows = options.split or _test_split(task), options.rows or RUN_ROWS
-    windows = range(min(options.windows, task.batches(split, rows)))
+    windows = range(min(wanted, task.batches(split, rows)))
     batches = [task.batch(split, index, rows) for index in windows]
 
     def call() -> None:
