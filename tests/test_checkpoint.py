@@ -105,6 +105,12 @@ def test_a_truncated_file_is_an_error(saved: Path, name: str) -> None:
     refused(attached(), saved, ValueError, f"{name}: expected .* got a truncated or foreign file")
 
 
+def test_json_of_something_else_is_an_error_that_says_what_to_do(saved: Path) -> None:
+    for text in ("[]", "{}", '{"format": 1}'):
+        (saved / "memory.json").write_text(text)
+        refused(attached(), saved, ValueError, r"memory\.json: expected .*; save again$")
+
+
 def test_an_unknown_and_a_missing_tensor_are_named(saved: Path) -> None:
     path = saved / "memory.safetensors"
     weights = load_file(path)

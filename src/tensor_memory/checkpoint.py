@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tensor_memory.attach import Attachment, attachment_of
 from tensor_memory.config import MemoryConfig
-from tensor_memory.files import load_tensors, save_tensors, write_whole
+from tensor_memory.files import load_tensors, read_json, save_tensors, write_whole
 
 WEIGHTS, DESCRIPTION = "memory.safetensors", "memory.json"
 
@@ -86,22 +86,17 @@ def _read_description(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(
             f"{path}: no such file; expected a folder written by save_memory(model, folder)"
         )
-    try:
-        described = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(
-            f"{path}: expected JSON, got a truncated or foreign file ({error}); save again"
-        ) from error
+    described = read_json(path, "what save_memory wrote", "save again")
     known = ("format", "config", "widths", "blocks", "share_weights", "scope")
-    found = list(described) if isinstance(described, dict) else []
-    if sorted(found) != sorted(known):
+    if sorted(described) != sorted(known):
         raise ValueError(
-            f"{path}: expected the keys {', '.join(known)}, got {', '.join(found) or 'none'}"
+            f"{path}: expected the keys {', '.join(known)}, got {', '.join(described) or 'none'}; "
+            "save again"
         )
     if described["format"] != _FORMAT:
         raise ValueError(
             f"{path}: expected format {_FORMAT}, got {described['format']!r}; it was written by "
-            "another version of tensor-memory"
+            "another version of tensor-memory: load it with that one, or save again"
         )
     for name, (expected, fits) in _VALUES.items():
         if not fits(described[name]):

@@ -1,11 +1,13 @@
-"""Files that are whole or absent, and tensors read back without pickle."""
+"""Files that are whole or absent, and tensors and JSON read back without surprises."""
 
 from __future__ import annotations
 
+import json
 import os
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -69,6 +71,22 @@ def load_tensors(
             f"{path}: expected {_one(kind)}, got {got}; pass the file that was saved as such"
         )
     return tensors
+
+
+def read_json(path: str | os.PathLike[str], what: str, remedy: str, *, kind: type = dict) -> Any:
+    """The JSON object in a file; anything else is a `ValueError` that says `what` was expected
+    and what to do about it, `remedy`. `kind=object` lets lists and single values pass too."""
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, brackets without end
+        raise ValueError(
+            f"{path}: expected {what} as JSON, got a truncated or foreign file ({error}); {remedy}"
+        ) from error
+    if not isinstance(values, kind):
+        raise ValueError(
+            f"{path}: expected {what}, an object in JSON, got {values!r:.80}; {remedy}"
+        )
+    return values
 
 
 def _one(kind: str) -> str:

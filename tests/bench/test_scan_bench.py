@@ -240,14 +240,30 @@ def test_a_table_repeats_the_numbers_of_the_record(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [("{", "expected a JSON record"), ("{}", "expected a JSON record of a benchmark, got")],
+    [
+        (b"{", "expected the record of a benchmark as JSON, got a truncated or foreign file"),
+        (b"\xff\xfe", "expected the record of a benchmark as JSON, got a truncated or foreign"),
+        (b"[]", "expected the record of a benchmark, an object in JSON, got []"),
+        (b'{"benchmark": "scan", "result": {}}', "expected the record of a benchmark"),
+    ],
 )
-def test_a_file_that_is_no_record_is_refused_by_name(tmp_path, capsys, content, said):
+@pytest.mark.parametrize("command", ["table", "plot"])
+def test_a_file_that_is_no_record_is_refused_by_name(tmp_path, capsys, command, content, said):
     path = tmp_path / "other.json"
-    path.write_text(content)
+    path.write_bytes(content)
     with pytest.raises(SystemExit):
-        bench.main(["table", str(path)])
-    assert f"{path}: {said}" in capsys.readouterr().err
+        bench.main([command, str(path)])
+    error = capsys.readouterr().err
+    assert f"{path}: {said}" in error
+    assert "leave it out, or measure it again with `tensor-memory bench`" in error
+
+
+@pytest.mark.parametrize("command", ["table", "plot"])
+def test_a_record_of_something_else_is_refused_by_name(capsys, command):
+    path = Path(__file__).parents[2] / "results" / "bench" / "stream-cpu.json"
+    with pytest.raises(SystemExit):
+        bench.main([command, str(path)])
+    assert f"{path}: expected a record of scan, " in capsys.readouterr().err
 
 
 @pytest.mark.gpu

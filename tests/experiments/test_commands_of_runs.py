@@ -117,10 +117,12 @@ def test_a_sweep_with_a_wrong_device_or_folder_stops_before_its_first_run(capsys
 def test_a_result_that_is_cut_short_is_named_before_a_sweep_goes_on(capsys):
     folder = Path("runs", run_name(sign()))
     folder.mkdir(parents=True)
-    (folder / "result.json").write_text('{"finished": tr')
-    assert main(["sweep", SIGN, "--dry-run"]) == 2
-    error = capsys.readouterr().err
-    assert f"{folder / 'result.json'}: expected the result of a run as JSON" in error
+    for text, told in (('{"finished": tr', " as JSON"), ("[]", ", an object"), ("{}", " (kind")):
+        (folder / "result.json").write_text(text)
+        assert main(["sweep", SIGN, "--dry-run"]) == 2
+        error = capsys.readouterr().err
+        assert f"{folder / 'result.json'}: expected the result of a run{told}" in error
+        assert "delete it: the `tensor-memory sweep` that made it" in error
 
 
 def test_an_unknown_recipe_is_refused_with_the_nearest(capsys, only_sign):

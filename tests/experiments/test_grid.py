@@ -190,7 +190,7 @@ def test_flags_beside_a_plan_are_stronger_than_what_it_sets(tmp_path: Path):
         ("[[stage]]\nrecipes=['a']\nover = ['b']", r"expected a table for 'over', got \['b'\]"),
         ("stage = 3", r"expected at least one \[\[stage\]\]"),
         ("stage = [3]", "stage 1: expected a table, got 3"),
-        ("[[stage", "expected TOML, or JSON in a .json file"),
+        ("[[stage", "expected a plan as TOML, or as JSON in a .json file"),
     ],
 )
 def test_a_wrong_plan_is_refused_with_what_was_expected(tmp_path, text, complaint):

@@ -99,6 +99,13 @@ def test_a_text_too_short_is_refused():
         loss_by_position(*made("local"), step=2, windows=9)
 
 
+@pytest.mark.parametrize("text", ['{"kind": "posi', "[]"])
+def test_a_record_that_is_cut_short_is_named_with_the_cure(tmp_path, text):
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(ValueError, match=r"a\.json: expected the loss .* `tensor-memory pos"):
+        read_positions(tmp_path)
+
+
 def test_the_command_measures_draws_and_records(tmp_path, capsys):
     data = tmp_path / "data"
     data.mkdir()

@@ -200,7 +200,31 @@ def test_json_of_another_kind_is_passed_over_in_folders_and_refused_by_name(tmp_
     with pytest.raises(FileNotFoundError, match="no such file or folder; expected results"):
         read_results([tmp_path / "nowhere"])
     (tmp_path / "torn.json").write_text('{"kind": "run", "con')
-    with pytest.raises(ValueError, match=r"torn\.json: expected JSON, got a truncated or foreign"):
+    with pytest.raises(
+        ValueError, match=r"torn\.json: expected the result of a run as JSON, got a"
+    ):
+        read_results([tmp_path])
+
+
+def test_a_list_is_passed_over_in_folders_and_refused_by_name(tmp_path):
+    path = tmp_path / "list.json"
+    path.write_text("[1, 2]")
+    assert read_results([tmp_path]) == []
+    with pytest.raises(ValueError, match=r"list\.json: expected the result of .* got \[1, 2\]"):
+        read_results([path])
+
+
+@pytest.mark.parametrize("key", ["config", "labels", "metric", "curve", "test", "ceiling"])
+def test_a_record_that_cannot_be_shown_is_refused_by_name_with_the_cure(tmp_path, key):
+    path = write_result(tmp_path, record(sign()))
+    written = json.loads(path.read_text())
+    path.write_text(json.dumps(written | {key: None}))
+    with pytest.raises(ValueError, match=f"its {key} of type .*, got None; leave it out") as error:
+        read_results([tmp_path])
+    assert str(error.value).startswith(str(path))
+    del written[key]
+    path.write_text(json.dumps(written))
+    with pytest.raises(ValueError, match=f"kind 'run', without {key}; leave it out, or delete it"):
         read_results([tmp_path])
 
 

@@ -72,6 +72,16 @@ def replace_format(path):
     path.write_text(json.dumps(state | {"format": 99}))
 
 
+def empty_list(path):
+    path.write_text("[]")
+
+
+def lose_journal(path):
+    state = json.loads(path.read_text())
+    del state["journal"]
+    path.write_text(json.dumps(state))
+
+
 BROKEN = {
     "model.safetensors": [
         (truncate, r"expected [\d,]+ bytes, got [\d,]+: a truncated or foreign checkpoint"),
@@ -83,6 +93,8 @@ BROKEN = {
         (truncate, "expected the state of a checkpoint as JSON, got a truncated or foreign file"),
         (replace_config, "of another one: a foreign checkpoint"),
         (replace_format, "expected format 1, got 99"),
+        (empty_list, r"expected the state of a checkpoint, an object in JSON, got \[\]"),
+        (lose_journal, "expected the state of a checkpoint, got one without journal"),
         (Path.unlink, "no such file; expected a whole checkpoint"),
     ],
 }
@@ -107,6 +119,34 @@ def test_a_broken_checkpoint_is_refused_and_the_one_before_used_when_asked(
     record = run(unfinished, resume=True, from_previous=True)
     assert record["finished"]
     assert record["steps"] == 20
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"checkpoint": 3}', '{"checkpoint": "x"}'])
+def test_a_broken_pointer_is_refused_by_name_with_the_cure(unfinished, text):
+    (unfinished / "last").write_text(text)
+    for again in (lambda: run(unfinished, resume=True), lambda: load_run(unfinished, "last")):
+        with pytest.raises(ValueError, match="last: expected the pointer to a checkpoint") as error:
+            again()
+        assert str(error.value).endswith("; train again into another folder")
+
+
+@pytest.mark.parametrize("text", ['{"class', "[]", "{}", '{"class": "os:path"}'])
+def test_a_broken_config_is_refused_by_name_with_the_cure(unfinished, text):
+    (unfinished / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json: expected the config of a run") as error:
+        load_run(unfinished, "last")
+    assert str(error.value).startswith(str(unfinished))
+    assert str(error.value).endswith("or train again into another folder")
+
+
+def test_a_result_that_is_cut_short_is_made_again_as_the_message_says(tmp_path):
+    whole = run(tmp_path / "run")
+    result = tmp_path / "run" / "result.json"
+    truncate(result)
+    with pytest.raises(ValueError, match=r"result\.json: expected .* delete it: .* --resume"):
+        run(tmp_path / "run", resume=True)
+    result.unlink()
+    assert run(tmp_path / "run", resume=True)["test"] == whole["test"]
 
 
 def test_from_previous_goes_on_from_the_checkpoint_before(unfinished, tmp_path):

@@ -24,6 +24,9 @@ def record(config, *, method, seed=0, model=None, **values):
         "shared_device": False,
         "step_ms": 10.0,
         "peak_memory_bytes": 3 * GIB,
+        "metric": "accuracy",
+        "curve": [],
+        "ceiling": {},
         "memory": None,
         "finished": True,
         "hardware": {"gpu": "H200", "cpu": "x"},
@@ -38,7 +41,14 @@ def image_record(method, psnr, seed=0, **values):
         measures |= {"psnr_mean_of_visible": 15.0, "ssim_mean_of_visible": 0.38}
         test[f"test@{ratio}%"] = measures | {"published_psnr_mean_of_visible": 16.2}
     return record(
-        cub(), method=method, seed=seed, task="cub200@120px", test=test, facts={}, **values
+        cub(),
+        method=method,
+        seed=seed,
+        task="cub200@120px",
+        metric="psnr",
+        test=test,
+        facts={},
+        **values,
     )
 
 

@@ -118,7 +118,9 @@ def main(argv: list[str]) -> int:
             parser.error(str(error))
         name = record["benchmark"]
         if name not in DRAW:
-            parser.error(f"{path}: expected a record of {', '.join(DRAW)}, got {name!r}")
+            parser.error(
+                f"{path}: expected a record of {', '.join(DRAW)}, got one of {name!r}; leave it out"
+            )
         figure = Figure(figsize=(12, 3.5) if name == "scan" else (6, 4), layout="constrained")
         if not DRAW[name](record["result"], figure):
             print(f"{path}: nothing was measured that could be drawn")

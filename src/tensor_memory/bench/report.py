@@ -6,7 +6,6 @@ tensor-memory bench table results/bench/scan-nvidia-h200.json
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tensor_memory.files import read_json
 from tensor_memory.provenance import cpu_model, write_record
 
 Rows = list[dict[str, str]]
@@ -179,7 +179,7 @@ def tables(record: dict[str, Any]) -> list[Rows]:
     known = {"scan": scan_tables.rows, "train-step": train_step.rows, "decode": decode.rows}
     if record.get("benchmark") not in known:
         raise ValueError(
-            f"expected a record of {', '.join(known)}, got {record.get('benchmark')!r}"
+            f"expected a record of {', '.join(known)}, got one of {record.get('benchmark')!r}"
         )
     found = known[record["benchmark"]](record["result"])
     return [rows for rows in (*found, aim_rows(record["result"]["aims"])) if rows]
@@ -189,13 +189,18 @@ def load(path: Path) -> dict[str, Any]:
     """A record written by `write`; anything else is a `ValueError` that names the file."""
     if not path.is_file():
         raise ValueError(f"{path}: no such file; expected a JSON record of a benchmark")
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: expected a JSON record of a benchmark ({error})") from error
-    if not isinstance(record, dict) or not {"benchmark", "result"} <= record.keys():
-        raise ValueError(f"{path}: expected a JSON record of a benchmark, got something else")
+    remedy = "leave it out, or measure it again with `tensor-memory bench`"
+    record = read_json(path, "the record of a benchmark", remedy)
+    missing = [name for name in _NEEDED if name not in record]
+    if missing:
+        raise ValueError(
+            f"{path}: expected the record of a benchmark ({', '.join(_NEEDED)}), got one without "
+            f"{', '.join(missing)}; {remedy}"
+        )
     return record
+
+
+_NEEDED = ("benchmark", "config", "result", "commit", "dirty", "date", "versions", "hardware")
 
 
 def main(argv: list[str]) -> int:
@@ -207,9 +212,12 @@ def main(argv: list[str]) -> int:
     for path in parser.parse_args(argv).results:
         try:
             record = load(path)
-            parts = [markdown(rows) for rows in tables(record)]
         except ValueError as error:
             parser.error(str(error))
+        try:
+            parts = [markdown(rows) for rows in tables(record)]
+        except ValueError as error:
+            parser.error(f"{path}: {error}; leave it out")
         hardware, versions = record["hardware"], record["versions"]
         where = record["config"]["device_name"]
         changed = ", with changes" if record["dirty"] else ""

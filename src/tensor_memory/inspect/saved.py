@@ -103,7 +103,7 @@ def _description(stored: Tensor | None, path: str | os.PathLike[str]) -> dict[st
     if described["format"] != _FORMAT:
         raise ValueError(
             f"{path}: expected format {_FORMAT}, got {described['format']!r}; it was written by "
-            "another version of tensor-memory"
+            "another version of tensor-memory: load it with that one, or save it again"
         )
     for name in _KEYS[1:]:
         if not _is_plain(name, described[name]):

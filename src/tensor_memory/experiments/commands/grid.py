@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import itertools
-import json
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from tensor_memory.experiments.recipes import find_recipe
 from tensor_memory.experiments.results import run_name
 from tensor_memory.experiments.run_config import RunConfig
 from tensor_memory.experiments.tasks.synthetic import DrawnConfig
+from tensor_memory.files import read_json
 
 Over = Mapping[str, Sequence[Any]]
 """Values per field, the field as in its flag: `model.method`, `seed`."""
@@ -182,11 +182,16 @@ def read_plan(path: str | Path, flags: Sequence[str] = ()) -> list[Stage]:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; expected a plan in TOML or JSON")
-    text = path.read_text(encoding="utf-8")
     try:
-        plan = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except ValueError as error:  # what both parsers raise
-        raise ValueError(f"{path}: expected TOML, or JSON in a .json file ({error})") from error
+        plan = (
+            read_json(path, "a plan", "mend it there")
+            if path.suffix == ".json"
+            else tomllib.loads(path.read_text(encoding="utf-8"))
+        )
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(
+            f"{path}: expected a plan as TOML, or as JSON in a .json file ({error}); mend it there"
+        ) from error
     _check_keys(plan, ("stage", "timeout"), str(path))
     stages = plan.get("stage")
     if not isinstance(stages, list) or not stages:

@@ -26,10 +26,10 @@ from tensor_memory.experiments.results import (
     run_name,
     write_result,
 )
+from tensor_memory.experiments.results.records import read_result
 from tensor_memory.experiments.results.wording import measure_text
 from tensor_memory.experiments.run_config import RunConfig
 from tensor_memory.experiments.train import RunOptions, train
-from tensor_memory.experiments.train.folder import read_json
 from tensor_memory.experiments.train.processes import find_device
 from tensor_memory.interruption import terminated_as_interrupted
 from tensor_memory.progress import progress
@@ -193,14 +193,14 @@ def _finished_names(records: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _is_finished(path: Path) -> bool:
-    return path.is_file() and bool(read_json(path, "the result of a run").get("finished"))
+    return path.is_file() and read_result(path)["finished"]
 
 
 def _copy_result(folder: Path, results: Path) -> None:
     """Bring a result that an earlier sweep left in its run folder into the results folder."""
     path = folder / "result.json"
     if path.is_file():
-        write_result(results, read_json(path, "the result of a run"))
+        write_result(results, read_result(path))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,7 +10,7 @@ from typing import Any
 from tensor_memory.experiments.results.plots import LOOKS, OTHERS, _figure, _legend, _save
 from tensor_memory.experiments.results.tables import Table
 from tensor_memory.experiments.results.wording import bytes_text
-from tensor_memory.files import write_whole
+from tensor_memory.files import read_json, write_whole
 
 Record = Mapping[str, Any]
 
@@ -28,7 +28,9 @@ def write_positions(path: Path, record: Record) -> None:
 
 def read_positions(folder: Path) -> list[Record]:
     """Every record of kind "positions" in a folder, by name of its file."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    remedy = "remove it, or measure again with `tensor-memory positions`"
+    paths = sorted(folder.glob("*.json"))
+    found = [read_json(path, "the loss of a run against position", remedy) for path in paths]
     return [record for record in found if record.get("kind") == "positions"]
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from tensor_memory.experiments.run_config import RunConfig
-from tensor_memory.files import write_whole
+from tensor_memory.files import read_json, write_whole
 
 CLASS = "class"
 """Key that names a dataclass in a config's dict; a keyword, so no field can have this name."""
@@ -178,16 +178,14 @@ def read_results(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]
     """
     records: dict[str, tuple[Path, dict[str, Any]]] = {}
     for path in [Path(path) for path in paths]:
-        if path.is_dir():
-            files = [(file, False) for file in sorted(path.rglob("*.json"))]
-        elif path.is_file():
-            files = [(path, True)]
-        else:
+        if not path.exists():
             raise FileNotFoundError(f"{path}: no such file or folder; expected results of runs")
-        for file, named in files:
-            record = _read(file, named=named)
-            if record is None:
+        found = path.is_dir()
+        for file in sorted(path.rglob("*.json")) if found else [path]:
+            record = read_json(file, _RESULT, _REMEDY, kind=object if found else dict)
+            if found and not (isinstance(record, dict) and record.get("kind") == "run"):
                 continue
+            _check_record(record, str(file), f"; {_REMEDY}")
             key = f"{plain_hash(current(record['config']))}-{record['seed']}"
             first, known = records.setdefault(key, (file, record))
             if known != record:
@@ -198,7 +196,28 @@ def read_results(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]
     return [record for _, record in records.values()]
 
 
-_NEEDED = ("config", "recipe", "task", "method", "seed", "test", "finished")
+_NEEDED: dict[str, type] = {
+    "config": dict,
+    "recipe": str,
+    "task": str,
+    "method": str,
+    "seed": int,
+    "labels": dict,
+    "parameters": int,
+    "state_bytes": int,
+    "metric": str,
+    "curve": list,
+    "test": dict,
+    "ceiling": dict,
+    "finished": bool,
+}
+"""What tables, plots and sweeps read of every record."""
+
+_RESULT = "the result of a run"
+_REMEDY = (
+    "leave it out, or delete it: the `tensor-memory sweep` that made it, or `run` with --resume, "
+    "writes it again"
+)
 
 
 def read_finished(folder: Path) -> list[dict[str, Any]]:
@@ -208,27 +227,26 @@ def read_finished(folder: Path) -> list[dict[str, Any]]:
     return [record for record in read_results([folder]) if record["finished"]]
 
 
-def _check_record(record: Mapping[str, Any], where: str) -> None:
+def _check_record(record: Mapping[str, Any], where: str, remedy: str = "") -> None:
     missing = [key for key in _NEEDED if key not in record]
     if record.get("kind") != "run" or missing:
         lacking = f", without {', '.join(missing)}" if missing else ""
         raise ValueError(
             f"{where}: expected the result of a run (kind 'run' with {', '.join(_NEEDED)}), "
-            f"got kind {record.get('kind')!r}{lacking}"
+            f"got kind {record.get('kind')!r}{lacking}{remedy}"
         )
+    for key, kind in _NEEDED.items():
+        if not isinstance(record[key], kind):
+            raise ValueError(
+                f"{where}: expected the result of a run, its {key} of type {kind.__name__}, "
+                f"got {record[key]!r:.80}{remedy}"
+            )
 
 
-def _read(path: Path, *, named: bool) -> dict[str, Any] | None:
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # bad JSON and bad UTF-8
-        raise ValueError(f"{path}: expected JSON, got a truncated or foreign file ({error})") from (
-            error
-        )
-    is_run = isinstance(record, dict) and record.get("kind") == "run"
-    if not is_run and not named:
-        return None
-    _check_record(record if isinstance(record, dict) else {}, str(path))
+def read_result(path: Path) -> dict[str, Any]:
+    """The record of one run; anything else is a `ValueError` that names the file."""
+    record = read_json(path, _RESULT, _REMEDY)
+    _check_record(record, str(path), f"; {_REMEDY}")
     return record
 
 

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tensor_memory.files import read_json
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -138,10 +140,8 @@ def open_cache(folder: Path, wanted: Wanted) -> tuple[dict[str, np.ndarray], dic
     path = folder / "cache.json"
     if not path.is_file():
         raise _broken(folder, "cache.json is missing")
-    try:
-        described = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise _broken(folder, f"cache.json is not JSON ({error})") from error
+    remedy = f"delete {folder} to decode again"
+    described = read_json(path, "the description of a cache of decoded files", remedy)
     expected = {
         "version": VERSION,
         "kind": wanted.kind,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Mapping
@@ -22,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tensor_memory.experiments.train.folder import RunFolder, read_json, write_json, writing
+from tensor_memory.experiments.train.folder import RunFolder, write_json, writing
 from tensor_memory.experiments.train.journal import Journal
 from tensor_memory.experiments.train.schedule import trained
-from tensor_memory.files import load_tensors, save_tensors
+from tensor_memory.files import load_tensors, read_json, save_tensors
 
 FORMAT = 1
 """Version of the layout."""
@@ -104,7 +105,7 @@ class Checkpoints:
             "again in another --output"
         )
         checkpoint = self._read(entry["checkpoint"], hint)
-        self._current = {"checkpoint": entry["checkpoint"], "best": entry["best"]}
+        self._current = {"checkpoint": entry["checkpoint"], "best": entry.get("best")}
         return checkpoint
 
     def point_best(self) -> None:
@@ -129,11 +130,12 @@ class Checkpoints:
                 f"{path}: no such file; expected the pointer to a checkpoint of a run that kept "
                 "them: `sweep` drops them unless it is told --keep-checkpoints, `run` keeps them"
             )
-        entry = read_json(path, "the pointer to a checkpoint")
-        if not isinstance(entry, dict) or "checkpoint" not in entry:
+        remedy = "train again into another folder"
+        entry = read_json(path, "the pointer to a checkpoint", remedy)
+        if not (_is_pointer(entry) and _is_pointer(entry.get("previous") or entry)):
             raise ValueError(
-                f"{path}: expected the pointer to a checkpoint, got {entry!r:.80}; "
-                "start again in another --output"
+                f"{path}: expected the pointer to a checkpoint such as step-000100, got "
+                f"{entry!r:.80}; {remedy}"
             )
         return entry
 
@@ -168,13 +170,17 @@ class Checkpoints:
         path = folder / "state.json"
         if not path.is_file():
             raise ValueError(f"{path}: no such file; expected a whole checkpoint; {hint}")
-        try:
-            state = read_json(path, "the state of a checkpoint")
-        except ValueError as error:
-            raise ValueError(f"{error}; {hint}") from error
-        if not isinstance(state, dict) or state.get("format") != FORMAT:
-            found = state.get("format") if isinstance(state, dict) else None
-            raise ValueError(f"{path}: expected format {FORMAT}, got {found!r}; {hint}")
+        state = read_json(path, "the state of a checkpoint", hint)
+        if state.get("format") != FORMAT:
+            raise ValueError(
+                f"{path}: expected format {FORMAT}, got {state.get('format')!r}; {hint}"
+            )
+        missing = [name for name in ("config", "step", "files", "journal") if name not in state]
+        if missing:
+            raise ValueError(
+                f"{path}: expected the state of a checkpoint, got one without "
+                f"{', '.join(missing)}; {hint}"
+            )
         if state["config"] != self.fingerprint or state["step"] != _step(name):
             raise ValueError(
                 f"{path}: expected step {_step(name)} of this run's config, got step "
@@ -255,6 +261,10 @@ def load_optimizer(
         there = torch.empty_like(parameter) if alike else torch.empty_like(value)
         kept = there.to(parameter.device).copy_(value)
         optimizer.state[parameter][what] = kept.detach()
+
+
+def _is_pointer(entry: Any) -> bool:
+    return isinstance(entry, dict) and bool(re.fullmatch(r"step-\d+", str(entry.get("checkpoint"))))
 
 
 def _name(step: int) -> str:

@@ -13,10 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tensor_memory.experiments.results import config_dict
+from tensor_memory.experiments.results import config_dict, config_from_dict
 from tensor_memory.experiments.results.records import current, without_places
 from tensor_memory.experiments.run_config import RunConfig
-from tensor_memory.files import write_whole
+from tensor_memory.files import read_json, write_whole
+
+CONFIG = "the config of a run"
+NO_CONFIG = "put back the file that the run wrote, or train again into another folder"
 
 
 class RunFolder:
@@ -47,7 +50,7 @@ class RunFolder:
                     f"{self.path} holds; put it back, or choose another --output"
                 )
             return
-        self._check_config(read_json(self.config, "the config of a run"), config)
+        self._check_config(read_json(self.config, CONFIG, NO_CONFIG), config)
 
     def _check_config(self, there: Any, config: RunConfig[Any, Any]) -> None:
         before = flat(without_places(current(there)))
@@ -63,7 +66,7 @@ class RunFolder:
     def fingerprint(self, config: RunConfig[Any, Any]) -> str:
         """A hash of everything that decides a run's numbers, as it was written when it started:
         a field that the config has got since is in none of its checkpoints."""
-        written = read_json(self.config, "the config of a run") if self.config.exists() else None
+        written = read_json(self.config, CONFIG, NO_CONFIG) if self.config.exists() else None
         plain = without_places(config_dict(config) if written is None else written)
         return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
@@ -118,13 +121,14 @@ def writing(path: Path, what: str) -> Iterator[None]:
         raise told from error
 
 
-def read_json(path: Path, what: str) -> Any:
-    """A JSON file, or an error that says what it should have been."""
+def read_config(path: Path) -> RunConfig[Any, Any]:
+    """The config of a run, or an error that names the file."""
+    values = read_json(path, CONFIG, NO_CONFIG)
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # bad JSON and bad UTF-8
+        return config_from_dict(values)
+    except (ValueError, TypeError) as error:
         raise ValueError(
-            f"{path}: expected {what} as JSON, got a truncated or foreign file ({error})"
+            f"{path}: expected {CONFIG}, got one that cannot be built: {error}; {NO_CONFIG}"
         ) from error
 
 

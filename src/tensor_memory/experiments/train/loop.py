@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tensor_memory.experiments.results import write_result
-from tensor_memory.experiments.results.records import finite
+from tensor_memory.experiments.results.records import finite, read_result
 from tensor_memory.experiments.results.wording import measure_text
 from tensor_memory.experiments.run_config import RunConfig
 from tensor_memory.experiments.train.batches import TrainingBatches, check_batch_size, rows_of
@@ -26,7 +26,7 @@ from tensor_memory.experiments.train.checkpoints import (
     weights_of,
 )
 from tensor_memory.experiments.train.evaluation import Evaluator
-from tensor_memory.experiments.train.folder import RunFolder, read_json, writing
+from tensor_memory.experiments.train.folder import RunFolder, writing
 from tensor_memory.experiments.train.interruption import Interruption
 from tensor_memory.experiments.train.journal import Journal, Stopwatch
 from tensor_memory.experiments.train.memory_use import measure_memory, memory_backend
@@ -59,7 +59,7 @@ def train(config: RunConfig[Any, Any], options: RunOptions) -> dict[str, Any]:
     folder = RunFolder(options.output)
     folder.check(config, resume=options.resume)
     if options.resume and folder.result.exists():
-        return read_json(folder.result, "the result of a run")
+        return read_result(folder.result)
     with Interruption() as interruption:
         return _Run(config, options, accelerator, folder, interruption).go()
 

@@ -9,11 +9,10 @@ from typing import Any, Literal
 import torch
 
 from tensor_memory.experiments.models import Model
-from tensor_memory.experiments.results import config_from_dict
 from tensor_memory.experiments.run_config import RunConfig
 from tensor_memory.experiments.tasks import Task
 from tensor_memory.experiments.train.checkpoints import Checkpoints, load_weights
-from tensor_memory.experiments.train.folder import RunFolder, read_json
+from tensor_memory.experiments.train.folder import RunFolder, read_config
 
 
 def load_run(
@@ -36,7 +35,7 @@ def load_run(
         raise FileNotFoundError(
             f"{run.config}: no such file; expected the folder of a run, with config.json in it"
         )
-    config = config_from_dict(read_json(run.config, "the config of a run"))
+    config = read_config(run.config)
     _, weights = Checkpoints(run, run.fingerprint(config)).weights(which)
     given = config.task
     if data_dir is not None:

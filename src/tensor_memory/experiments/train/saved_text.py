@@ -9,12 +9,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from tensor_memory.experiments.models.language import LanguageModel, LanguageModelConfig
-from tensor_memory.experiments.results import config_from_dict
 from tensor_memory.experiments.run_config import RunConfig
 from tensor_memory.experiments.tasks.language import LanguageTaskConfig
 from tensor_memory.experiments.tasks.text import Vocabulary
 from tensor_memory.experiments.train.checkpoints import Checkpoints, load_weights
-from tensor_memory.experiments.train.folder import RunFolder, read_json
+from tensor_memory.experiments.train.folder import RunFolder, read_config
 
 VOCABULARY = "vocabulary.txt"
 
@@ -47,7 +46,7 @@ def load_text_run(
             f"{run.config}: no such file; expected the folder of a language run, with config.json, "
             f"{VOCABULARY} and checkpoints in it"
         )
-    config = config_from_dict(read_json(run.config, "the config of a run"))
+    config = read_config(run.config)
     task, model = config.task, config.model
     if not (isinstance(task, LanguageTaskConfig) and isinstance(model, LanguageModelConfig)):
         raise ValueError(
