@@ -106,6 +106,20 @@ def test_a_record_that_is_cut_short_is_named_with_the_cure(tmp_path, text):
         read_positions(tmp_path)
 
 
+@pytest.mark.parametrize("option", ["--times", "--rows"])
+@pytest.mark.parametrize("value", ["0", "-1", "two", "²"])
+def test_a_count_that_is_none_is_refused_by_the_name_of_its_option(capsys, option, value):
+    with pytest.raises(SystemExit):
+        main(["positions", "run", f"{option}={value}"])
+    assert f"argument {option}: expected 1 or more, got {value}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["positions", "generate"])
+def test_a_device_that_is_not_there_is_told(capsys, command):
+    assert main([command, "run", "--device", "gpu"]) == 2
+    assert "device: expected auto, cpu, cuda or cuda:N, got 'gpu'" in capsys.readouterr().err
+
+
 def test_the_command_measures_draws_and_records(tmp_path, capsys):
     data = tmp_path / "data"
     data.mkdir()
@@ -131,6 +145,11 @@ def test_the_command_measures_draws_and_records(tmp_path, capsys):
     assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".json", ".png", ".svg"}
     again = draw_positions(records, tmp_path / "again")[1].read_text()
     assert "training length" in again
+    whole = [(record["tokens"], record["losses"]) for record in records]
+    assert main([*command, *out, "--rows", "3"]) == 0  # of a batch, not of the text
+    for (tokens, losses), record in zip(whole, read_positions(tmp_path / "out"), strict=True):
+        assert record["tokens"] == tokens
+        assert_same(torch.tensor(record["losses"]), torch.tensor(losses))
     (moved / "train.txt").write_text(" other words \n" * 60)
     assert main([*command, *out]) == 2
     assert "expected the text this run was trained on" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -53,6 +54,13 @@ class RunFlags(Generic[T, M]):
     """How a step is launched; changes no number beyond rounding. auto: a CUDA graph where one can
     be captured, else eager."""
     settings: Annotated[RunSettings, tyro.conf.arg(name="")] = field(default_factory=RunSettings)
+
+
+def count(text: str) -> int:
+    """How many of something, as the `type` of an argparse option."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
+    return int(text)
 
 
 CONFIG_FIELDS = ("task", "model", "optimizer", "budget", "seed", "precision", "speed")

@@ -10,10 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
-import torch
-
 from tensor_memory.experiments.models.generation import TextStream, generate
 from tensor_memory.experiments.tasks.text import END, UNKNOWN, Vocabulary
+from tensor_memory.experiments.train.processes import find_device
 from tensor_memory.experiments.train.saved_text import load_text_run
 
 SHOWN_WORDS = 5
@@ -26,9 +25,7 @@ def generate_command(arguments: Sequence[str]) -> int:
     if options.tokens < 0:
         raise ValueError(f"--tokens: expected 0 (without end) or more, got {options.tokens}")
     prompt = _read_prompt(options.prompt)
-    device = options.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = find_device(options.device)
     _, vocabulary, model, _ = load_text_run(options.folder, options.which, device=device)
     if model.config.non_causal:
         _say(f"{model.config.method} was trained seeing the future; here it has none to see")

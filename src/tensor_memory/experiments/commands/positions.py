@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from tensor_memory.experiments.commands.arguments import count
 from tensor_memory.experiments.commands.run import make_folder
 from tensor_memory.experiments.results import run_name
 from tensor_memory.experiments.results.positions import (
@@ -18,15 +19,14 @@ from tensor_memory.experiments.results.positions import (
 )
 from tensor_memory.experiments.results.tables import markdown
 from tensor_memory.experiments.train.positions import loss_by_position
+from tensor_memory.experiments.train.processes import find_device
 from tensor_memory.experiments.train.saved_text import load_text_run
 
 
 def positions_command(arguments: Sequence[str]) -> int:
     """Measure every run, write a record of each and one figure of all."""
     options = _parser().parse_args(arguments)
-    device = options.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = find_device(options.device)
     records = []
     for folder in options.folders:
         config, vocabulary, model, step = load_text_run(
@@ -63,12 +63,38 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "folders", nargs="+", type=Path, metavar="run_folder", help="language runs with checkpoints"
     )
-    parser.add_argument("--times", type=int, default=16, help="training lengths (default 16)")
-    parser.add_argument("--rows", type=int, default=32, help="read side by side (default 32)")
-    parser.add_argument("--data-dir", type=Path, help="the text, where it has moved since training")
     parser.add_argument(
-        "--output", type=Path, default=Path("positions"), help="folder to write (positions)"
+        "--times",
+        type=count,
+        default=16,
+        metavar="N",
+        help="read up to N windows in a row, each as long as in training (default 16)",
     )
-    parser.add_argument("--which", choices=("best", "last"), default="best")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
+    parser.add_argument(
+        "--rows",
+        type=count,
+        default=32,
+        metavar="N",
+        help="windows in one batch; the whole text is read in any case, so that N costs memory "
+        "and saves time (default 32)",
+    )
+    parser.add_argument(
+        "--data-dir",
+        type=Path,
+        metavar="FOLDER",
+        help="the text, where it has moved since training",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("positions"),
+        metavar="FOLDER",
+        help="for the records and the figure (default positions)",
+    )
+    parser.add_argument(
+        "--which", choices=("best", "last"), default="best", help="checkpoint (default best)"
+    )
+    parser.add_argument(
+        "--device", default="auto", help="auto, cpu, cuda, cuda:1, … (default auto)"
+    )
     return parser

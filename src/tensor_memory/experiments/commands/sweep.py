@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tensor_memory.experiments.commands.arguments import count
 from tensor_memory.experiments.commands.forecast import forecast
 from tensor_memory.experiments.commands.grid import (
     PlannedRun,
@@ -226,7 +227,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--plan", type=Path, help="a TOML or JSON file with stages of grids")
     parser.add_argument(
         "--jobs",
-        type=_count,
+        type=count,
         default=1,
         help="runs at once (default 1); on a shared device their timings are marked as such",
     )
@@ -250,12 +251,6 @@ def _parser() -> argparse.ArgumentParser:
         "--keep-checkpoints", action="store_true", help="do not drop those of finished runs"
     )
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
-    return int(text)
 
 
 def _seconds(text: str) -> float:
