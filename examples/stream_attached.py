@@ -5,6 +5,8 @@
 
 The host's cache keeps its window, the memory its grid; neither grows with the input, which comes in
 blocks of arbitrary sizes.
+
+Needs: pip install 'tensor-memory[hf]'
 """
 
 from __future__ import annotations
@@ -67,9 +69,15 @@ def resident_mib() -> float:
 
 def main(argv: list[str] | None = None) -> None:
     """Stream, print, and record where asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--tokens", type=int, default=100_000, help="at least so many (100,000)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, tokens and block sizes")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=100_000, help="at least so many (default 100,000)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of weights, tokens and block sizes (default 0)"
+    )
     parser.add_argument("--record", help="write the marks and where they come from to this file")
     options = parser.parse_args(argv)
     if options.tokens < 1:

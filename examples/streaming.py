@@ -7,6 +7,8 @@ values at four of those points are asked for. Attention reaches one token back p
 something that is carried along can answer. Both models are built, trained and streamed the same
 way; the difference is one argument.
 
+Needs: pip install 'tensor-memory[experiments]'.
+
 Letters: B batch, N tokens, d width, W attention window, H heads.
 """
 
@@ -326,10 +328,18 @@ def report(results: dict[str, tuple[Model, Streamed]], tokens: int) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Train, stream, report."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=600, help="training steps of each model")
-    parser.add_argument("--tokens", type=int, default=50_000, help="length of the stream")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, data and block sizes")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", type=int, default=600, help="training steps of each model (default 600)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=50_000, help="length of the stream (default 50,000)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of weights, data and block sizes (default 0)"
+    )
     parser.add_argument(
         "--memory",
         action=argparse.BooleanOptionalAction,

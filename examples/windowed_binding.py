@@ -7,6 +7,8 @@ asked for. Two layers of attention over two tokens reach two tokens back, and no
 near, so only what is carried along can answer. Both models see the same data and start from the
 same values; `method` is the one word in which they differ. At the end: a table, learning curves, a
 page that shows the memory at work, and the command for the full comparison.
+
+Needs: pip install 'tensor-memory[experiments]'.
 """
 
 from __future__ import annotations
@@ -98,11 +100,20 @@ def show(records: dict[str, dict[str, Any]]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Train both, show what came out."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, help="of each model, instead of the recipe's")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and training data")
-    parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder of the runs")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda or auto")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of weights and training data (default 0)"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("runs/demo"),
+        help="folder of the runs (default runs/demo)",
+    )
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or auto (default cpu)")
     options = parser.parse_args(argv)
     if options.steps is not None and options.steps < 1:
         parser.error(f"--steps: expected 1 or more, got {options.steps}")

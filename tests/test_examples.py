@@ -1,6 +1,8 @@
 """The example streams what it computes in one pass, and reports what it measured."""
 
 import importlib.util
+import itertools
+import re
 import sys
 from pathlib import Path
 
@@ -19,6 +21,21 @@ def load(name):
 
 
 streaming = load("streaming")
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
+def test_help_says_what_an_example_does_what_it_needs_and_what_it_takes(name, capsys):
+    module = load(name)
+    with pytest.raises(SystemExit) as stopped:
+        module.main(["--help"])
+    assert stopped.value.code == 0
+    out = capsys.readouterr().out
+    assert module.__doc__.strip() in out
+    assert "Needs: pip install 'tensor-memory[" in out
+    lines = out.partition("show this help message and exit\n")[2].splitlines()
+    for line, below in itertools.pairwise([*lines, ""]):
+        if line.startswith("  --"):
+            assert re.search(r"\S  +\S", line) or below.startswith(" " * 20), f"{line}: no help"
 
 
 def generator(seed=0):
