@@ -13,7 +13,7 @@ PACKAGE = "tensor_memory"
 
 LAYERS = (  # from the ground up; a module may import from its own line and from those above it
     ("config",),
-    ("files", "progress", "interruption", "local_modules"),
+    ("files", "progress", "interruption", "local_modules", "wording"),
     ("state",),
     ("ops",),
     ("chunking", "weights"),

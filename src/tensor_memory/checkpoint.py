@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tensor_memory.attach import Attachment, attachment_of
 from tensor_memory.config import MemoryConfig
 from tensor_memory.files import load_tensors, read_json, save_tensors, write_whole
+from tensor_memory.wording import counted
 
 WEIGHTS, DESCRIPTION = "memory.safetensors", "memory.json"
 
@@ -132,7 +133,7 @@ def _require_same(saved: dict[str, Any], here: dict[str, Any], folder: Path) -> 
         )
     if len(saved["blocks"]) != len(here["blocks"]):
         raise ValueError(
-            f"{folder}: holds {len(saved['blocks'])} memory layers "
+            f"{folder}: holds {counted(len(saved['blocks']), 'memory layer')} "
             f"({', '.join(saved['blocks'])}), and this host has {len(here['blocks'])} "
             f"({', '.join(here['blocks'])}); attach to as many blocks with layers= or every="
         )

@@ -9,6 +9,7 @@ import torch
 
 import tensor_memory
 from tensor_memory.ops import BACKENDS, memory_scan, why_not
+from tensor_memory.wording import counted
 
 PACKAGES = ("torch", "safetensors", "triton", "transformers", "accelerate", "peft", "timm")
 
@@ -98,7 +99,7 @@ def _devices() -> list[torch.device]:
 
 def _describe(device: torch.device) -> str:
     if device.type == "cpu":
-        return f"cpu: {platform.machine()}, {torch.get_num_threads()} threads"
+        return f"cpu: {platform.machine()}, {counted(torch.get_num_threads(), 'thread')}"
     properties = torch.cuda.get_device_properties(device)
     return (
         f"{device}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB, compute "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tensor_memory.wording import counted
+
 NOISE_MARGIN = 2.0  # the largest of a few noisy runs understates the largest of many
 
 
@@ -78,7 +80,7 @@ class LeakReport:
         if not leaking:
             if not any(cut.later for cut in self.cuts):
                 return "NOTHING SHOWN: no output moved at all, so the model ignores these inputs"
-            return f"no leak at {len(self.cuts)} cuts"
+            return f"no leak at {counted(len(self.cuts), 'cut')}"
         worst = max(leaking, key=lambda cut: (cut.moved, cut.gradient or 0))
         if worst.earliest is None:
             return f"LEAK: outputs before position {worst.cut} have a gradient from inputs after"

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from tensor_memory.config import MemoryConfig
 from tensor_memory.files import load_tensors, save_tensors
+from tensor_memory.wording import counted
 
 _KIND = "tensor-memory state"
 
@@ -202,7 +203,8 @@ class MemoryState:
             if least < 0 or most >= self.batch_size:
                 raise ValueError(
                     f"MemoryState.{method}: expected rows from 0 to {self.batch_size - 1}, "
-                    f"got {least if least < 0 else most}; this state holds {self.batch_size} rows"
+                    f"got {least if least < 0 else most}; this state holds "
+                    f"{counted(self.batch_size, 'row')}"
                 )
         return index
 

@@ -232,7 +232,7 @@ def test_a_sweep_runs_its_grid_skips_what_is_done_and_reports_failures(capsys):
     assert sweep_command([*grid, "--device", "cpu"], trainer=not_trained) == 1
     out = capsys.readouterr()
     assert "3 runs, 0 of them finished already" in out.out
-    assert "1 runs done, 0 skipped, 2 failed" in out.out
+    assert "1 run done, 0 skipped, 2 failed" in out.out
     assert "ValueError: task.trouble: expected none, got what was asked for" in out.err
     assert "its process was killed by signal 9" in out.err
     (record,) = read_results(["kept"])
@@ -248,7 +248,7 @@ def test_a_sweep_runs_its_grid_skips_what_is_done_and_reports_failures(capsys):
     assert count == "2 runs, 1 of them finished"
     assert expected.startswith("1 to do with --jobs 1: about 0:00:")
     assert sweep_command(again, trainer=not_trained) == 0
-    assert "1 runs done, 1 skipped, 0 failed" in capsys.readouterr().out
+    assert "1 run done, 1 skipped, 0 failed" in capsys.readouterr().out
     alone = {record["seed"]: not record["shared_device"] for record in read_results(["kept"])}
     assert alone == {0: False, 1: True}
 
@@ -281,7 +281,7 @@ def test_a_run_that_takes_too_long_is_ended_and_the_others_go_on(capsys):
     assert sweep_command(["--plan", "plan.toml", "--seed", "4"], trainer=not_trained) == 1
     out = capsys.readouterr()
     assert "ended after the 1 s it was given" in out.err
-    assert "1 runs done, 0 skipped, 1 failed" in out.out
+    assert "1 run done, 0 skipped, 1 failed" in out.out
     (record,) = read_results(["runs"])
     assert record["seed"] == 4
 

@@ -140,7 +140,7 @@ def test_runs_of_two_metrics_under_one_recipe_are_refused():
 def test_unfinished_runs_are_left_out_and_counted():
     (comparison,) = compare([run(), run(seed=1, finished=False, test={})])
     assert len(comparison.rows[0].records) == 1
-    assert "1 unfinished runs are left out" in tables.caption(comparison)
+    assert "1 unfinished run is left out" in tables.caption(comparison)
     assert compare([run(finished=False)]) == []
 
 

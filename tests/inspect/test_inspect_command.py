@@ -54,7 +54,7 @@ def test_a_table_says_what_a_recording_holds(saved, capsys):
     layer = Recording.load(saved)[0]
     means = [layer.use, *layer.gates.unbind(-1), layer.spread]
     assert rest == [f"{values.double().nanmean():.3f}" for values in means]
-    assert table[2].startswith("2 rows, 1 layers")
+    assert table[2].startswith("2 rows, 1 layer,")
     assert table[3] == "one chunk in 2 was kept, 4 were not"
 
 

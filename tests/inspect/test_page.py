@@ -91,7 +91,7 @@ def test_what_was_thinned_while_recording_is_said_on_the_page():
     recording = invented(1, chunks=6, rows=2, every=5)
     recording.rows_left_out = 7
     assert carried(page(recording))["notices"] == [
-        "One chunk in 5 was recorded; 48 chunks, over all layers and rows, were seen and not kept.",
+        "One chunk in 5 was recorded; 48 chunks, over all layers and rows, seen and not kept.",
         "7 more rows were not recorded.",
     ]
 
@@ -126,7 +126,7 @@ def test_values_that_are_not_finite_are_counted_on_the_page():
     recording[0].hidden_norm[0, 1] = float("nan")
     recording[0].present[0, 1] = False
     values = carried(page(recording))
-    assert values["notices"] == ["blocks.0: 3 values of ‖h‖ are not finite and are drawn as 0."]
+    assert values["notices"] == ["blocks.0: 3 values of ‖h‖ are not finite, drawn as 0."]
     assert values["layers"][0]["top"] < 1
 
 

@@ -189,7 +189,7 @@ def test_an_index_that_is_not_there_is_named(recording):
         recording[0, 9, 0]
     with pytest.raises(IndexError, match="row 2: this recording has 2 rows"):
         recording[0, 0, 2]
-    with pytest.raises(IndexError, match=r"layer 1: this recording has 1 layers$"):
+    with pytest.raises(IndexError, match=r"layer 1: this recording has 1 layer$"):
         recording[1]
     with pytest.raises(TypeError, match=r"chunk: expected an integer or a slice, got 1\.5"):
         recording[0][1.5, 0]
@@ -271,4 +271,4 @@ def test_the_notebook_shows_an_empty_recording_too():
         pass
     assert "–" in recording._repr_html_()
     assert "nan" not in recording._repr_html_()
-    assert repr(recording) == "Recording(1 layers, 0 rows, 0 chunks kept)"
+    assert repr(recording) == "Recording(1 layer, 0 rows, 0 chunks kept)"

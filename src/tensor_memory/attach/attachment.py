@@ -21,6 +21,7 @@ from tensor_memory.config import MemoryConfig
 from tensor_memory.module import TensorMemory
 from tensor_memory.residual import MemoryResidual
 from tensor_memory.state import MemoryState
+from tensor_memory.wording import counted
 
 DEPTH = "depth"
 
@@ -127,7 +128,7 @@ class Attachment(nn.Module):
 
     def extra_repr(self) -> str:  # noqa: D102
         kind = "one memory shared" if self.shared else "one memory each"
-        return f"{len(self.paths)} layers, {kind}, scope={self.scope!r}"
+        return f"{counted(len(self.paths), 'layer')}, {kind}, scope={self.scope!r}"
 
     def forward(self, x: Any) -> Any:
         """x, unchanged: a host that is an `nn.Sequential` calls whatever is registered on it."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tensor_memory.state import MemoryState
+from tensor_memory.wording import counted
 
 if TYPE_CHECKING:
     from tensor_memory.attach.stream import Stream
@@ -119,9 +120,9 @@ def admit(cache: Any, stream: Stream | None, added: int = 0) -> None:
         )
     if held - seen not in ((added,) if all(map(_counts, _layers(cache))) else (0, added)):
         raise ValueError(
-            f"attach: the cache holds {held - added} tokens, of which the memory has seen {seen}: "
-            "it was filled before attach(), with the memory disabled, by a call that failed, or "
-            "changed by hand; start from an empty cache"
+            f"attach: the cache holds {counted(held - added, 'token')}, of which the memory has "
+            f"seen {seen}: it was filled before attach(), with the memory disabled, by a call that "
+            "failed, or changed by hand; start from an empty cache"
         )
     if seen and memory.moment is not None:
         _require_stream(memory.moment, seen, stream)
@@ -130,14 +131,14 @@ def admit(cache: Any, stream: Stream | None, added: int = 0) -> None:
 def _require_stream(moment: tuple[str, int], seen: int, stream: Stream | None) -> None:
     if stream is None:
         raise ValueError(
-            f"attach: the cache holds {seen} tokens, and it was filled inside a stream, which "
-            "owned the state; start from an empty cache, or go on in that stream"
+            f"attach: the cache holds {counted(seen, 'token')}, and it was filled inside a stream, "
+            "which owned the state; start from an empty cache, or go on in that stream"
         )
     if stream.name != moment[0] and stream.continues != moment:
         raise ValueError(
-            f"stream: the cache holds {seen} tokens that another stream has seen and this one has "
-            "not; start from an empty cache, or open this stream with the other's state: "
-            "attachment.stream(s.state)"
+            f"stream: the cache holds {counted(seen, 'token')} that another stream has seen and "
+            "this one has not; start from an empty cache, or open this stream with the other's "
+            "state: attachment.stream(s.state)"
         )
 
 

@@ -16,6 +16,7 @@ import torch
 
 from tensor_memory.files import read_json
 from tensor_memory.provenance import cpu_model, write_record
+from tensor_memory.wording import counted
 
 Rows = list[dict[str, str]]
 
@@ -223,7 +224,7 @@ def main(argv: list[str]) -> int:
         changed = ", with changes" if record["dirty"] else ""
         print(
             f"`{path.name}`: {where}, torch {versions['torch']}, "
-            f"{hardware['torch_threads']} threads, commit "
+            f"{counted(hardware['torch_threads'], 'thread')}, commit "
             f"{(record['commit'] or 'unknown')[:12]}{changed}, {record['date'][:10]}\n"
         )
         print("\n\n".join(parts), end="\n\n")

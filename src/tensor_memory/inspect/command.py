@@ -14,6 +14,7 @@ from tensor_memory.inspect.page import LIMIT_MB, write_page
 from tensor_memory.inspect.pictures import KINDS, THEMES, write_figures
 from tensor_memory.inspect.recorder import record
 from tensor_memory.inspect.recording import Recording
+from tensor_memory.wording import counted
 
 IN_A_RUN = "recording.safetensors"
 """The recording that a run's folder may hold."""
@@ -234,12 +235,13 @@ def summary(recording: Recording) -> str:
         ).rstrip()
         for line in lines
     ]
-    rows = f"{recording.rows} rows"
+    rows, layers = counted(recording.rows, "row"), counted(len(recording), "layer")
     if recording.rows_left_out:
-        rows += f" ({recording.rows_left_out} more were left out)"
-    table.append(f"{rows}, {len(recording)} layers, {recording.nbytes / 2**20:.1f} MiB")
+        rows += f" ({counted(recording.rows_left_out, 'more was', 'more were')} left out)"
+    table.append(f"{rows}, {layers}, {recording.nbytes / 2**20:.1f} MiB")
     if recording.every > 1:
-        table.append(f"one chunk in {recording.every} was kept, {recording.dropped} were not")
+        others = counted(recording.dropped, "was", "were")
+        table.append(f"one chunk in {recording.every} was kept, {others} not")
     return "\n".join(table)
 
 

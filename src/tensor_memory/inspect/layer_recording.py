@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tensor_memory.config import MemoryConfig
 from tensor_memory.ops.reference import gaussian_mask, nearest_mask
+from tensor_memory.wording import counted
 
 if TYPE_CHECKING:
     import numpy
@@ -197,4 +198,4 @@ def require_index(at: Any, size: int, what: str) -> None:
         filled = (
             "; `record` fills it when its block is left" if what == "layer" and not size else ""
         )
-        raise IndexError(f"{what} {at}: this recording has {size} {what}s{filled}")
+        raise IndexError(f"{what} {at}: this recording has {counted(size, what)}{filled}")

@@ -28,6 +28,7 @@ from torch import Tensor
 from tensor_memory.files import write_whole
 from tensor_memory.inspect.layer_recording import LayerRecording
 from tensor_memory.inspect.recording import Recording
+from tensor_memory.wording import counted
 
 LIMIT_MB = 32.0
 """Size above which `page` refuses: browsers still open such a page within seconds."""
@@ -107,8 +108,9 @@ def page(
         chunks = max(map(len, layers), default=0)
         share = (size - viewer) / max(limit_mb - viewer, 1e-6)
         raise ValueError(
-            f"page: expected at most {limit_mb:g} MB, got {size:.1f} MB for {len(layers)} layers, "
-            f"{shown_rows} rows and {chunks} chunks; put fewer chunks on it with "
+            f"page: expected at most {limit_mb:g} MB, got {size:.1f} MB for "
+            f"{counted(len(layers), 'layer')}, {counted(shown_rows, 'row')} and "
+            f"{counted(chunks, 'chunk')}; put fewer chunks on it with "
             f"every={every * min(math.ceil(share), max(chunks, 1))}, fewer rows with rows=1, "
             "or raise limit_mb (--every, --rows, --limit-mb on the command line)"
         )
@@ -197,9 +199,10 @@ def _notices(
     """What this page does not show, in words: nothing is left out silently."""
     found = []
     if recording.every > 1:
+        dropped = counted(recording.dropped, "chunk")
         found.append(
             f"One chunk in {recording.every} was recorded; "
-            f"{recording.dropped} chunks, over all layers and rows, were seen and not kept."
+            f"{dropped}, over all layers and rows, seen and not kept."
         )
     if every > 1:
         before, after = (max(map(len, some), default=0) for some in (recording.layers, layers))
@@ -207,7 +210,8 @@ def _notices(
     if layers and layers[0].rows < recording.rows:
         found.append(f"The first {layers[0].rows} of {recording.rows} recorded rows are shown.")
     if recording.rows_left_out:
-        found.append(f"{recording.rows_left_out} more rows were not recorded.")
+        more = counted(recording.rows_left_out, "more row was", "more rows were")
+        found.append(f"{more} not recorded.")
     for layer in encoded:
         if max(layer["blocks"]) > 1:
             full, shown, block = (
@@ -218,10 +222,8 @@ def _notices(
                 f"a block of {block}."
             )
         if layer["notFinite"]:
-            found.append(
-                f"{layer['name']}: {layer['notFinite']} values of ‖h‖ are not finite and are "
-                "drawn as 0."
-            )
+            broken = counted(layer["notFinite"], "value of ‖h‖ is", "values of ‖h‖ are")
+            found.append(f"{layer['name']}: {broken} not finite, drawn as 0.")
     return found
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tensor_memory.inspect.annotations import checked_texts, thumbnails
 from tensor_memory.inspect.layer_recording import LayerRecording, require_index
+from tensor_memory.wording import counted
 
 if TYPE_CHECKING:
     import numpy
@@ -150,7 +151,11 @@ class Recording:
 
     def __repr__(self) -> str:
         kept = max((len(layer) for layer in self.layers), default=0)
-        return f"Recording({len(self.layers)} layers, {self.rows} rows, {kept} chunks kept)"
+        chunks = counted(kept, "chunk")
+        return f"Recording({self._size()}, {chunks} kept)"
+
+    def _size(self) -> str:
+        return f"{counted(len(self.layers), 'layer')}, {counted(self.rows, 'row')}"
 
     def _repr_html_(self) -> str:
         head = ("layer", "grid", "chunks kept", "chunks seen", "σ(γ)", "use", "i", "f", "o")
@@ -168,9 +173,9 @@ class Recording:
             lines.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
         header = "".join(f"<th>{escape(name)}</th>" for name in head)
         kept = f", one chunk in {self.every} kept" if self.every > 1 else ""
-        left = f", {self.rows_left_out} more rows left out" if self.rows_left_out else ""
+        left = f", {counted(self.rows_left_out, 'more row')} left out" if self.rows_left_out else ""
         return (
-            f"<p>Recording of {len(self.layers)} layers, {self.rows} rows{left}{kept}, "
+            f"<p>Recording of {self._size()}{left}{kept}, "
             f"{self.nbytes / 2**20:.1f} MiB</p>"
             f"<table><thead><tr>{header}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
         )

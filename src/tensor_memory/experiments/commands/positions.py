@@ -21,6 +21,7 @@ from tensor_memory.experiments.results.tables import markdown
 from tensor_memory.experiments.train.positions import loss_by_position
 from tensor_memory.experiments.train.processes import find_device
 from tensor_memory.experiments.train.saved_text import load_text_run
+from tensor_memory.wording import counted
 
 
 def positions_command(arguments: Sequence[str]) -> int:
@@ -49,7 +50,7 @@ def positions_command(arguments: Sequence[str]) -> int:
         records.append(record)
     files = draw_positions(records, options.output / "positions")
     print(markdown(positions_table(records)))
-    print(f"{len(records)} runs, written to {options.output}; figure {files[0]}")
+    print(f"{counted(len(records), 'run')}, written to {options.output}; figure {files[0]}")
     return 0
 
 

@@ -10,6 +10,7 @@ from tensor_memory.experiments.commands.run import make_folder
 from tensor_memory.experiments.results import read_results
 from tensor_memory.experiments.results.report import write_report
 from tensor_memory.experiments.results.wording import listing
+from tensor_memory.wording import counted
 
 
 def report_command(arguments: Sequence[str]) -> int:
@@ -30,7 +31,7 @@ def report_command(arguments: Sequence[str]) -> int:
         title=options.title,
     )
     print(text)
-    print(f"{len(records)} runs, written to {options.output / 'report.md'}")
+    print(f"{counted(len(records), 'run')}, written to {options.output / 'report.md'}")
     return 0
 
 

@@ -34,6 +34,7 @@ from tensor_memory.experiments.train import RunOptions, train
 from tensor_memory.experiments.train.processes import find_device
 from tensor_memory.interruption import terminated_as_interrupted
 from tensor_memory.progress import progress
+from tensor_memory.wording import counted
 
 Train = Callable[[RunConfig[Any, Any], RunOptions], dict[str, Any]]
 
@@ -53,7 +54,7 @@ def sweep_command(arguments: Sequence[str], *, trainer: Train = train) -> int:
         for run in runs:
             print(f"{states[run.name]:<10} {run.name}  {' '.join(run.changes)}".rstrip())
         todo = [run for run in runs if states[run.name] != "finished"]
-        print(f"{len(runs)} runs, {len(runs) - len(todo)} of them finished")
+        print(f"{counted(len(runs), 'run')}, {len(runs) - len(todo)} of them finished")
         print(f"{len(todo)} to do with --jobs {options.jobs}: ", end="")
         print(forecast(todo, records, options.jobs))
         return 0
@@ -64,7 +65,7 @@ def sweep_command(arguments: Sequence[str], *, trainer: Train = train) -> int:
         make_folder(options.results, "results")
     todo = [run for run in runs if states[run.name] != "finished"]
     skipped = len(runs) - len(todo)
-    print(f"{len(runs)} runs, {skipped} of them finished already", flush=True)
+    print(f"{counted(len(runs), 'run')}, {skipped} of them finished already", flush=True)
     for run in runs:
         if states[run.name] == "finished" and options.results is not None:
             _copy_result(options.output / run.name, options.results)
@@ -74,7 +75,8 @@ def sweep_command(arguments: Sequence[str], *, trainer: Train = train) -> int:
     except KeyboardInterrupt:
         print("sweep: interrupted; the same command continues it", file=sys.stderr)
         return 130
-    print(f"{len(todo) - len(failures)} runs done, {skipped} skipped, {len(failures)} failed")
+    done = counted(len(todo) - len(failures), "run")
+    print(f"{done} done, {skipped} skipped, {len(failures)} failed")
     for failed in failures:
         print(f"failed: {failed.job.name}: {failed.error}", file=sys.stderr)
     return 1 if failures else 0

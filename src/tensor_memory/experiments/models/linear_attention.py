@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tensor_memory.experiments.models.attention import check_heads, merge_heads, split_heads
+from tensor_memory.wording import counted
 
 CHUNK = 64
 EPSILON = 1e-6
@@ -130,7 +131,8 @@ def sizes_for(values: int, heads: int) -> tuple[int, int]:
     area = values // heads
     side = math.isqrt(area)
     if side < 2:
-        raise ValueError(f"state: expected at least {4 * heads} values for {heads} heads")
+        many = counted(heads, "head")
+        raise ValueError(f"state: expected at least {4 * heads} values for {many}")
     keys = range(max(side * 3 // 4, 1), side + 1)
     key = min(reversed(keys), key=lambda key: (area - area // key * key, side - key))
     return key, area // key - 1

@@ -10,6 +10,7 @@ from tensor_memory.experiments.results.comparison import Comparison, Record, com
 from tensor_memory.experiments.results.figures import draw_all, figure_titles
 from tensor_memory.experiments.results.gap import gap_table
 from tensor_memory.files import write_whole
+from tensor_memory.wording import counted
 
 
 def write_report(
@@ -32,7 +33,8 @@ def write_report(
     comparisons = compare(records, split_budgets=split_budgets)
     if not comparisons:
         raise ValueError(
-            f"report: expected at least one finished run, got {len(records)} unfinished ones"
+            f"report: expected at least one finished run, got "
+            f"{counted(len(records), 'unfinished one')}"
         )
     folder.mkdir(parents=True, exist_ok=True)
     parts = [f"# {title}\n"]

@@ -18,6 +18,7 @@ from tensor_memory.experiments.results.wording import (
     listing,
     measure_text,
 )
+from tensor_memory.wording import counted
 
 CSV_COLUMNS = (
     "method", "variant", "split", "measure", "mean", "half_width", "runs", "ceiling", "paper",
@@ -109,7 +110,8 @@ def caption(comparison: Comparison) -> str:
     if told:
         parts.append(f"Evaluation: {listing(told)}")
     if comparison.unfinished:
-        parts.append(f"{comparison.unfinished} unfinished runs are left out")
+        left = counted(comparison.unfinished, "unfinished run is", "unfinished runs are")
+        parts.append(f"{left} left out")
     notes = {
         entry.note: None
         for row in comparison.rows
@@ -259,12 +261,13 @@ def _commits(records: Sequence[Record]) -> list[str]:
 def _budget_text(budget: Mapping[str, Any]) -> str:
     steps, rows = budget["budget.steps"], budget["budget.batch_size"]
     parts = [
-        f"{steps:,} steps of {rows:,} rows",
+        f"{counted(steps, 'step')} of {counted(rows, 'row')}",
         f"AdamW, rate {show(budget['optimizer.lr'])} {budget['optimizer.schedule']}",
     ]
     if budget["optimizer.warmup"]:
-        parts.append(f"{budget['optimizer.warmup']:,} steps of warm-up")
+        parts.append(f"{counted(budget['optimizer.warmup'], 'step')} of warm-up")
     parts.append(f"weight decay {show(budget['optimizer.weight_decay'])}")
     if budget["budget.patience"] is not None:
-        parts.append(f"stopped after {budget['budget.patience']} evaluations without a better one")
+        patience = counted(budget["budget.patience"], "evaluation")
+        parts.append(f"stopped after {patience} without a better one")
     return ", ".join(parts)

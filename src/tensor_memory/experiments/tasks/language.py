@@ -25,6 +25,7 @@ from tensor_memory.experiments.tasks.scored_tokens import (
     scored_at_places,
 )
 from tensor_memory.experiments.tasks.text import Corpus, Level, Protocol, read_corpus
+from tensor_memory.wording import counted
 
 
 @dataclass(frozen=True)
@@ -204,8 +205,9 @@ class LanguageTask:
         windows = (stream - N + 1) // N  # that fit wherever the first one starts
         if windows < 1 or (not streams and windows < size):
             raise ValueError(
-                f"expected a training text with at least {size} windows of {N} tokens, got "
-                f"{count:,} tokens; lower --budget.batch-size or --task.length"
+                f"expected a training text with at least {counted(size, 'window')} of "
+                f"{counted(N, 'token')}, got {counted(count, 'token')}; lower "
+                "--budget.batch-size or --task.length"
             )
         per_epoch = windows if streams else windows // size
         epoch, place = divmod(index, per_epoch)

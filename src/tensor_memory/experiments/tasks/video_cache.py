@@ -37,6 +37,7 @@ from tensor_memory.experiments.tasks.video_files import (
     require_videos,
 )
 from tensor_memory.progress import progress
+from tensor_memory.wording import counted
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,11 @@ def load_videos(
     folder, arrays, facts = open_or_make(cache, wanted, decode)
     left_out = facts["left_out"]
     if left_out and strict:
-        raise VideoError(f"{folder}: {len(left_out)} clips were left out: {_first(left_out)}")
+        many = counted(len(left_out), "clip was", "clips were")
+        raise VideoError(f"{folder}: {many} left out: {_first(left_out)}")
     if left_out:
         warnings.warn(
-            f"{len(left_out)} of {len(names)} clips cannot be decoded and are left out: "
+            f"{len(left_out)} of {counted(len(names), 'clip')} cannot be decoded, left out: "
             + "; ".join(left_out.values()),
             stacklevel=2,
         )
@@ -165,7 +167,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         decoder=options.decoder,
         strict=options.strict,
     )
-    print(f"{len(store.row):,} clips ready, {len(store.left_out)} left out, in {options.cache}")
+    ready = counted(len(store.row), "clip")
+    print(f"{ready} ready, {len(store.left_out)} left out, in {options.cache}")
     return 0
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tensor_memory.experiments.tasks.image_files import chosen_by_hash
+from tensor_memory.wording import counted
 
 LAYOUT = (
     "videos as <data>/UCF-101/<Class>/v_<Class>_gNN_cNN.avi (or <data>/<Class>/…), and "
@@ -65,7 +66,7 @@ def read_lists(
     if unknown:
         raise ValueError(
             f"classes: {', '.join(unknown)} not in {folder / 'classInd.txt'}, "
-            f"which names {len(order)} classes such as {', '.join(order[:3])}"
+            f"which names {counted(len(order), 'class', 'classes')} such as {', '.join(order[:3])}"
         )
     used = tuple(name for name in order if not classes or name in classes)
     train = read_list(_require(folder / f"trainlist{split:02}.txt"), used, order)
@@ -76,8 +77,8 @@ def read_lists(
         groups = sorted({clip.group for clip in train if clip.label == label})
         if len(groups) < 2:
             raise ValueError(
-                f"{folder / f'trainlist{split:02}.txt'}: class {name} has {len(groups)} groups; "
-                "expected at least 2, one of them for validation"
+                f"{folder / f'trainlist{split:02}.txt'}: class {name} has "
+                f"{counted(len(groups), 'group')}; expected at least 2, one of them for validation"
             )
         held_out |= set(chosen_by_hash(groups, valid_fraction, salt="valid"))
     splits = {

@@ -23,6 +23,7 @@ from tensor_memory.experiments.tasks.language import LanguageTask
 from tensor_memory.experiments.train.batches import rows_of
 from tensor_memory.experiments.train.steps import autocast
 from tensor_memory.provenance import provenance
+from tensor_memory.wording import counted
 
 BINS = 8
 """Means per window that are kept of its positions."""
@@ -98,8 +99,8 @@ def window_losses(
     W = len(tokens) // N
     if windows > W:
         raise ValueError(
-            f"test text: expected at least {windows} windows of {N} tokens, got {W}; ask for fewer "
-            "with --times"
+            f"test text: expected at least {counted(windows, 'window')} of {counted(N, 'token')}, "
+            f"got {W}; ask for fewer with --times"
         )
     device = model.word.weight.device
     found = torch.zeros(windows, W - windows + 1, N, dtype=torch.float64)
