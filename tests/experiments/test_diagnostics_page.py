@@ -48,6 +48,15 @@ def test_no_heading_of_the_page_stands_over_nothing(records):
         assert (block == "Not measured yet.\n") == (name not in measured), name
 
 
+def test_the_claims_can_be_read_at_a_glance():
+    section = (
+        PAGE.read_text(encoding="utf-8").partition("## Claim by claim")[2].partition("\n## ")[0]
+    )
+    cells = [cell for line in section.splitlines() if line[:1] == "|" for cell in line.split("|")]
+    assert len(cells) > 50
+    assert [cell for cell in cells if len(cell.split()) > 50] == []  # the rest stands below
+
+
 def small_row(config):
     """How the page tells one of the small runs from the others."""
     model, memory = config["model"], config["model"]["memory"]
