@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from hosts import SMALL, VOCABULARY, WIDTH, ids
+from torch import nn
 
 from tensor_memory import attach
 from tensor_memory.attach.caches import tokens_in
@@ -80,6 +81,65 @@ def test_a_decoder_as_long_as_its_encoder_has_a_mask_of_its_own() -> None:
     encoded = model.encoder(tokens, attention_mask=mask)
     apart = model(encoder_outputs=encoded, attention_mask=mask, decoder_input_ids=target).logits
     assert_same(together, apart)
+
+
+class Holder(nn.Module):
+    """A module of the user's own around a host."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.model(**inputs)
+
+
+def test_a_decoder_inside_another_module_has_a_mask_of_its_own_too() -> None:
+    model = Holder(t5())
+    attach(model, SMALL, layers="model.decoder.block.*", gate_init=3.0)
+    tokens, target = ids(), ids()
+    mask = torch.ones_like(tokens)
+    mask[:, 4:] = 0
+    padded = model(input_ids=tokens, attention_mask=mask, decoder_input_ids=target).logits
+    cut = model(input_ids=tokens[:, :4], decoder_input_ids=target).logits
+    assert_same(padded, cut)
+
+
+def test_a_decoder_made_of_a_text_model_sees_its_mask() -> None:
+    sizes: dict[str, Any] = dict(
+        hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24
+    )
+    text = transformers.BertConfig(vocab_size=VOCABULARY, **sizes)
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(text, text)
+    model: Any = transformers.EncoderDecoderModel(config).double().eval()
+    attach(model, SMALL, layers="decoder.bert.encoder.layer.*", gate_init=3.0)
+    tokens, target = ids(), ids()
+    mask = torch.ones_like(target)
+    mask[:, :4] = 0
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    padded = model(
+        input_ids=tokens,
+        decoder_input_ids=target,
+        decoder_attention_mask=mask,
+        decoder_position_ids=places,
+    ).logits
+    alone = model(input_ids=tokens, decoder_input_ids=target[:, 4:]).logits
+    assert_same(padded[:, 4:], alone)
+
+
+def test_source_and_target_of_a_torch_transformer_have_their_own_masks() -> None:
+    host = nn.Transformer(WIDTH, 2, 1, 2, 24, dropout=0.0, batch_first=True).double().eval()
+    attach(host, SMALL, layers="decoder.layers.*", gate_init=3.0)
+    source, target = torch.randn(2, 2, 9, WIDTH, dtype=torch.float64)
+    absent = torch.zeros(2, 9, dtype=torch.bool)
+    absent[:, :4] = True
+
+    hidden_source = host(
+        source, target, src_key_padding_mask=absent, memory_key_padding_mask=absent
+    )
+    assert_same(hidden_source, host(source[:, 4:], target))
+    padded = host(source, target, tgt_key_padding_mask=absent)
+    assert_same(padded[:, 4:], host(source, target[:, 4:]))
 
 
 @pytest.mark.parametrize("words", [5, 8, 20])

@@ -84,11 +84,6 @@ class Attachment(nn.Module):
             _Entry(self, module, next_to_blocks=next_to_blocks)
             for module, next_to_blocks in _around(host, self.paths)
         ]
-        # An encoder's mask says nothing about the decoder's tokens, so there only the innermost
-        # module's own mask counts.
-        self.masks_fall_back = not getattr(
-            getattr(host, "config", None), "is_encoder_decoder", False
-        )
 
     @property
     def shared(self) -> bool:
@@ -247,7 +242,7 @@ class _Site:
         if depth and attachment.refuse_causal:
             refuse_causal_call(block.path, args, kwargs)
         slot = DEPTH if depth else call.slot(block.path)
-        mask, reset = call.marks(x, fall_back=attachment.masks_fall_back)
+        mask, reset = call.marks(x)
         cache = find_cache(args, kwargs)
         holder = attachment.holder(call, x.shape[1], cache)
         state = call.states.get(slot) if depth else None

@@ -26,6 +26,11 @@ class Signature:
     def __init__(self, module: nn.Module) -> None:
         parameters = inspect.signature(module.forward).parameters
         self.places = {name: place for place, name in enumerate(parameters)}
+        config = getattr(module, "config", None)
+        self.two_sided = {"src_key_padding_mask", "tgt_key_padding_mask"} <= set(parameters) or (
+            getattr(config, "is_encoder_decoder", None) is True
+        )
+        """An encoder and a decoder: what it is given about one says nothing of the other."""
 
     def get(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The argument, or None where it was not given."""
@@ -54,16 +59,20 @@ class Marks:
     holds_tokens: bool = True
     """False where it was given an input of its own that is no row of tokens: pixels, say."""
 
+    two_sided: bool = False
+    """Whether the module holds an encoder and a decoder, so that its parts speak for themselves."""
+
     @classmethod
     def read(cls, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Marks:
         """Take the 2-D mask and the position ids out of a module's arguments."""
         tokens = _tokens(signature, args, kwargs)
         return cls(
             _tensor(signature.get("attention_mask", args, kwargs), (2,)),
-            _tensor(signature.get("src_key_padding_mask", args, kwargs), (1, 2)),
+            _padding(signature, args, kwargs),
             _tensor(signature.get("position_ids", args, kwargs), (1, 2)),
             tokens,
             tokens is not None or not any(isinstance(v, Tensor) for v in (*args, *kwargs.values())),
+            signature.two_sided,
         )
 
     @property
@@ -133,32 +142,35 @@ class Call:
         self.visits[path] = visit + 1
         return f"{path}#{visit}" if visit else path
 
-    def marks(self, x: Tensor, *, fall_back: bool) -> tuple[Tensor | None, Tensor | None]:
+    def marks(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """`mask` and `reset` (B, N) for hidden states x (B, N, d); None where they say nothing.
 
         Asked once per call for each number of tokens: the answer costs the device a question.
         """
         B, N = x.shape[:2]
         if self.told is None or self.told_for != (B, N):
-            mask = _last_columns(self._innermost("mask", fall_back), B, N)
-            reset = _documents(self._innermost("positions", fall_back), mask, B, N)
+            mask = _last_columns(self._innermost("mask"), B, N)
+            reset = _documents(self._innermost("positions"), mask, B, N)
             if not torch.compiler.is_compiling() and mask is not None and bool(mask.all()):
                 mask = None  # every row stands at the same place: no bookkeeping per row
             self.told, self.told_for = (mask, reset), (B, N)
         return self.told
 
-    def _innermost(self, name: str, fall_back: bool) -> Tensor | None:
+    def _innermost(self, name: str) -> Tensor | None:
         """What the innermost level says, or one around it that was given the same tokens.
 
-        A text's mask says nothing about the patches of an image in the same call.
+        A text's mask says nothing about the patches of an image in the same call, nor a source's
+        about its target.
         """
         inner: tuple[int, ...] | None = None
-        for _, marks in reversed(self.levels):
+        for outward, (_, marks) in enumerate(reversed(self.levels)):
+            if outward and marks.two_sided:
+                return None
             value = getattr(marks, name)
             if value is not None:
                 same = inner is None or marks.tokens is None or inner == marks.tokens
                 return value if same else None
-            if not fall_back or not marks.holds_tokens:
+            if not marks.holds_tokens:
                 return None
             inner = inner or marks.tokens
         return None
@@ -239,6 +251,12 @@ def _tokens(
     if not given or given[0].ndim not in (2, 3):
         return None
     return tuple(sorted(given[0].shape[:2]))
+
+
+def _padding(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The mask of an encoder of torch.nn, or of a decoder."""
+    named = (signature.get(f"{of}_key_padding_mask", args, kwargs) for of in ("src", "tgt"))
+    return next((mask for mask in named if _tensor(mask, (1, 2)) is not None), None)
 
 
 def _tensor(value: Any, ndims: tuple[int, ...]) -> Tensor | None:
