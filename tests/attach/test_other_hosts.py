@@ -142,6 +142,21 @@ def test_source_and_target_of_a_torch_transformer_have_their_own_masks() -> None
     assert_same(padded[:, 4:], host(source, target[:, 4:]))
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_host_that_puts_tokens_first_is_refused_before_it_mixes_rows(rows: int) -> None:
+    config = transformers.XLNetConfig(
+        vocab_size=VOCABULARY, d_model=WIDTH, n_layer=2, n_head=2, d_inner=24
+    )
+    model: Any = transformers.XLNetModel(config).double().eval()
+    attach(model, SMALL)
+    with pytest.raises(
+        ValueError,
+        match=rf"block 'layer.0' .*\(B, N, d\) for ids of shape .*\({rows}, 9\), got \(9, {rows},"
+        r" 16\): tokens come first in this host",
+    ):
+        model(input_ids=ids()[:rows, :9])
+
+
 @pytest.mark.parametrize("words", [5, 8, 20])
 def test_a_text_s_mask_is_not_taken_for_an_image_s(words: int) -> None:
     """An image makes 5 tokens: the text is as long, longer, or shorter than a mask may be."""

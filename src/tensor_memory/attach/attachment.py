@@ -242,6 +242,7 @@ class _Site:
         if depth and attachment.refuse_causal:
             refuse_causal_call(block.path, args, kwargs)
         slot = DEPTH if depth else call.slot(block.path)
+        call.require_rows_first(block.path, x)
         mask, reset = call.marks(x)
         cache = find_cache(args, kwargs)
         holder = attachment.holder(call, x.shape[1], cache)

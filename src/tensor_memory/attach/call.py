@@ -56,6 +56,9 @@ class Marks:
     tokens: tuple[int, ...] | None = None
     """B and N in either order, of the ids or hidden states given; None for another input."""
 
+    ids: tuple[int, ...] | None = None
+    """(B, N), shape of the token ids given."""
+
     holds_tokens: bool = True
     """False where it was given an input of its own that is no row of tokens: pixels, say."""
 
@@ -66,11 +69,13 @@ class Marks:
     def read(cls, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Marks:
         """Take the 2-D mask and the position ids out of a module's arguments."""
         tokens = _tokens(signature, args, kwargs)
+        ids = _tensor(signature.get("input_ids", args, kwargs), (2,))
         return cls(
             _tensor(signature.get("attention_mask", args, kwargs), (2,)),
             _padding(signature, args, kwargs),
             _tensor(signature.get("position_ids", args, kwargs), (1, 2)),
             tokens,
+            None if ids is None else tuple(ids.shape),
             tokens is not None or not any(isinstance(v, Tensor) for v in (*args, *kwargs.values())),
             signature.two_sided,
         )
@@ -141,6 +146,17 @@ class Call:
         visit = self.visits.get(path, 0)
         self.visits[path] = visit + 1
         return f"{path}#{visit}" if visit else path
+
+    def require_rows_first(self, path: str, x: Tensor) -> None:
+        """Raise where hidden states x of ids (B, N) come as (N, B, d): rows would be mixed."""
+        ids = next((marks.ids for _, marks in reversed(self.levels) if marks.ids), x.shape[:2])
+        if x.shape[:2] == ids[::-1] != ids:
+            raise ValueError(
+                f"attach: expected block '{path}' to return hidden states of shape (B, N, d) for "
+                f"ids of shape (B, N) = {ids}, got {tuple(x.shape)}: tokens come first in this "
+                "host, and its memory would take them for rows; only hosts made of "
+                "nn.MultiheadAttention are served in that layout"
+            )
 
     def marks(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """`mask` and `reset` (B, N) for hidden states x (B, N, d); None where they say nothing.
