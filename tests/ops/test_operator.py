@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 from scans import FUSED, Case, run
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from memories import assert_identical_state, assert_same_state
-from tensor_memory import MemoryConfig, MemoryState, TensorMemory, memory_scan
+from tensor_memory import MemoryConfig, MemoryState, TensorMemory, memory_scan, ops
 from tensor_memory.ops import direct, operator
 from tolerances import assert_same
 
@@ -170,6 +171,61 @@ def test_compilers_tracers_and_transforms_get_the_operator():
         seen.append(direct.serves(request))
     torch.func.grad(lambda x: (seen.append(direct.serves(request)), x.sum())[1])(torch.ones(2))
     assert seen == [False, False]
+
+
+def by_reference(function, x):
+    """What `function` of a memory and x gives where the reference is asked for by name."""
+    torch.manual_seed(0)
+    return function(TensorMemory(6, replace(CONFIG, backend="reference")).double(), x)
+
+
+def tangent(memory, x):
+    with forward_ad.dual_level():
+        m, _ = memory(forward_ad.make_dual(x, torch.ones_like(x)))
+        return forward_ad.unpack_dual(m).tangent.detach()
+
+
+def tangent_without_gradients(memory, x):
+    with torch.no_grad():
+        return tangent(memory, x)
+
+
+TRANSFORMS = {
+    "jvp": lambda memory, x: torch.func.jvp(lambda x: memory(x)[0], (x,), (x,))[1],
+    "grad": lambda memory, x: torch.func.grad(lambda x: memory(x)[0].pow(2).sum())(x),
+    "vmap": lambda memory, x: torch.vmap(lambda row: memory(row[None])[0])(x),
+    "forward mode": tangent,
+    "forward mode without gradients": tangent_without_gradients,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # forward mode's own
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_see_through_what_auto_chooses(name):
+    x = torch.randn(2, 6, 6, dtype=torch.float64)
+    torch.manual_seed(0)
+    got = TRANSFORMS[name](TensorMemory(6, CONFIG).double(), x)
+    assert got.abs().max() > 0
+    assert_same(got, by_reference(TRANSFORMS[name], x))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # forward mode's own
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_backend_that_transforms_cannot_see_through_is_refused_by_name(name):
+    memory = TensorMemory(6, replace(CONFIG, backend="torch"))
+    with pytest.raises(
+        ValueError, match=r"'torch' cannot serve .* torch.func .*; use 'auto' or 'reference'"
+    ):
+        TRANSFORMS[name](memory, torch.randn(2, 6, 6))
+
+
+def test_functionalized_code_keeps_the_fast_backend(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(ops, "_announce", lambda name, why: (chosen.append(name), name)[1])
+    x, memory = torch.randn(2, 6, 6), TensorMemory(6, CONFIG)
+    m = torch.func.functionalize(lambda x: memory(x)[0])(x)
+    assert_same(m, memory(x)[0])
+    assert chosen == ["torch", "torch"]
 
 
 def test_a_first_step_of_training_does_not_wait_for_the_compiler_to_load():

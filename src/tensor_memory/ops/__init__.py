@@ -58,9 +58,9 @@ def memory_scan(
         cell: (B, C, *grid) what the gates accumulate, before the first step.
         writes: (B, S) bool, rows that write at a step.
         resets: (B, S) bool, rows that are emptied before a step's read.
-        backend: "reference" (readable, differentiable any number of times), "torch" (fast on a
-            CPU), "triton" (fused, on a GPU), which then serve or raise; "auto" takes the fastest
-            that can serve.
+        backend: "reference" (readable, differentiable any number of times, in forward mode and
+            under torch.func too), "torch" (fast on a CPU), "triton" (fused, on a GPU), which then
+            serve or raise; "auto" takes the fastest that can serve.
         checkpoint_every: keep the state of every so many steps alone for the backward, which runs
             the steps between again; None keeps what the backward needs of all of them.
 
@@ -123,7 +123,8 @@ def memory_read(read_at: Tensor, hidden: Tensor) -> Tensor:
     dtype = torch.promote_types(read_at.dtype, hidden.dtype)
     at, volume = read_at.to(dtype), hidden.to(dtype)
     learning = torch.is_grad_enabled() and (at.requires_grad or volume.requires_grad)
-    if not learning and volume.is_cuda and _why_not_read(volume) is None:
+    fused = volume.is_cuda and not learning and not direct.transformed()
+    if fused and _why_not_read(volume) is None:
         return operator.read(at.contiguous(), volume.contiguous())
     with torch.autocast(hidden.device.type, enabled=False):
         return sampling.sample(volume, at.flatten(1, 2)).unflatten(1, read_at.shape[1:3])
@@ -164,6 +165,13 @@ def why_not(backend: str, device: torch.device) -> str | None:
 def _choose(backend: str, request: Request) -> str:
     """The implementation that serves this request; an explicit one serves or raises."""
     device = request.hidden.device
+    if backend != "reference" and direct.transformed():
+        reason = "torch.func and forward-mode differentiation see through 'reference' alone"
+        if backend == "auto":
+            return _announce("reference", f"because {reason}")
+        raise ValueError(
+            f"backend {backend!r} cannot serve this request: {reason}; use 'auto' or 'reference'"
+        )
     if backend == "auto":
         if device.type != "cuda":
             return _announce("torch", f"on device {device.type}")

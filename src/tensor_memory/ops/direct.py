@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack
+from torch.autograd import forward_ad
 
 from tensor_memory.ops import operator
 from tensor_memory.ops.once import undone
@@ -26,8 +28,24 @@ def serves(tensors: Iterable[Tensor | None]) -> bool:
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._are_functorch_transforms_active()
+        or transformed()
         or any(value is not None and type(value) not in PLAIN for value in tensors)
     )
+
+
+def transformed() -> bool:
+    """Whether torch.func (grad, vmap, jvp) or forward-mode differentiation looks on.
+
+    What neither autograd nor an operator tells them they take for a constant.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    if forward_ad._current_level >= 0:
+        return True
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    levels = get_interpreter_stack() or []
+    return any(level.key() != TransformType.Functionalize for level in levels)
 
 
 def scan(
