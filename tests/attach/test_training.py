@@ -255,6 +255,31 @@ def test_a_host_with_lora_carries_a_memory_and_generates(tmp_path: Path) -> None
     assert torch.equal(model(made).logits.argmax(-1), chosen)
 
 
+def test_a_memory_that_peft_replaced_by_a_copy_is_told() -> None:
+    base: Any = llama().eval()
+    attach(base, SMALL)
+    copied = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["tensor_memory"])
+    model: Any = peft.get_peft_model(base, copied)
+    with pytest.raises(
+        RuntimeError,
+        match=r"LlamaForCausalLM.tensor_memory .* got ModulesToSaveWrapper, whose weights no call"
+        r" would use or train; detach, wrap the model first",
+    ):
+        model(text(1, 6))
+
+
+def test_a_host_wrapped_since_can_be_detached_through_its_wrapper() -> None:
+    base: Any = llama().double().eval()
+    tokens = text(1, 6)
+    bare = base(tokens).logits
+    attach(base, SMALL)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    model: Any = peft.get_peft_model(base, config).eval()
+    detach(model)
+    assert torch.equal(model(tokens).logits, bare)
+    assert not hasattr(base, "tensor_memory")
+
+
 def test_hidden_states_asked_for_include_the_memory() -> None:
     model: Any = llama().double().eval()
     tokens = text()

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from tensor_memory.attach.attachment import Attachment
+from tensor_memory.attach.attachment import NAME, Attachment
 from tensor_memory.attach.blocks import Layers, NoBlocksFoundError, find_blocks, is_causal
 from tensor_memory.attach.causal_calls import LEAK
 from tensor_memory.attach.compiled import refuse_compiled
@@ -25,9 +25,6 @@ __all__ = [
     "detach",
     "memory_disabled",
 ]
-
-NAME = "tensor_memory"
-"""The host's attribute that holds the attachment, and the prefix of its `state_dict` keys."""
 
 _RESIDUAL = {
     "gate_init": "a number",
@@ -157,7 +154,7 @@ def attach(
 def detach(model: nn.Module) -> None:
     """Take the memory off: the host is what it was before `attach`, bit for bit."""
     attachment = attachment_of(model, "detach")
-    delattr(model, NAME)
+    delattr(attachment.host, NAME)  # `model` may be a wrapper that hands on what it is asked for
     _release(attachment)
     attachment.detached = True
 

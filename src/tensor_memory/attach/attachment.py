@@ -23,6 +23,9 @@ from tensor_memory.residual import MemoryResidual
 from tensor_memory.state import MemoryState
 from tensor_memory.wording import counted
 
+NAME = "tensor_memory"
+"""The host's attribute that holds the attachment, and the prefix of its `state_dict` keys."""
+
 DEPTH = "depth"
 
 _NESTED = "use_nested_tensor"  # of nn.TransformerEncoder
@@ -84,6 +87,11 @@ class Attachment(nn.Module):
             _Entry(self, module, next_to_blocks=next_to_blocks)
             for module, next_to_blocks in _around(host, self.paths)
         ]
+
+    @property
+    def host(self) -> nn.Module:
+        """The model that `attach` was called on."""
+        return self._entries[0].module
 
     @property
     def shared(self) -> bool:
@@ -181,8 +189,10 @@ class Attachment(nn.Module):
         call = self._open.slot.call
         # A call that Ctrl-C cut short never left: hooks run for an Exception, and that is none.
         if call is None or entry.module is self._entries[0].module or call.inside(entry):
-            if not compiling and in_backward():
-                entry.streamed.refuse(args, kwargs, stream_open=self._stream is not None)
+            if not compiling:
+                self._require_registered()
+                if in_backward():
+                    entry.streamed.refuse(args, kwargs, stream_open=self._stream is not None)
             call = Call()
         if not call.levels:
             refuse_4d_mask(entry.signature, args, kwargs)
@@ -195,6 +205,16 @@ class Attachment(nn.Module):
             entry.streamed.remember(args, kwargs)
         call.enter(entry, Marks.read(entry.signature, args, kwargs))
         self._open.slot.call = call
+
+    def _require_registered(self) -> None:
+        """Raise where the host holds something else in this memory's place, which never runs."""
+        found = self.host._modules.get(NAME)
+        if found is not self:
+            raise RuntimeError(
+                f"attach: expected {type(self.host).__name__}.{NAME} to be the memory that "
+                f"attach() registered there, got {type(found).__name__}, whose weights no call "
+                "would use or train; detach, wrap the model first (LoRA and the like), then attach"
+            )
 
     def leave(self, entry: _Entry) -> None:
         """It returned, or raised."""
