@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from tensor_memory.chunking import aligned_calls, assign, check_marks
 from tensor_memory.ops import fused_layer, memory_read, products_of, scan_checked, why_not
@@ -284,6 +284,12 @@ class TensorMemory(MemoryWeights):
             )
         if not x.is_floating_point():
             raise TypeError(f"x: expected a float type, got {x.dtype}; embed token ids first")
+        if not isinstance(self.mix, nn.Linear):
+            raise TypeError(
+                f"mix: expected an nn.Linear, whose weight goes into the recurrence, got "
+                f"{type(self.mix).__name__}, whose own forward would never run; leave 'mix' out of "
+                "what is adapted or replaced (target_modules)"
+            )
         weight = self.output.weight
         if x.device != weight.device:
             raise ValueError(

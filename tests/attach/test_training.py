@@ -268,6 +268,21 @@ def test_a_memory_that_peft_replaced_by_a_copy_is_told() -> None:
         model(text(1, 6))
 
 
+def test_an_adapter_that_the_recurrence_would_pass_over_is_refused() -> None:
+    base: Any = llama().eval()
+    attach(base, SMALL)
+    everything = peft.LoraConfig(r=2, target_modules="all-linear", exclude_modules=".*mix")
+    model: Any = peft.get_peft_model(base, everything)
+    model(text(1, 6)).logits.sum().backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+    base = llama().eval()
+    attach(base, SMALL)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules="all-linear"))
+    with pytest.raises(TypeError, match=r"mix: expected an nn.Linear, .*; leave 'mix' out of"):
+        model(text(1, 6))
+
+
 def test_a_host_wrapped_since_can_be_detached_through_its_wrapper() -> None:
     base: Any = llama().double().eval()
     tokens = text(1, 6)
