@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import accelerate
+import accelerate.hooks
 import pytest
 import torch
 import transformers
-from hosts import SMALL, VOCABULARY, WIDTH, ids
+from hosts import SMALL, VOCABULARY, WIDTH, ids, llama
 from torch import nn
 
 from tensor_memory import attach
@@ -155,6 +157,43 @@ def test_a_host_that_puts_tokens_first_is_refused_before_it_mixes_rows(rows: int
         r" 16\): tokens come first in this host",
     ):
         model(input_ids=ids()[:rows, :9])
+
+
+def test_the_memory_of_a_host_stored_in_eight_bits_computes_as_its_norms_do() -> None:
+    host: Any = llama().bfloat16().eval()
+    for part in host.model.layers.modules():
+        if isinstance(part, nn.Linear):
+            stored = part.weight.to(torch.float8_e4m3fn)
+            part.weight = nn.Parameter(stored, requires_grad=False)
+            part.forward = lambda input, w=stored: nn.functional.linear(input, w.to(input.dtype))
+    attachment = attach(host, SMALL)
+    assert {p.dtype for p in attachment.parameters()} == {torch.bfloat16}
+    assert host(ids()).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("hooked", ["once", "twice"])
+def test_the_memory_of_an_offloaded_host_stays_where_the_host_computes(hooked: str) -> None:
+    host: Any = llama().double().eval()
+    tokens = ids()
+    bare = host(tokens).logits
+    accelerate.cpu_offload(host, execution_device=torch.device("cpu"))
+    if hooked == "twice":
+        for part in host.model.layers.modules():
+            accelerate.hooks.add_hook_to_module(part, accelerate.hooks.ModelHook(), append=True)
+    attachment = attach(host, SMALL, zero_init=True)
+    assert {p.device.type for p in attachment.parameters()} == {"cpu"}
+    assert torch.equal(host(tokens).logits, bare)
+
+
+def test_a_memory_may_be_attached_before_there_are_weights() -> None:
+    with torch.device("meta"):
+        empty: Any = llama()
+    host: Any = llama()
+    attach(host, SMALL)
+    attachment = attach(empty, SMALL)
+    assert all(p.is_meta for p in attachment.parameters())
+    empty.load_state_dict(host.state_dict(), assign=True)
+    assert {p.device.type for p in attachment.parameters()} == {"cpu"}
 
 
 @pytest.mark.parametrize("words", [5, 8, 20])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tensor_memory.attach.blocks import Block
+from tensor_memory.attach.blocks import Block, placement
 from tensor_memory.attach.caches import WAYS, find_cache, memory_of, stay_out_of_graphs
 from tensor_memory.attach.call import Call, Marks, OpenCall, Signature, refuse_4d_mask
 from tensor_memory.attach.causal_calls import refuse_causal_call
@@ -67,7 +67,7 @@ class Attachment(nn.Module):
             for dim in self.dims
         )
         for block, layer in zip(blocks, self.layers, strict=True):
-            like = _placement(block)
+            like = placement(block)
             layer.to(like.device, like.dtype)
             if self.memory is not None:
                 self.memory.to(like.device, like.dtype)
@@ -332,11 +332,3 @@ def _around(host: nn.Module, paths: Sequence[str]) -> list[tuple[nn.Module, bool
                 around[name], called = module, name
         nearest.add(called)
     return [(module, name in nearest) for name, module in around.items()]
-
-
-def _placement(block: Block) -> Tensor:
-    """A parameter whose device and type the memory takes after."""
-    for parameter in block.module.parameters():
-        if parameter.is_floating_point():
-            return parameter
-    return torch.empty(0)

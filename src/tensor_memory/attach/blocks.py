@@ -1,4 +1,4 @@
-"""Finding the repeated blocks of a Transformer by their structure, their width, their causality.
+"""Finding the repeated blocks of a Transformer by their structure; their width, place, causality.
 
 A block is one of a row of siblings that all attend (a module with query, key and value
 projections inside) and all have weights beside their attention (a feed-forward part).
@@ -10,8 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 Layers = str | Sequence[str] | Callable[[str, nn.Module], bool]
 
@@ -86,6 +88,29 @@ def is_causal(model: nn.Module, blocks: Sequence[Block]) -> bool:
         if isinstance(flag, bool)
     ]
     return not said or any(said)
+
+
+def placement(block: Block) -> Tensor:
+    """An empty tensor on the device and of the type that the memory takes after the block's.
+
+    Weights of one byte are stored in that type and never computed with.
+    """
+    like = torch.empty(0)
+    for parameter in block.module.parameters():
+        if parameter.is_floating_point() and parameter.element_size() > 1:
+            like = parameter.new_empty(0)
+            break
+    return like.new_empty(0, device=_offloaded_to(block)) if like.is_meta else like
+
+
+def _offloaded_to(block: Block) -> Any:
+    """Where accelerate runs a block whose weights it keeps elsewhere; else where they are."""
+    for part in block.module.modules():
+        hook: Any = getattr(part, "_hf_hook", None)
+        for one in getattr(hook, "hooks", (hook,)):
+            if getattr(one, "offload", False):
+                return one.execution_device
+    return "meta"
 
 
 def _auto(model: nn.Module) -> list[tuple[str, nn.Module]]:
