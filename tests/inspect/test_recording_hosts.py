@@ -3,6 +3,9 @@
 import copy
 import gc
 import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -19,6 +22,7 @@ from tensor_memory import (
     detach,
     record,
 )
+from tensor_memory.inspect.store import LayerStore
 
 SMALL = MemoryConfig(channels=4, grid=(3, 3), chunk_size=3)
 NO_ENDS = dict(vocab_size=30, bos_token_id=None, eos_token_id=None, pad_token_id=None)
@@ -329,6 +333,60 @@ def test_a_stream_of_the_host_goes_on_in_its_rows_after_a_detach():
             stream.detach()
     assert streamed.rows == 2
     assert streamed[0].span[:, 0].tolist() == [[0, 3], [3, 6], [6, 9]]
+
+
+class InTurn(nn.Module):
+    """Two memories; the thread that comes first to one comes second to the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.near, self.far = TensorMemory(8, SMALL), TensorMemory(8, SMALL)
+        self.second_is_near, self.second_is_through = threading.Event(), threading.Event()
+
+    def forward(self, x, *, first):
+        if not first:
+            assert self.second_is_near.wait(60)
+        x = x + self.near(x)[0]
+        self.second_is_near.set()
+        if first:
+            assert self.second_is_through.wait(60)
+        y = self.far(x)[0]
+        if not first:
+            self.second_is_through.set()
+        return y
+
+
+def test_calls_from_two_threads_keep_their_rows_apart_in_every_layer():
+    model = InTurn()
+    with record(model) as recording, ThreadPoolExecutor(2) as pool:
+        calls = [
+            pool.submit(model, torch.randn(1, length, 8), first=first)
+            for length, first in ((6, True), (15, False))
+        ]
+        for call in calls:
+            call.result()
+    near, far = recording.layers
+    assert near.seen.tolist() == far.seen.tolist() == [2, 5]
+
+
+def test_calls_from_several_threads_are_kept_one_at_a_time(monkeypatch):
+    inside, overlaps, put = [], [], LayerStore.put
+
+    def watched(self, *args):
+        inside.append(None)
+        time.sleep(0.01)
+        overlaps.append(len(inside) > 1)
+        put(self, *args)
+        inside.pop()
+
+    monkeypatch.setattr(LayerStore, "put", watched)
+    memory = TensorMemory(8, SMALL)
+    with record(memory) as recording, ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(memory, torch.randn(1, 6, 8)) for _ in range(4)]
+        for call in calls:
+            call.result()
+    assert recording[0].seen.tolist() == [2] * 4
+    assert overlaps == [False] * 8
 
 
 def test_a_detached_host_has_nothing_to_record():

@@ -6,6 +6,7 @@ Letters: B batch, N tokens, K tokens per chunk, S chunks of a call, P chunks kep
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -137,6 +138,7 @@ class _Recorder:
         self.memories = [_memory_of(module) for module in self.modules]
         self.stores = [LayerStore(name, _memory_of(m).config, dtype) for name, m in layers]
         self._handles: list[RemovableHandle] = []
+        self._one_at_a_time = threading.Lock()  # calls may come from several threads
 
     def install(self) -> None:
         # On the residual alone, not on the memory inside: a fused layer never calls that one.
@@ -157,7 +159,8 @@ class _Recorder:
             if in_backward() or not x.shape[0]:  # checkpointing runs a block again: nothing new
                 return
             cuda = [x.device] if x.is_cuda else []
-            with torch.no_grad(), torch.random.fork_rng(cuda):  # dropout inside an adapted head
+            # The generators are the process's: dropout inside an adapted head would move them.
+            with self._one_at_a_time, torch.no_grad(), torch.random.fork_rng(cuda):
                 self._take(layer, output[1], *args, **kwargs)
 
         return called

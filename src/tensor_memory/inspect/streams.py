@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from threading import get_ident
 
 import torch
 from torch import Tensor
@@ -51,6 +52,7 @@ class Progress:
 class Stream:
     """Rows of the recording that go on from call to call."""
 
+    thread: int
     number: int
     first_row: int
     batch: int
@@ -61,12 +63,15 @@ class Stream:
 
 
 class Streams:
-    """All streams of a recording; the nth that one layer starts is the nth of every layer."""
+    """All streams of a recording; the nth that one layer starts is the nth of every layer.
+
+    Counted for each thread, which goes through the layers by itself.
+    """
 
     def __init__(self, max_rows: int) -> None:
         self.max_rows, self.rows, self.left_out = max_rows, 0, 0
-        self._streams: dict[int, Stream] = {}
-        self._started: dict[int, int] = {}
+        self._streams: dict[tuple[int, int], Stream] = {}  # by thread and number
+        self._started: dict[tuple[int, int], int] = {}  # by thread and layer
 
     def __iter__(self) -> Iterator[Stream]:
         return iter(self._streams.values())
@@ -94,24 +99,28 @@ class Streams:
         return self._start(layer, Progress.begin(given))
 
     def _start(self, layer: int, progress: Progress) -> Stream:
-        number, batch = self._started.get(layer, 0), len(progress.done)
-        stream = self._streams.get(number)
+        thread, batch = get_ident(), len(progress.done)
+        number = self._started.get((thread, layer), 0)
+        stream = self._streams.get((thread, number))
         if stream is None or stream.batch != batch or layer in stream.layers:
-            number = max(self._streams, default=-1) + 1
-            stream = self._create(max(number, self._started.get(layer, 0)), batch)
+            taken = max((n for other, n in self._streams if other == thread), default=-1)
+            stream = self._create(thread, max(taken + 1, number), batch)
         self._join(layer, stream, progress)
         return stream
 
     def _join(self, layer: int, stream: Stream, progress: Progress) -> None:
         stream.layers[layer] = progress
-        self._started[layer] = max(self._started.get(layer, 0), stream.number + 1)
+        who = (stream.thread, layer)
+        self._started[who] = max(self._started.get(who, 0), stream.number + 1)
 
-    def _create(self, number: int, batch: int) -> Stream:
+    def _create(self, thread: int, number: int, batch: int) -> Stream:
         kept = min(batch, self.max_rows - self.rows)
-        if not kept:  # of those that are not recorded only the latest is followed
-            self._streams = {n: stream for n, stream in self._streams.items() if stream.kept}
-        stream = Stream(number, self.rows, batch, kept)
-        self._streams[number] = stream
+        if not kept:  # of those that are not recorded only a thread's latest is followed
+            self._streams = {
+                at: stream for at, stream in self._streams.items() if stream.kept or at[0] != thread
+            }
+        stream = Stream(thread, number, self.rows, batch, kept)
+        self._streams[thread, number] = stream
         self.rows += kept
         self.left_out += batch - kept
         return stream
