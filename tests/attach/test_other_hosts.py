@@ -196,6 +196,41 @@ def test_a_memory_may_be_attached_before_there_are_weights() -> None:
     assert {p.device.type for p in attachment.parameters()} == {"cpu"}
 
 
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_mask_that_the_host_turned_into_scores_is_not_taken_the_wrong_way_round(
+    padded: bool,
+) -> None:
+    """Longformer hands its blocks' module 0 for a real token, and fills its rows to 12 tokens."""
+    config = transformers.LongformerConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        attention_window=4,
+    )
+    model: Any = transformers.LongformerModel(config, add_pooling_layer=False).double().eval()
+    attachment = attach(model, SMALL, gate_init=3.0)
+    tokens = ids()[:, :12]
+    mask = torch.ones_like(tokens)
+    if padded:
+        mask[0, 5:] = 0
+    with attachment.stream() as s:
+        model(tokens, attention_mask=mask)
+    lengths = torch.tensor([5 if padded else tokens.shape[1], tokens.shape[1]])
+    assert torch.equal(s.state["encoder.layer.0"].fill, lengths % SMALL.chunk_size)
+    assert all(s.state["encoder.layer.0"].cell.flatten(1).any(1))
+
+
+@pytest.mark.parametrize("real", [True, False])
+def test_a_caller_s_own_mask_of_floats_marks_tokens(real: bool) -> None:
+    model: Any = llama().eval()
+    attachment = attach(model, SMALL)
+    with attachment.stream() as s:
+        model(ids()[:, :2], attention_mask=torch.full((2, 2), float(real)), use_cache=False)
+    assert s.state["model.layers.0"].fill.tolist() == [2 * real] * 2
+
+
 @pytest.mark.parametrize("words", [5, 8, 20])
 def test_a_text_s_mask_is_not_taken_for_an_image_s(words: int) -> None:
     """An image makes 5 tokens: the text is as long, longer, or shorter than a mask may be."""

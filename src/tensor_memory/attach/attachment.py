@@ -203,7 +203,8 @@ class Attachment(nn.Module):
                 call.caches.append(cache)
         if not compiling and self._stream is not None:
             entry.streamed.remember(args, kwargs)
-        call.enter(entry, Marks.read(entry.signature, args, kwargs))
+        around = call.levels[-1][1] if call.levels else None
+        call.enter(entry, Marks.read(entry.signature, args, kwargs, around))
         self._open.slot.call = call
 
     def _require_registered(self) -> None:

@@ -62,29 +62,50 @@ class Marks:
     holds_tokens: bool = True
     """False where it was given an input of its own that is no row of tokens: pixels, say."""
 
+    additive: bool = False
+    """Whether `attention_mask` may be what is added to scores: 0 where a token is real."""
+
     two_sided: bool = False
     """Whether the module holds an encoder and a decoder, so that its parts speak for themselves."""
 
     @classmethod
-    def read(cls, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Marks:
-        """Take the 2-D mask and the position ids out of a module's arguments."""
+    def read(
+        cls,
+        signature: Signature,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        around: Marks | None = None,
+    ) -> Marks:
+        """Take the 2-D mask and the position ids out of a module's arguments.
+
+        `around` is what the module outside was given: a mask of floats that a host makes itself, as
+        Longformer does, is added to its scores.
+        """
+        mask = _tensor(signature.get("attention_mask", args, kwargs), (2,))
+        additive = around is not None and mask is not None and mask.is_floating_point()
+        if around is not None and mask is around.attention_mask:
+            additive = around.additive
         tokens = _tokens(signature, args, kwargs)
         ids = _tensor(signature.get("input_ids", args, kwargs), (2,))
         return cls(
-            _tensor(signature.get("attention_mask", args, kwargs), (2,)),
+            mask,
             _padding(signature, args, kwargs),
             _tensor(signature.get("position_ids", args, kwargs), (1, 2)),
             tokens,
             None if ids is None else tuple(ids.shape),
             tokens is not None or not any(isinstance(v, Tensor) for v in (*args, *kwargs.values())),
+            additive,
             signature.two_sided,
         )
 
     @property
     def mask(self) -> Tensor | None:
         """(B, W) bool, true where a token is real."""
-        if self.attention_mask is not None:
-            return self.attention_mask != 0
+        given = self.attention_mask
+        if given is not None and self.additive:  # ones tell that it marks tokens after all
+            return torch.where((given == 1).any(), given != 0, given >= 0)
+        if given is not None:
+            return given != 0
         if self.padding is not None:
             return (self.padding == 0).reshape(-1, self.padding.shape[-1])
         return None
