@@ -170,6 +170,26 @@ def test_a_state_of_tokens_that_are_no_floats_is_refused(method, make):
         make()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((PAPER.to_dict(), DIM, 2), r"expected a MemoryConfig first, got dict; pass the memory's"),
+        ((PAPER, "8", 2), r"expected dim as an integer, got '8'; convert it with int\(\)"),
+        ((PAPER, DIM, 2.0), r"expected batch_size as an integer, got 2.0; convert it with int"),
+    ],
+)
+def test_a_state_made_of_something_else_is_refused(arguments, message):
+    with pytest.raises(TypeError, match=rf"^MemoryState.zeros: {message}"):
+        MemoryState.zeros(*arguments)
+
+
+@pytest.mark.parametrize("method", ["select", "reset"])
+def test_rows_in_several_axes_are_refused(method):
+    message = rf"^MemoryState.{method}: expected row indices of shape \(rows,\), got \(2, 2\); flat"
+    with pytest.raises(ValueError, match=message):
+        getattr(make_state(PAPER, 2), method)([[0, 1], [1, 0]])
+
+
 def test_a_state_of_fewer_than_no_rows_is_refused():
     message = r"^MemoryState.zeros: expected batch_size of at least 0, got -1; it is the number of"
     with pytest.raises(ValueError, match=message):

@@ -219,6 +219,15 @@ def test_a_loaded_state_goes_on_as_if_never_saved(tmp_path, masked):
     assert_identical_state(loaded_end, end)
 
 
+def test_a_state_is_loaded_onto_any_device_of_torch(tmp_path):
+    state = make_state(OPTIONS["paper"], 2)
+    state.save(tmp_path / "state")
+    loaded = MemoryState.load(tmp_path / "state", device="meta")
+    assert loaded.hidden.is_meta
+    assert loaded.fill.is_meta
+    assert loaded.tokens.shape == state.tokens.shape
+
+
 def test_saving_overwrites_and_leaves_nothing_else_behind(tmp_path):
     path = tmp_path / "state.safetensors"
     for seed in range(2):

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -49,15 +48,13 @@ def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], *,
         ) from error
 
 
-def load_tensors(
-    path: str | os.PathLike[str], *, kind: str, device: torch.device | str = "cpu"
-) -> dict[str, Tensor]:
+def load_tensors(path: str | os.PathLike[str], *, kind: str) -> dict[str, Tensor]:
     """Read what `save_tensors` wrote; a truncated or foreign file is a `ValueError`."""
     if not Path(path).is_file():
         what = "is a folder" if Path(path).is_dir() else "no such file"
         raise FileNotFoundError(f"{path}: {what}; expected {_one(kind)} in safetensors format")
     try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
+        with safe_open(path, framework="pt") as file:
             found = (file.metadata() or {}).get("kind")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:

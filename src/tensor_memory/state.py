@@ -62,6 +62,17 @@ class MemoryState:
     ) -> MemoryState:
         """An empty memory for `batch_size` rows of tokens of width `dim` and type `dtype`."""
         dtype = _require_float("zeros", dtype or torch.get_default_dtype())
+        if not isinstance(config, MemoryConfig):
+            raise TypeError(
+                f"MemoryState.zeros: expected a MemoryConfig first, got {type(config).__name__}; "
+                "pass the memory's own (memory.config)"
+            )
+        for name, size in (("dim", dim), ("batch_size", batch_size)):
+            if not isinstance(size, int | torch.SymInt) or isinstance(size, bool):
+                raise TypeError(
+                    f"MemoryState.zeros: expected {name} as an integer, got {size!r}; "
+                    "convert it with int()"
+                )
         if batch_size < 0:
             raise ValueError(
                 f"MemoryState.zeros: expected batch_size of at least 0, got {batch_size}; "
@@ -151,13 +162,13 @@ class MemoryState:
         cls, path: str | os.PathLike[str], *, device: torch.device | str = "cpu"
     ) -> MemoryState:
         """Read what `save` wrote."""
-        tensors = load_tensors(path, kind=_KIND, device=device)
+        tensors = load_tensors(path, kind=_KIND)
         if set(tensors) != set(_TENSORS):
             raise ValueError(
                 f"{path}: expected the tensors {', '.join(_TENSORS)}, got {', '.join(tensors)}"
             )
         fills = tensors["fill"].unique().tolist()
-        return cls(**tensors, aligned=fills[0] if len(fills) == 1 else None)
+        return cls(**tensors, aligned=fills[0] if len(fills) == 1 else None).to(device)
 
     def require(self, config: MemoryConfig, x: Tensor) -> None:
         """Raise unless this state can continue with tokens `x` (B, N, d) under `config`."""
@@ -196,6 +207,11 @@ class MemoryState:
             raise TypeError(
                 f"MemoryState.{method}: expected whole numbers as row indices, got {index.dtype}; "
                 "convert them with .long()"
+            )
+        if index.ndim > 1:
+            raise ValueError(
+                f"MemoryState.{method}: expected row indices of shape (rows,), got "
+                f"{tuple(index.shape)}; flatten them"
             )
         index = index.long()  # an empty list comes as floats
         if index.device.type == "cpu" and index.numel():
