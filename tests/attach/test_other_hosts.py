@@ -185,6 +185,13 @@ def test_the_memory_of_an_offloaded_host_stays_where_the_host_computes(hooked: s
     assert torch.equal(host(tokens).logits, bare)
 
 
+def test_a_memory_is_shared_with_blocks_that_are_offloaded() -> None:
+    host: Any = llama().double().eval()
+    accelerate.cpu_offload(host.model.layers[1], execution_device=torch.device("cpu"))
+    attach(host, SMALL)
+    assert host(ids()).logits.isfinite().all()
+
+
 def test_a_memory_may_be_attached_before_there_are_weights() -> None:
     with torch.device("meta"):
         empty: Any = llama()

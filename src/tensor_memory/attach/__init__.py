@@ -10,7 +10,13 @@ from typing import Any, Literal
 from torch import nn
 
 from tensor_memory.attach.attachment import NAME, Attachment
-from tensor_memory.attach.blocks import Layers, NoBlocksFoundError, find_blocks, is_causal
+from tensor_memory.attach.blocks import (
+    Layers,
+    NoBlocksFoundError,
+    find_blocks,
+    is_causal,
+    placement,
+)
 from tensor_memory.attach.causal_calls import LEAK
 from tensor_memory.attach.compiled import refuse_compiled
 from tensor_memory.attach.stream import Stream
@@ -230,7 +236,7 @@ def _require_residual_options(residual: dict[str, Any]) -> None:
 def _require_shareable(blocks: list[Any]) -> None:
     for what, values in (
         ("widths", {block.dim for block in blocks}),
-        ("devices", {str(p.device) for block in blocks for p in block.module.parameters()}),
+        ("devices", {str(placement(block).device) for block in blocks}),
     ):
         if len(values) > 1:
             raise ValueError(
