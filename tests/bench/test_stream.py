@@ -2,6 +2,7 @@
 
 import json
 import mmap
+from contextlib import nullcontext
 
 import pytest
 
@@ -56,7 +57,7 @@ def test_a_memory_that_hoards_its_input_is_caught():
 def test_growth_beyond_the_limit_is_the_exit_status(monkeypatch, capsys):
     held = iter(range(100, 200))
     monkeypatch.setattr(stream, "resident_bytes", lambda: next(held) * stream.MIB)
-    arguments = ["--tokens", "100", "--block", "10", "--warm-up", "0", "--growth-limit"]
+    arguments = ["--tokens", "100", "--block", "10", "--warm-up", "10", "--growth-limit"]
     assert bench.main(["stream", *SMALL, *arguments, "8.5"]) == 1
     assert "resident memory grew by 9.0 MiB after the warm-up, more than the 8.5 MiB allowed" in (
         capsys.readouterr().err
@@ -65,12 +66,21 @@ def test_growth_beyond_the_limit_is_the_exit_status(monkeypatch, capsys):
 
 
 def test_memory_taken_during_the_warm_up_does_not_count(monkeypatch):
-    held = iter([50, 51, 50, 50, 50, 50])
+    held = iter([50, 51, 50, 50, 50, 50, 50])
     monkeypatch.setattr(stream, "resident_bytes", lambda: next(held))
     result = run(make_memory(), tokens=100, block=10, warm_up=45)
     assert (result.resident_after_warm_up, result.resident_maximum) == (50, 51)
     assert result.growth == 1
-    assert next(held, None) is None  # asked after block 5 and every one since
+    assert next(held, None) is None  # asked after block 5, cut short, and every one since
+
+
+@pytest.mark.parametrize(("warm_up", "measured"), [(3, 22), (0, 25)])
+def test_a_stream_of_a_single_block_has_a_speed(monkeypatch, warm_up, measured):
+    times = iter([4.0, 6.0])  # when the measuring begins and ends
+    monkeypatch.setattr(stream.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(stream, "progress", lambda *_, **__: nullcontext(lambda *_: None))
+    result = run(make_memory(), tokens=25, block=4096, batch=2, warm_up=warm_up)
+    assert (result.seconds, result.tokens_per_second) == (2.0, measured)  # of two rows
 
 
 def test_a_state_that_changes_its_size_is_a_complaint():

@@ -107,27 +107,26 @@ def run_stream(
     like = {"dtype": weight.dtype, "device": weight.device}
     generator = torch.Generator(weight.device).manual_seed(seed)
     state = MemoryState.zeros(memory.config, memory.dim, batch, **like)
-    first, done, measured, began = state.nbytes, 0, 0, time.perf_counter()
+    first, done, began = state.nbytes, 0, 0.0
     held: list[int] = []  # after the warm-up and after every block since
     with progress("stream", tokens, unit="tokens") as advance:
         while done < tokens:
-            size = min(block, tokens - done)
+            if done == warm_up:
+                held, began = [resident_bytes()], time.perf_counter()
+            end = warm_up if done < warm_up else tokens  # no block holds tokens of both
+            size = min(block, end - done)
             x = torch.randn(batch, size, memory.dim, generator=generator, **like)
             _, state = memory(x, state)
             if weight.is_cuda:
                 torch.cuda.synchronize()
             done += size
             if held:
-                measured += size
-            if done >= warm_up:
                 held.append(resident_bytes())
-                if len(held) == 1:
-                    began = time.perf_counter()
             advance(size, f"resident {held[-1] / MIB:.1f} MiB" if held else "warming up")
     seconds = time.perf_counter() - began
     return StreamResult(
         tokens=tokens,
-        tokens_per_second=batch * measured / seconds,
+        tokens_per_second=batch * (tokens - warm_up) / seconds,
         seconds=seconds,
         state_bytes_first=first,
         state_bytes_last=state.nbytes,
