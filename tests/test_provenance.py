@@ -89,6 +89,14 @@ def test_versions_and_hardware_are_recorded():
     assert found["hardware"]["cpu"]
 
 
+def test_a_gpu_is_named_only_where_it_was_measured_on(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: f"GPU {device}")
+    assert provenance()["hardware"]["gpu"] == "GPU None"  # the current one
+    assert provenance(torch.device("cuda:1"))["hardware"]["gpu"] == "GPU cuda:1"
+    assert provenance(torch.device("cpu"))["hardware"]["gpu"] is None
+
+
 def test_a_record_holds_what_was_run_what_came_out_and_where(tmp_path):
     path = tmp_path / "record.json"
     write_record(path, benchmark="none", config={"a": 1}, seed=3, result={"b": 2})

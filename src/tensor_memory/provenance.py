@@ -21,8 +21,11 @@ from tensor_memory.files import write_whole
 _PACKAGES = ("torch", "triton", "transformers", "safetensors", "numpy")
 
 
-def provenance() -> dict[str, Any]:
+def provenance(device: torch.device | None = None) -> dict[str, Any]:
     """What must stand beside a measured number for it to be repeated; plain values for JSON.
+
+    With the `device` of the measurement a GPU is named only where it is the one; without, the one
+    that is there.
 
     >>> sorted(provenance())
     ['commit', 'date', 'dirty', 'hardware', 'versions']
@@ -33,7 +36,7 @@ def provenance() -> dict[str, Any]:
         "dirty": dirty,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": _versions(),
-        "hardware": _hardware(),
+        "hardware": _hardware(device),
     }
 
 
@@ -90,10 +93,10 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _hardware() -> dict[str, Any]:
+def _hardware(device: torch.device | None) -> dict[str, Any]:
     gpu = None
-    if torch.cuda.is_available():
-        gpu = torch.cuda.get_device_name()
+    if torch.cuda.is_available() and (device is None or device.type == "cuda"):
+        gpu = torch.cuda.get_device_name(device)
     return {
         "cpu": cpu_model(),
         "cores": os.cpu_count(),

@@ -81,6 +81,17 @@ def test_the_record_says_everything_a_table_needs(tmp_path):
     assert {"commit", "dirty", "versions", "hardware", "date"} <= set(record)
 
 
+def test_the_record_of_a_run_on_the_cpu_is_not_one_of_the_gpu_beside_it(tmp_path, monkeypatch):
+    """A run before it in the same process has woken the GPU, on which this one holds nothing."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
+    record = run(tmp_path / "run", tiny_run(budget={"steps": 1}))
+    assert record["peak_memory_bytes"] > 2**20
+    assert record["hardware"]["gpu"] is None
+
+
 def by_hand(config):
     """The same run in plain PyTorch: per step its loss, and the weights at the end."""
     task, losses = config.task.build(config.seed), []

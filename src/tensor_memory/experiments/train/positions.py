@@ -79,7 +79,7 @@ def loss_by_position(
         ],
         "positions": [h * N + (first + last) / 2 for h in range(windows) for first, last in parts],
         "losses": [nll[h, :, a:b].mean().item() for h in range(windows) for a, b in parts],
-    } | provenance()
+    } | provenance(model.word.weight.device)
 
 
 @torch.no_grad()

@@ -43,6 +43,7 @@ def make_record(
 ) -> dict[str, Any]:
     """Everything a table, a plot or a sceptic needs of one run."""
     rate, step_ms = journal.speed()
+    device = next(model.parameters()).device
     at_best = [entry["valid"] for entry in journal.curve if entry["step"] == journal.best_step]
     record = {
         "kind": "run",
@@ -60,7 +61,7 @@ def make_record(
         "steps_per_second": rate,
         "step_ms": step_ms,
         "wall_seconds": journal.seconds,
-        "peak_memory_bytes": peak_memory(),
+        "peak_memory_bytes": peak_memory(device),
         "shared_device": options.shared_device,
         "metric": task.metric,
         "higher_is_better": task.higher_is_better,
@@ -74,12 +75,12 @@ def make_record(
         "finished": measured.finished,
         "stopped_early": journal.stopped_early,
     }
-    return record | provenance()
+    return record | provenance(device)
 
 
-def peak_memory() -> int:
-    """Bytes: most allocated on the GPU in this run, else the process's largest resident set."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated()
+def peak_memory(device: torch.device) -> int:
+    """Bytes: most allocated on the GPU in this run; on a CPU the process's largest resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return largest if sys.platform == "darwin" else largest * 1024  # elsewhere in KiB
