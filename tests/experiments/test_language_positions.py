@@ -9,11 +9,13 @@ from torch import nn
 from tensor_memory import MemoryConfig
 from tensor_memory.cli import main
 from tensor_memory.experiments.models.language import LanguageModel, LanguageModelConfig
+from tensor_memory.experiments.results.plots import OTHERS
 from tensor_memory.experiments.results.positions import (
     draw_positions,
     positions_table,
     read_positions,
 )
+from tensor_memory.experiments.results.tables import markdown
 from tensor_memory.experiments.run_config import RunConfig
 from tensor_memory.experiments.tasks.language import LanguageTask, LanguageTaskConfig
 from tensor_memory.experiments.tasks.text import Corpus, Vocabulary
@@ -92,6 +94,23 @@ def test_a_model_that_was_not_trained_to_the_end_says_so():
     ]
     trained = [row["trained"] for row in positions_table(records)]
     assert trained == [f"carried, step {steps - 1:,} of {steps:,}", "carried"]
+
+
+def test_runs_of_different_lengths_stand_in_one_table(tmp_path):
+    config, task, model = made("local")
+    records = [loss_by_position(config, task, model, step=2, windows=windows) for windows in (2, 4)]
+    shown = positions_table(records)
+    assert [row["after 6 tokens"] == "–" for row in shown] == [False, True]
+    assert [row["after 18 tokens"] == "–" for row in shown] == [True, False]
+    assert list(shown[0])[-1] == "gain"
+    assert markdown(shown).count("\n") == 4
+
+
+def test_more_runs_than_looks_are_drawn(tmp_path):
+    config, task, model = made("local")
+    record = loss_by_position(config, task, model, step=2, windows=2)
+    many = [record | {"seed": seed} for seed in range(len(OTHERS) + 1)]
+    assert f"seed {len(OTHERS)}" in draw_positions(many, tmp_path / "many")[1].read_text()
 
 
 def test_a_text_too_short_is_refused():

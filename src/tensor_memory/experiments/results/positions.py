@@ -36,16 +36,18 @@ def read_positions(folder: Path) -> list[Record]:
 
 def positions_table(records: Sequence[Record]) -> Table:
     """Loss at the training length and with the longest history, and what that history is worth."""
+    ends = sorted({record["windows"][-1]["history"] for record in records})
     table = []
     for record in records:
         last = record["windows"][-1]
+        losses = dict.fromkeys(ends, "–") | {last["history"]: f"{last['loss']:.4f}"}
         table.append(
             {
                 "method": _label(record),
                 "trained": _training(record),
                 "state": bytes_text(record["state_bytes"]),
                 "loss without history": f"{record['windows'][0]['loss']:.4f}",
-                f"after {last['history']:,} tokens": f"{last['loss']:.4f}",
+                **{f"after {end:,} tokens": loss for end, loss in losses.items()},
                 "gain": f"{last['gain']:+.4f} ± {1.96 * last['gain_error']:.4f}",
             }
         )
@@ -60,8 +62,9 @@ def draw_positions(records: Sequence[Record], path: Path) -> list[Path]:
     """
     with _figure(1) as (figure, (axis,)):
         for number, (label, record) in enumerate(_labelled(records)):
-            look = LOOKS.get(record["method"], OTHERS[number])
-            colour, dash, marker = look if label == record["method"] else OTHERS[number]
+            other = OTHERS[number % len(OTHERS)]
+            alone = label == record["method"]
+            colour, dash, marker = LOOKS.get(record["method"], other) if alone else other
             N = record["length"]
             middles = [window["history"] + N / 2 for window in record["windows"]]
             axis.plot(record["positions"], record["losses"], color=colour, alpha=0.3, linewidth=0.8)
