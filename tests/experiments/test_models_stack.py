@@ -9,7 +9,9 @@ from torch import nn
 from tensor_memory import MemoryConfig, MemoryResidual, TensorMemory
 from tensor_memory.experiments.models.attention import SelfAttention
 from tensor_memory.experiments.models.block import Block, drop_path, initialise
+from tensor_memory.experiments.models.language import LanguageModelConfig
 from tensor_memory.experiments.models.stack import Stack, StackConfig
+from tensor_memory.experiments.models.toy import ToyModelConfig
 from tolerances import assert_same
 
 MEMORY = MemoryConfig(channels=3, grid=(3, 4), chunk_size=3)
@@ -131,9 +133,41 @@ def test_one_memory_is_registered_once_and_shared():
     assert len([name for name in stack.state_dict() if "write_proj" in name]) == 1
 
 
-def test_a_memory_layer_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match=r"memory_layers: expected layers from 0 to 1, got \[2\]"):
-        replace(PLAIN, side="tensor", side_layers=(0, 2))
+@pytest.mark.parametrize("kind", [ToyModelConfig, LanguageModelConfig])
+@pytest.mark.parametrize("method", ["tensor", "wide", "xl"])
+@pytest.mark.parametrize("layers", [(0, 2), (0, 0)])
+def test_a_memory_layer_that_does_not_exist_or_is_named_twice_is_refused(kind, method, layers):
+    with pytest.raises(ValueError, match=r"memory_layers: expected different layers of 0 to 1, go"):
+        kind(method=method, layers=2, memory_layers=layers)
+
+
+TINY = MemoryConfig(channels=1, grid=(2,), chunk_size=1)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ToyModelConfig(method="slots", slots=0),
+        ToyModelConfig(method="slots-matched", memory=TINY),
+        ToyModelConfig(method="recurrent-slots", window=2, memory=TINY),
+        ToyModelConfig(method="recurrent-slots", window=2, slots=-1),
+    ],
+)
+def test_a_method_of_slots_without_any_is_refused(config):
+    with pytest.raises(ValueError, match=rf"model.slots: expected 1 or more for {config.method}, "):
+        config.stack(length=12)
+
+
+def test_a_decoder_of_slots_without_any_is_refused():
+    config = LanguageModelConfig(method="recurrent-slots", memory=TINY)
+    with pytest.raises(ValueError, match=r"model.slots: expected 1 or more for recurrent-slots, "):
+        config.stack(length=12, carried=True)
+
+
+def test_a_segment_without_tokens_is_refused():
+    config = LanguageModelConfig(method="recurrent-slots", segment=0)
+    with pytest.raises(ValueError, match=r"segment: expected 1 or more tokens .* got 0"):
+        Stack(config.stack(length=12, carried=True))
 
 
 @pytest.mark.parametrize("side", ["tensor", "linear"])

@@ -9,6 +9,7 @@ Letters: B batch, N tokens, d width.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -29,6 +30,16 @@ LayerState = tuple[Any, Any]
 
 Paths = tuple[Tensor | None, Tensor | None, Tensor | None]
 """What is kept of a row's attention, MLP and side path, (B, 1, 1) each; None: the call decides."""
+
+
+def check_memory_layers(layers: Sequence[int], count: int) -> None:
+    """Raise unless the layers that hold a memory exist."""
+    wrong = [layer for layer in layers if not 0 <= layer < count]
+    if wrong or len(set(layers)) != len(layers):
+        raise ValueError(
+            f"model.memory_layers: expected different layers of 0 to {count - 1}, got {layers}; "
+            "choose them with --model.memory-layers"
+        )
 
 
 class Block(nn.Module):

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from tensor_memory.config import MemoryConfig
 from tensor_memory.experiments.models import Carry, Model
-from tensor_memory.experiments.models.block import Place, initialise
+from tensor_memory.experiments.models.block import Place, check_memory_layers, initialise
 from tensor_memory.experiments.models.cross_entropy import linear_cross_entropy
+from tensor_memory.experiments.models.slots import check_slots
 from tensor_memory.experiments.models.stack import (
     FLOAT_BYTES,
     Stack,
@@ -107,6 +108,12 @@ class LanguageModelConfig:
             raise ValueError(
                 f"model.non_causal: expected False for {self.method}, which is causal, got True"
             )
+        check_memory_layers(self.with_memory, self.layers)
+
+    @property
+    def with_memory(self) -> tuple[int, ...]:
+        """Layers that hold the side path, or whose memory others are matched to."""
+        return tuple(range(self.layers)) if self.memory_layers is None else self.memory_layers
 
     def build(self, task: Task) -> LanguageModel:
         """The model for a task of text: its vocabulary, its window, whether it carries."""
@@ -123,8 +130,7 @@ class LanguageModelConfig:
 
     def stack(self, length: int, carried: bool) -> StackConfig:
         """The choices that `method` stands for."""
-        method = self.method
-        layers = tuple(range(self.layers)) if self.memory_layers is None else self.memory_layers
+        method, layers = self.method, self.with_memory
         plain = StackConfig(
             dim=self.dim,
             layers=self.layers,
@@ -149,8 +155,9 @@ class LanguageModelConfig:
             changes |= {"attention": "relative", "segment": self.segment, "cache": cache}
         elif method == "recurrent-slots":
             matched = budget // (FLOAT_BYTES * self.dim)
-            slots = matched if self.slots is None else self.slots
-            changes |= {"segment": self.segment or self.window, "recurrent_slots": slots}
+            slots = check_slots(matched if self.slots is None else self.slots, method)
+            segment = self.window if self.segment is None else self.segment
+            changes |= {"segment": segment, "recurrent_slots": slots}
         if method.startswith("tensor") or method == "linear-local":
             changes |= {
                 "side": "linear" if method == "linear-local" else "tensor",

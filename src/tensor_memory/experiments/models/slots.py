@@ -17,6 +17,16 @@ from torch import Tensor, nn
 from tensor_memory.experiments.models.repeated import LayerNorm
 
 
+def check_slots(slots: int, method: str) -> int:
+    """The number of slots; without any, a method would be `base` under another name."""
+    if slots < 1:
+        raise ValueError(
+            f"model.slots: expected 1 or more for {method}, got {slots}; name a number, or a "
+            "memory whose bytes hold one"
+        )
+    return slots
+
+
 class Registers(nn.Module):
     """m learned tokens put before the sequence and taken off at the end."""
 
@@ -42,8 +52,8 @@ class RecurrentSlots(nn.Module):
 
     def __init__(self, slots: int, dim: int, segment: int | None = None) -> None:
         super().__init__()
-        if slots < 1:
-            raise ValueError(f"slots: expected 1 or more, got {slots}")
+        if segment is not None and segment < 1:
+            raise ValueError(f"segment: expected 1 or more tokens between writes, got {segment}")
         self.count, self.segment = slots, segment
         self.empty = nn.Parameter(torch.empty(slots, dim))
         self.write = nn.Parameter(torch.empty(slots, dim))

@@ -70,11 +70,6 @@ class StackConfig:
     """Whether calls continue each other."""
 
     def __post_init__(self) -> None:
-        outside = [layer for layer in self.side_layers if not 0 <= layer < self.layers]
-        if outside:
-            raise ValueError(
-                f"memory_layers: expected layers from 0 to {self.layers - 1}, got {outside}"
-            )
         if self.layers < 1:
             raise ValueError(f"layers: expected 1 or more, got {self.layers}")
 

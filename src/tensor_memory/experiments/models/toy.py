@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from tensor_memory.config import MemoryConfig
 from tensor_memory.experiments.models import Carry, Model
-from tensor_memory.experiments.models.block import Place, initialise
+from tensor_memory.experiments.models.block import Place, check_memory_layers, initialise
+from tensor_memory.experiments.models.slots import check_slots
 from tensor_memory.experiments.models.stack import (
     FLOAT_BYTES,
     Stack,
@@ -84,6 +85,12 @@ class ToyModelConfig:
                 "model.window: expected a number of tokens, got None: recurrent-slots are carried "
                 "from segment to segment, and without a window there is but one"
             )
+        check_memory_layers(self.with_memory, self.layers)
+
+    @property
+    def with_memory(self) -> tuple[int, ...]:
+        """Layers that hold the side path, or whose memory others are matched to."""
+        return tuple(range(self.layers)) if self.memory_layers is None else self.memory_layers
 
     def build(self, task: Any) -> ToyModel:
         """The model for one of the drawn tasks."""
@@ -91,7 +98,7 @@ class ToyModelConfig:
 
     def stack(self, length: int) -> StackConfig:
         """The choices that `method` stands for."""
-        layers = tuple(range(self.layers)) if self.memory_layers is None else self.memory_layers
+        layers = self.with_memory
         plain = StackConfig(
             dim=self.dim,
             layers=self.layers,
@@ -108,9 +115,11 @@ class ToyModelConfig:
             extra = side_parameters(self.dim, self.memory, len(layers))
             changes["mlp_ratio"] = wide_ratio(self.dim, self.layers, self.mlp_ratio, extra)
         elif self.method == "slots":
-            changes["registers"] = REGISTERS if self.slots is None else self.slots
+            slots = REGISTERS if self.slots is None else self.slots
+            changes["registers"] = check_slots(slots, self.method)
         elif self.method == "slots-matched":
-            changes["registers"] = budget // (FLOAT_BYTES * self.dim * self.layers)
+            slots = budget // (FLOAT_BYTES * self.dim * self.layers)
+            changes["registers"] = check_slots(slots, self.method)
         elif self.method in ("tensor", "linear"):
             changes |= {
                 "side": self.method,
@@ -126,7 +135,7 @@ class ToyModelConfig:
             changes |= {"attention": "relative", "segment": self.window, "cache": cache}
         elif self.method == "recurrent-slots":
             matched = budget // (FLOAT_BYTES * self.dim)
-            slots = matched if self.slots is None else self.slots
+            slots = check_slots(matched if self.slots is None else self.slots, self.method)
             changes |= {"segment": self.window, "recurrent_slots": slots}
         return replace(plain, **changes)
 

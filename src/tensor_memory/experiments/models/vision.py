@@ -97,16 +97,6 @@ def waves(rows: int, columns: int, dim: int) -> Tensor:
     return F.pad(table, (0, dim % 4))
 
 
-def check_memory_layers(layers: Sequence[int], count: int) -> None:
-    """Raise unless the layers that hold a memory exist."""
-    wrong = [layer for layer in layers if not 0 <= layer < count]
-    if wrong or len(set(layers)) != len(layers):
-        raise ValueError(
-            f"model.memory_layers: expected different layers of 0 to {count - 1}, got {layers}; "
-            "choose them with --model.memory-layers"
-        )
-
-
 def put_memory(
     blocks: nn.ModuleList,
     memory: TensorMemory,
