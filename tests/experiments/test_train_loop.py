@@ -314,6 +314,23 @@ def test_an_evaluation_of_nothing_is_refused(name):
         BudgetConfig(**{name: 0})
 
 
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: OptimizerConfig(schedule="linear"), "optimizer.schedule: .* got 'linear'"),
+        (
+            lambda: tiny_run(precision="fp16"),
+            "precision: .* float32, bf16, got 'fp16'",
+        ),
+        (lambda: tiny_run(speed="graphs"), "speed: expected one of auto, .* got 'graphs'"),
+    ],
+)
+def test_a_word_that_would_be_taken_for_another_is_refused(make, said):
+    """Python checks no Literal: a cosine, bf16 and eager steps ran under these names."""
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
 def test_metrics_are_lines_of_json_with_the_step_first(tmp_path):
     run(tmp_path / "run", tiny_run(budget={"evaluate_every": 20, "steps": 30}))
     entries = lines(tmp_path / "run")

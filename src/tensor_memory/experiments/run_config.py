@@ -37,6 +37,7 @@ class OptimizerConfig:
                 "optimizer: expected weight_decay, clip and warmup of 0 or more, got "
                 f"{self.weight_decay}, {self.clip} and {self.warmup}"
             )
+        _check_choice("optimizer.schedule", self.schedule, ("constant", "cosine"))
 
 
 @dataclass(frozen=True)
@@ -88,3 +89,12 @@ class RunConfig(Generic[T, M]):
     speed: Literal["auto", "eager", "graph", "compile"] = "auto"
     """How a step is launched; changes no number beyond rounding. auto: a CUDA graph where one
     can be captured, else eager."""
+
+    def __post_init__(self) -> None:
+        _check_choice("precision", self.precision, ("float32", "bf16"))
+        _check_choice("speed", self.speed, ("auto", "eager", "graph", "compile"))
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
