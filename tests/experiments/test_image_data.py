@@ -2,6 +2,7 @@
 
 import json
 import threading
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -53,6 +54,25 @@ def test_a_zip_serves_like_the_folder(cub, tmp_path):
     assert cub_images(archive) == cub_images(Source(cub))
     name = cub_images(archive)[3].path
     assert np.array_equal(decode_image(archive, name, 32), decode_image(Source(cub), name, 32))
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_a_damaged_zip_is_told_by_the_file_in_it(cub, tmp_path, compression):
+    path = zipped(cub, tmp_path / "cub.zip", compression)
+    with zipfile.ZipFile(path) as archive:
+        image = next(info for info in archive.infolist() if info.filename.endswith(".jpg"))
+    content = bytearray(path.read_bytes())
+    inside = image.header_offset + 30 + len(image.filename) + image.compress_size // 2
+    content[inside : inside + 8] = bytes(8)
+    path.write_bytes(content)
+    source = Source(path)
+    with pytest.raises(ValueError, match=rf"{image.filename}: expected a .zip that is whole"):
+        load_images(source, cub_images(source), side=40, cache=tmp_path / "cache")
+    directory = content.rfind(b"PK\x01\x02")
+    content[directory : directory + 4] = bytes(4)
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"cub.zip: expected a .zip that is whole"):
+        Source(path)
 
 
 def test_validation_is_held_out_of_train_by_id(cub):

@@ -35,8 +35,8 @@ def write_cub(folder: Path, *, classes: int = 2, per_class: int = 6) -> Path:
     return folder
 
 
-def zipped(folder: Path, to: Path) -> Path:
-    with zipfile.ZipFile(to, "w") as archive:
+def zipped(folder: Path, to: Path, compression: int = zipfile.ZIP_STORED) -> Path:
+    with zipfile.ZipFile(to, "w", compression) as archive:
         for path in sorted(folder.rglob("*")):
             archive.write(path, path.relative_to(folder))
     return to

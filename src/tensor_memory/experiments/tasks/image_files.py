@@ -10,7 +10,9 @@ import io
 import os
 import threading
 import zipfile
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -57,7 +59,7 @@ class Source:
             )
             self.sizes = {name: (self.path / name).stat().st_size for name in self.names}
         elif self.path.is_file() and zipfile.is_zipfile(self.path):
-            with zipfile.ZipFile(self.path) as archive:
+            with self._unharmed(self.path), zipfile.ZipFile(self.path) as archive:
                 members = [member for member in archive.infolist() if not member.is_dir()]
             self.sizes = {member.filename: member.file_size for member in members}
             self.names = frozenset(self.sizes)
@@ -71,10 +73,22 @@ class Source:
         """The bytes of a file."""
         if self.path.is_dir():
             return (self.path / name).open("rb")
-        archive = getattr(self._zips, "archive", None)
-        if archive is None:
-            archive = self._zips.archive = zipfile.ZipFile(self.path)
-        return io.BytesIO(archive.read(name))
+        with self._unharmed(self.path / name):
+            archive = getattr(self._zips, "archive", None)
+            if archive is None:
+                archive = self._zips.archive = zipfile.ZipFile(self.path)
+            return io.BytesIO(archive.read(name))
+
+    @staticmethod
+    @contextmanager
+    def _unharmed(path: Path) -> Iterator[None]:
+        try:
+            yield
+        except (zipfile.BadZipFile, zlib.error) as error:
+            raise ValueError(
+                f"{path}: expected a .zip that is whole, but it is damaged here ({error}); take "
+                "the archive from its source again"
+            ) from error
 
     def lines(self, name: str) -> list[str]:
         """The lines of a text file that are not empty."""
