@@ -138,3 +138,18 @@ def test_a_page_or_results_that_are_not_there_are_told_and_nothing_is_made(tmp_p
             diagnostics_page.main([str(results), str(page)])
         assert told in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_broken_record_and_a_missing_place_are_told_and_leave_the_page(tmp_path, capsys):
+    results, page = tmp_path / "results", tmp_path / "page.md"
+    results.mkdir()
+    page.write_text("# A page without places\n")
+    broken = results / "a.json"
+    broken.write_text("{")
+    for told in (f"{broken}: expected", "expected <!-- windowed-binding -->"):
+        with pytest.raises(SystemExit) as stopped:
+            diagnostics_page.main([str(results), str(page)])
+        assert stopped.value.code == 2
+        assert told in capsys.readouterr().err
+        broken.write_text(next(RESULTS.glob("windowed-binding-tensor-*-s0.json")).read_text())
+    assert page.read_text() == "# A page without places\n"

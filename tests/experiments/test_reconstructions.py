@@ -72,6 +72,16 @@ def test_the_command_draws_finished_runs(config, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main([runs[0], runs[0], "--output", str(output)])
     assert "differ in more than their seed, got base again" in capsys.readouterr().err
+    for wrong, said in (
+        (["--rows", "0"], "--rows: expected 1 to 6, the images of test@75%, got 0"),
+        (["--rows", "7"], "--rows: expected 1 to 6"),  # else one would be shown twice
+        (["--scale", "0"], "--scale: expected 1 or more, got 0"),
+        (["--output", str(output / "in-a-file.png")], "cannot be made a folder"),
+        (["--output", str(output.parent)], "is a folder; expected the name of a file"),
+    ):
+        with pytest.raises(SystemExit):
+            main([runs[0], "--output", str(output), *wrong])
+        assert said in capsys.readouterr().err
 
 
 def test_a_run_of_another_kind_is_refused(tmp_path, capsys):

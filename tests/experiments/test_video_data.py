@@ -298,3 +298,20 @@ def test_the_command_prepares_a_cache_that_training_finds(ucf, tmp_path, capsys)
     assert "24 clips ready, 0 left out" in capsys.readouterr().out
     load(ucf, tmp_path)
     assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"--lists": "nowhere"}, "nowhere/classInd.txt: not there"),
+        ({"--data": "nowhere"}, "nowhere: no such folder"),
+        ({"--classes": "Flying"}, "classes: Flying not in"),
+        ({"--frames": "0"}, "--frames: expected 1 or more, got 0"),
+    ],
+)
+def test_the_command_tells_what_is_wrong(ucf, tmp_path, capsys, changed, said):
+    options = {"--data": str(ucf), "--lists": str(ucf), "--cache": str(tmp_path)} | changed
+    with pytest.raises(SystemExit) as stopped:
+        main([word for pair in options.items() for word in pair])
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err

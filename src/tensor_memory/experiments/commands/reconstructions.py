@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tensor_memory.experiments.commands.run import make_folder
 from tensor_memory.experiments.models import Model
 from tensor_memory.experiments.tasks.image_metrics import compose
 from tensor_memory.experiments.tasks.masked_images import MaskedImages
@@ -37,7 +38,10 @@ def reconstruct(
     Visible patches are those of the input; only hidden ones are a model's. The images are spread
     over the split, whose neighbours are of one class.
     """
-    every = task.batches(split, 1) // rows
+    there = task.batches(split, 1)
+    if not 1 <= rows <= there:
+        raise ValueError(f"--rows: expected 1 to {there}, the images of {split}, got {rows}")
+    every = there // rows
     chosen = [task.batch(split, every * row, 1) for row in range(rows)]
     batch = {name: torch.cat([one[name] for one in chosen]) for name in chosen[0]}
     target, hidden = task.images(batch["patches"]), task.hidden(batch["visible"])
@@ -93,13 +97,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, default=6, help="images to show (default 6)")
     parser.add_argument("--scale", type=int, default=1, help="enlarge pixels so many times")
     options = parser.parse_args(argv)
+    if options.scale < 1:
+        parser.error(f"--scale: expected 1 or more, got {options.scale}")
     try:
+        make_folder(options.output.parent, "the picture")  # now, and not after the models ran
         task, models = load_runs(options.runs)
         columns = reconstruct(task, models, split=options.split, rows=options.rows)
+        save_picture(picture(columns, scale=options.scale), options.output)
     except (ValueError, OSError) as error:  # a run of another kind, or none
         parser.error(str(error))
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    save_picture(picture(columns, scale=options.scale), options.output)
     print(f"{options.output}: {', '.join(columns)}")
     return 0
 

@@ -71,13 +71,16 @@ def fill_page(
     if not options.page.is_file():
         parser.error(f"{options.page}: no such file; expected the page to fill")
     figures = options.page.parent / FIGURES
-    figures.mkdir(parents=True, exist_ok=True)
-    texts = blocks(options.results, figures)
-    filled = fill(options.page.read_text(encoding="utf-8"), texts)
+    try:
+        figures.mkdir(parents=True, exist_ok=True)
+        texts = blocks(options.results, figures)
+        filled = fill(options.page.read_text(encoding="utf-8"), texts)
 
-    def write(at: Path) -> None:
-        at.write_text(filled, encoding="utf-8")
+        def write(at: Path) -> None:
+            at.write_text(filled, encoding="utf-8")
 
-    write_whole(options.page, write)
+        write_whole(options.page, write)
+    except (ValueError, OSError) as error:  # a broken record, or a folder that refuses
+        parser.error(str(error))
     print(f"{options.page}: filled {listing(list(texts)) or 'nothing'}")
     return 0

@@ -157,16 +157,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--decoder", choices=get_args(Decoder), default="pyav")
     parser.add_argument("--strict", action="store_true", help="stop at a clip that is broken")
     options = parser.parse_args(argv)
-    lists = read_lists(find_lists(options.lists), classes=options.classes)
-    store = load_videos(
-        options.data,
-        lists.all(),
-        frames=options.frames,
-        size=tuple(options.size),
-        cache=options.cache,
-        decoder=options.decoder,
-        strict=options.strict,
-    )
+    for name, value in (("--frames", options.frames), ("--size", min(options.size))):
+        if value < 1:
+            parser.error(f"{name}: expected 1 or more, got {value}")
+    try:
+        lists = read_lists(find_lists(options.lists), classes=options.classes)
+        store = load_videos(
+            options.data,
+            lists.all(),
+            frames=options.frames,
+            size=tuple(options.size),
+            cache=options.cache,
+            decoder=options.decoder,
+            strict=options.strict,
+        )
+    except (ValueError, OSError, ImportError) as error:  # data that are not there, or broken
+        parser.error(str(error))
     ready = counted(len(store.row), "clip")
     print(f"{ready} ready, {len(store.left_out)} left out, in {options.cache}")
     return 0
