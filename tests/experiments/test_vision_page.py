@@ -204,6 +204,12 @@ def test_the_page_says_where_the_memory_does_not_help():
     assert "the memory has more in 0, less in 8, and in 0 no difference is shown." in text
     assert "| 32 | spatial | frames | 3 | **-10.0 ± 0.0** |" in text
     assert action_gains([run for run in runs if run["method"] == "frames"]) == ""
+    for run in runs:  # where no clip of 8 was tested with half of its frames
+        if run["facts"]["frames"] == 8:
+            run["test"] = {name: run["test"][name] for name in ("test", "test@region=25%")}
+    text = action_gains(runs)
+    assert "the memory has more in 0, less in 6, and in 0 no difference is shown." in text
+    assert "| 8 | spatial | frames | 3 | **-10.0 ± 0.0** | **-10.0 ± 0.0** | – |" in text
 
 
 PAGE = "".join(
@@ -239,6 +245,16 @@ def test_the_command_fills_the_page_from_results(tmp_path, capsys):
     )
     main([str(results), str(page)])
     assert page.read_text() == filled
+
+
+def test_costs_of_runs_that_all_shared_their_device_leave_the_page_as_it_was(tmp_path):
+    results, page = tmp_path / "results", tmp_path / "vision.md"
+    page.write_text(PAGE)
+    for run in costs():
+        write_result(results / "cost", run | {"shared_device": True})
+        write_result(results / "cost-published", run | {"shared_device": True})
+    assert main([str(results), str(page)]) == 0
+    assert page.read_text() == PAGE
 
 
 def test_what_has_no_records_stays_as_it_was(tmp_path):

@@ -36,14 +36,13 @@ def gains(records: Sequence[Record], columns: Columns) -> Table:
     return table
 
 
-def summary(table: Table, columns: Columns) -> str:
+def summary(table: Table) -> str:
     """One sentence: in how many comparisons the memory has more, less, or nothing is shown.
 
-    >>> summary([{"a": "**+0.10 ± 0.05**", "b": "+0.01 ± 0.20"}],
-    ...     {"a": ("test", "psnr"), "b": ("test", "ssim")})
+    >>> summary([{"against": "base", "PSNR": "**+0.10 ± 0.05**", "SSIM": "+0.01 ± 0.20"}])
     'Of 2 comparisons the memory has more in 1, less in 0, and in 1 no difference is shown.'
     """
-    cells = [line[heading] for line in table for heading in columns if "±" in line[heading]]
+    cells = [cell for line in table for cell in line.values() if "±" in cell]
     if not cells:
         return "One seed shows nothing."
     more = sum(cell.startswith("**+") for cell in cells)

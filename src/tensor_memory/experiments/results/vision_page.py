@@ -22,11 +22,11 @@ from tensor_memory.experiments.models.video import VideoModelConfig
 from tensor_memory.experiments.results.intervals import estimate
 from tensor_memory.experiments.results.pages import fill_page
 from tensor_memory.experiments.results.planned import NOT_RUN
-from tensor_memory.experiments.results.records import read_results
+from tensor_memory.experiments.results.records import read_finished
 from tensor_memory.experiments.results.tables import Table, markdown
 from tensor_memory.experiments.results.vision_figures import draw_cost, draw_missing
 from tensor_memory.experiments.results.vision_findings import findings
-from tensor_memory.experiments.results.vision_gains import Columns, gains, summary
+from tensor_memory.experiments.results.vision_gains import gains, summary
 from tensor_memory.experiments.results.vision_runs import (
     Record,
     by_frames,
@@ -101,19 +101,18 @@ def reconstruction_gains(records: Sequence[Record]) -> str:
     splits = list(records[0]["test"])
     columns = {f"PSNR {_at(s)}": (s, "psnr") for s in splits}
     columns |= {f"SSIM {_at(s)}": (s, "ssim") for s in splits}
-    return _gains_text(gains(records, columns), columns)
+    return _gains_text(gains(records, columns))
 
 
 def action_gains(records: Sequence[Record]) -> str:
     """What the memory adds to top-1, on whole clips and with half of the frames missing."""
     table: Table = []
-    columns: Columns = {}
     for frames, part in by_frames(records).items():
         halves = [f"test@missing={frames // 2}", f"test@last={frames // 2}"]
         splits = [s for s in part[0]["test"] if s in ("test", *halves) or "region" in s]
         columns = {_heading(split, frames): (split, "accuracy") for split in splits}
         table += [{"T": str(frames)} | line for line in gains(part, columns)]
-    return _gains_text(table, columns, " to top-1, in points")
+    return _gains_text(table, " to top-1, in points")
 
 
 def cost_table(
@@ -172,11 +171,8 @@ def caption(records: Sequence[Record]) -> str:
 def blocks(folder: Path, figures: Path) -> dict[str, str]:
     """Markdown by the name of its place in the page, of what there are records for."""
     plans = folder.parent.parent / "grids"
-    found = {
-        kind: [r for r in read_results([folder / kind]) if r["finished"]]
-        for kind in ("images", "video", "cost", "cost-published")
-        if (folder / kind).is_dir()
-    }
+    kinds = ("images", "video", "cost", "cost-published")
+    found = {kind: read_finished(folder / kind) for kind in kinds}
     texts: dict[str, str] = {}
     if images := found.get("images"):
         planned = _planned(plans, "vision-images*.toml", ImageModelConfig())
@@ -189,13 +185,13 @@ def blocks(folder: Path, figures: Path) -> dict[str, str]:
         files = draw_missing(video, figures / "vision-missing")
         shown = f"![Top-1 against the number of missing frames](images/{files[0].name})\n"
         texts["missing"] = shown + "\n" + markdown(missing_table(video)) + "\n" + caption(video)
-    if cost := found.get("cost"):
+    if (cost := found.get("cost")) and measured_alone(cost):
         files = draw_cost(cost, figures / "vision-cost")
         shown = f"![Step time and peak memory against T](images/{files[0].name})\n"
         planned = _planned(plans, "vision-cost.toml", VideoModelConfig(), frames=8)
         table = markdown(cost_table(cost, planned))
         texts["cost"] = shown + "\n" + table + "\n" + caption(cost)
-    if published := found.get("cost-published"):
+    if (published := found.get("cost-published")) and measured_alone(published):
         planned = _planned(plans, "vision-cost-published.toml", VideoModelConfig(), frames=8)
         table = markdown(cost_table(published, planned, growths=False))
         texts["cost-published"] = table + "\n" + caption(published)
@@ -230,12 +226,12 @@ def _picture(folder: Path, figures: Path) -> str:
     return "\n![Input, masked, each method, target](images/vision-reconstructions.png)\n"
 
 
-def _gains_text(table: Table, columns: Columns, unit: str = "") -> str:
+def _gains_text(table: Table, unit: str = "") -> str:
     if not table:
         return ""
     return (
         f"\nWhat the memory adds{unit}, paired by seed, bold where the 95 % interval leaves zero "
-        f"out (by chance alone, one cell in twenty). {summary(table, columns)}\n\n"
+        f"out (by chance alone, one cell in twenty). {summary(table)}\n\n"
         f"{markdown(_same_columns(table))}"
     )
 
