@@ -13,13 +13,12 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from invented_runs import count_threads, not_trained, record, sign
+from invented_runs import not_trained, record, sign
 
 from tensor_memory.cli import main
 from tensor_memory.experiments import recipes
 from tensor_memory.experiments.commands.arguments import CONFIG_FIELDS, RunFlags
 from tensor_memory.experiments.commands.sweep import sweep_command
-from tensor_memory.experiments.commands.workers import Job, run_jobs
 from tensor_memory.experiments.results import config_from_dict, read_results, run_name
 from tensor_memory.experiments.run_config import RunConfig
 
@@ -263,14 +262,6 @@ def test_a_result_of_an_older_version_counts_as_the_run_it_is_of(capsys):
     other = ["--speed", "eager"]
     assert sweep_command([SIGN, "--results", "kept", "--dry-run", *other]) == 0
     assert capsys.readouterr().out.startswith("new ")
-
-
-def test_a_worker_takes_no_more_threads_than_it_is_given(monkeypatch):
-    monkeypatch.setattr("os.cpu_count", lambda: 64)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    jobs = [Job("threads", count_threads, Path("threads.log"))]
-    (outcome,) = run_jobs(jobs, workers=1, devices=["cpu"])
-    assert outcome.record == {"threads": 1}
 
 
 def test_a_run_that_takes_too_long_is_ended_and_the_others_go_on(capsys):

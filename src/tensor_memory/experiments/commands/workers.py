@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -104,7 +104,8 @@ class _Worker:
         self.job, self.since, self.taken = job, time.monotonic(), False
         job.log.parent.mkdir(parents=True, exist_ok=True)
         job.log.write_text("")
-        self.pipe.send(job)
+        with suppress(BrokenPipeError):  # it died just now, which `outcome` tells
+            self.pipe.send(job)
 
     def left(self) -> float:
         """Seconds until its run has taken too long."""
@@ -122,7 +123,7 @@ class _Worker:
         if self.pipe.poll():
             try:
                 record = self.pipe.recv()
-            except EOFError:  # it died with its run
+            except (EOFError, ConnectionResetError):  # it died with its run, or before it took it
                 self.process.join()
                 error = _last_words(job.log, self.process.exitcode)
             if record is None and error is None:  # its first word: the run begins
