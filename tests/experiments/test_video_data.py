@@ -11,7 +11,6 @@ from tensor_memory.experiments.tasks.video_cache import load_videos, main
 from tensor_memory.experiments.tasks.video_decoding import (
     VideoError,
     declared_frames,
-    decode_frames,
     decode_spread,
     spread_indices,
 )
@@ -96,12 +95,13 @@ CODECS = [("avi", "mpeg4"), ("mp4", "mpeg4"), ("avi", "libx264"), ("mp4", "libx2
 def test_the_frames_asked_for_are_the_frames_that_come(tmp_path, suffix, codec, decoder):
     path = write_video(tmp_path / f"clip.{suffix}", 50, codec=codec)
     assert declared_frames(path, decoder) == 50
-    wanted = [49, 0, 7, 7, 13, 31, 12]  # any order, repeats, on and between key frames
-    frames = decode_frames(path, wanted, decoder=decoder)
+    frames = decode_spread(path, 7, (32, 64), decoder)  # on and between key frames
     assert frames.shape == (7, 32, 64, 3)
-    assert [number_of(frame) for frame in frames] == wanted
-    every = decode_frames(path, range(50), decoder=decoder)
+    assert [number_of(frame) for frame in frames] == [3, 10, 17, 25, 32, 39, 46]
+    every = decode_spread(path, 50, (32, 64), decoder)
     assert [number_of(frame) for frame in every] == list(range(50))
+    twice = decode_spread(path, 100, (32, 64), decoder)
+    assert [number_of(frame) for frame in twice] == [i // 2 for i in range(100)]
 
 
 @pytest.mark.parametrize(("suffix", "codec"), CODECS)
@@ -127,12 +127,6 @@ def test_frames_are_resized_alike_whatever_the_decoder(tmp_path):
     ours, theirs = (decode_spread(path, 3, (16, 24), name) for name in ("pyav", "opencv"))
     assert ours.shape == theirs.shape == (3, 16, 24, 3)
     assert np.abs(ours.astype(int) - theirs.astype(int)).mean() < 2
-
-
-def test_a_frame_beyond_the_end_is_an_error(tmp_path):
-    path = write_video(tmp_path / "clip.avi", 6)
-    with pytest.raises(VideoError, match="frame 6 was asked for, but there are 6"):
-        decode_frames(path, [0, 6])
 
 
 def cut_short(path):
@@ -182,7 +176,7 @@ def test_a_sound_without_pictures_is_no_video(tmp_path):
 def test_an_unknown_decoder_is_named(tmp_path):
     path = write_video(tmp_path / "clip.avi", 3)
     with pytest.raises(ValueError, match="expected pyav or opencv, got 'ffmpeg'"):
-        decode_frames(path, [0], decoder="ffmpeg")  # type: ignore[arg-type]
+        decode_spread(path, 1, (32, 64), "ffmpeg")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("module", "decoder"), [("av", "pyav"), ("cv2", "opencv")])
@@ -190,7 +184,7 @@ def test_a_decoder_that_is_not_installed_names_the_other(tmp_path, monkeypatch, 
     path = write_video(tmp_path / "clip.avi", 3)
     monkeypatch.setitem(__import__("sys").modules, module, None)
     with pytest.raises(ImportError, match=f"decoder {decoder}: .* is not installed; .*pip install"):
-        decode_frames(path, [0], decoder=decoder)
+        decode_spread(path, 1, (32, 64), decoder)
 
 
 def load(ucf, cache, **options):

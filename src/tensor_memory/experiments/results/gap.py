@@ -43,7 +43,7 @@ class GapRow:
         return self.runs[0]["config"]["model"]["window"]
 
 
-def gap_rows(groups: Sequence[Group], split: str = "test") -> list[GapRow]:
+def gap_rows(groups: Sequence[Group]) -> list[GapRow]:
     """Every group beside `base` and the `local` of its window."""
     base = next((runs for _, runs in groups if runs[0]["method"] == "base"), None)
     locals_: dict[int, Sequence[Record]] = {}
@@ -58,7 +58,7 @@ def gap_rows(groups: Sequence[Group], split: str = "test") -> list[GapRow]:
             GapRow(
                 label,
                 runs,
-                _share(*(_mean(found, split) for found in (runs, local, base))),
+                _share(*(_mean(found, "test") for found in (runs, local, base))),
                 _share(*(_mean(found, "valid") for found in (runs, local, base))),
                 time,
                 time / local_time if time and local_time else None,
@@ -80,7 +80,7 @@ def gap_table(comparison: Comparison) -> Table:
                 **{name.rpartition(".")[2]: str(value) for name, value in setting},
                 "method": row.label,
                 "window": str(row.window),
-                "perplexity": _text(row.runs, "test"),
+                "perplexity": _text(row.runs),
                 "gap closed": share_text(row.share),
                 "step time of local": ratio_text(row.step_ratio),
                 "state": bytes_text(row.runs[0]["state_bytes"]),
@@ -134,6 +134,6 @@ def _values(runs: Sequence[Mapping[str, Any]], split: str) -> list[float]:
     return [] if any(value is None for value in found) else found
 
 
-def _text(runs: Sequence[Record], split: str) -> str:
-    found = _values(runs, split)
+def _text(runs: Sequence[Record]) -> str:
+    found = _values(runs, "test")
     return estimate_text(estimate(found), PERPLEXITY) if found else "–"

@@ -24,7 +24,7 @@ class Estimate:
     count: int
 
 
-def estimate(values: Sequence[float | None], confidence: float = CONFIDENCE) -> Estimate:
+def estimate(values: Sequence[float | None]) -> Estimate:
     """Mean and interval of one value per seed. A None or NaN (diverged) makes the mean NaN.
 
     >>> estimate([0.91, 0.94, 0.94])  # doctest: +ELLIPSIS
@@ -42,7 +42,7 @@ def estimate(values: Sequence[float | None], confidence: float = CONFIDENCE) -> 
     if count == 1:
         return Estimate(mean, None, 1)
     variance = math.fsum((number - mean) ** 2 for number in numbers) / (count - 1)
-    return Estimate(mean, t_quantile(count - 1, confidence) * math.sqrt(variance / count), count)
+    return Estimate(mean, t_quantile(count - 1) * math.sqrt(variance / count), count)
 
 
 @lru_cache(maxsize=256)

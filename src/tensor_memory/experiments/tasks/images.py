@@ -79,13 +79,12 @@ def load_images(
     *,
     side: int,
     cache: str | os.PathLike[str],
-    workers: int | None = None,
 ) -> ImageStore:
     """All images of a source with their short side at `side`, decoded now or found in `cache`."""
     wanted = Wanted("images", {"short_side": side}, [image.path for image in images])
 
     def decode(folder: Path) -> None:
-        decode_images(source, wanted, folder, side=side, workers=workers)
+        decode_images(source, wanted, folder, side=side)
 
     folder, arrays, facts = open_or_make(cache, wanted, decode)
     require_same_sizes(folder, facts["sizes"], source.sizes)
@@ -100,15 +99,13 @@ def load_images(
     )
 
 
-def decode_images(
-    source: Source, wanted: Wanted, folder: Path, *, side: int, workers: int | None = None
-) -> None:
+def decode_images(source: Source, wanted: Wanted, folder: Path, *, side: int) -> None:
     """Decode with a pool of threads (Pillow lets go of the interpreter) into a new cache."""
     import numpy as np
 
     shapes, blocks = [], []
     with (
-        ThreadPoolExecutor(workers or os.cpu_count()) as pool,
+        ThreadPoolExecutor(os.cpu_count()) as pool,
         progress("decoding", len(wanted.files), unit="images") as advance,
     ):
         for pixels in pool.map(lambda name: decode_image(source, name, side), wanted.files):

@@ -65,7 +65,6 @@ def load_videos(
     cache: str | Path,
     decoder: Decoder = "pyav",
     strict: bool = False,
-    workers: int | None = None,
 ) -> VideoStore:
     """The clips, decoded now or found in `cache`; a cache serves without its videos."""
     names = [clip.name for clip in clips]
@@ -75,7 +74,7 @@ def load_videos(
     def decode(folder: Path) -> None:
         videos = find_videos(data)
         require_videos(videos, clips)
-        decode_clips(videos, wanted, folder, decoder=decoder, strict=strict, workers=workers)
+        decode_clips(videos, wanted, folder, decoder=decoder, strict=strict)
 
     folder, arrays, facts = open_or_make(cache, wanted, decode)
     left_out = facts["left_out"]
@@ -106,7 +105,6 @@ def decode_clips(
     *,
     decoder: Decoder,
     strict: bool,
-    workers: int | None = None,
 ) -> None:
     """Decode with a pool of threads (both decoders let go of the interpreter) into a new cache."""
     F, size = wanted.how["frames"], (wanted.how["height"], wanted.how["width"])
@@ -120,7 +118,7 @@ def decode_clips(
         def decode(row: int) -> None:
             whole[row] = decode_spread(videos / wanted.files[row], F, size, decoder)
 
-        with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
             jobs = [pool.submit(decode, row) for row in range(len(wanted.files))]
             for name, job in zip(wanted.files, jobs, strict=True):
                 error = job.exception()

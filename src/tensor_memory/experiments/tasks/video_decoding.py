@@ -55,24 +55,7 @@ def decode_spread(path: Path, count: int, size: tuple[int, int], decoder: Decode
     return _stack(frames, wanted, size)
 
 
-def decode_frames(
-    path: Path,
-    indices: Sequence[int],
-    size: tuple[int, int] | None = None,
-    decoder: Decoder = "pyav",
-) -> np.ndarray:
-    """The frames of these numbers, counted from 0, (len(indices), H, W, 3) uint8 RGB.
-
-    Any order, repeats allowed; `size` (H, W) resizes them.
-    """
-    frames, decoded = _decode(path, indices, decoder)
-    beyond = [index for index in indices if not 0 <= index < decoded]
-    if beyond:
-        raise VideoError(f"{path}: frame {beyond[0]} was asked for, but there are {decoded}")
-    return _stack(frames, indices, size)
-
-
-def declared_frames(path: Path, decoder: Decoder = "pyav") -> int:
+def declared_frames(path: Path, decoder: Decoder) -> int:
     """What the container says; 0 where it does not say."""
     if decoder == "opencv":
         capture = _capture(path)
@@ -155,13 +138,13 @@ def _capture(path: Path) -> Any:
 
 
 def _stack(
-    frames: dict[int, np.ndarray], order: Sequence[int], size: tuple[int, int] | None
+    frames: dict[int, np.ndarray], order: Sequence[int], size: tuple[int, int]
 ) -> np.ndarray:
     import numpy as np
 
-    if size is not None:  # each once, by one method whatever the decoder
-        frames = {number: _resize(frame, size) for number, frame in frames.items()}
-    return np.stack([frames[number] for number in order])
+    # Each once, by one method whatever the decoder.
+    resized = {number: _resize(frame, size) for number, frame in frames.items()}
+    return np.stack([resized[number] for number in order])
 
 
 def _resize(frame: np.ndarray, size: tuple[int, int]) -> np.ndarray:

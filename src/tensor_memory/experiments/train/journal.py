@@ -10,6 +10,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+COLD = 10
+"""Steps at the start of a sitting that hold compilation, capture and first launches."""
+
 
 @dataclass
 class Journal:
@@ -88,11 +91,11 @@ class Journal:
 class Stopwatch:
     """Times stretches of steps between moments when the device has caught up.
 
-    The first steps of a sitting hold compilation, capture and first launches; they are dropped.
+    The first steps of a sitting (`COLD`) are dropped.
     """
 
-    def __init__(self, first: int = 10) -> None:
-        self._cold = first
+    def __init__(self) -> None:
+        self._cold = COLD
         self._begun = self._paused = 0.0
 
     def lap(self, steps: int) -> tuple[int, float] | None:

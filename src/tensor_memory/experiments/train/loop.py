@@ -17,6 +17,7 @@ from tensor_memory.experiments.results import write_result
 from tensor_memory.experiments.results.records import finite, read_result
 from tensor_memory.experiments.results.wording import measure_text
 from tensor_memory.experiments.run_config import RunConfig
+from tensor_memory.experiments.tasks import KeepsAssets
 from tensor_memory.experiments.train.batches import TrainingBatches, check_batch_size, rows_of
 from tensor_memory.experiments.train.checkpoints import (
     Checkpoints,
@@ -141,7 +142,7 @@ class _Run:
                 carry = {name: tensor.to(self.device) for name, tensor in mine.items()}
             self._say(f"{self.folder.path}: continuing after step {journal.step}")
         if self.main:
-            assets = getattr(self.task, "assets", dict)()
+            assets = self.task.assets() if isinstance(self.task, KeepsAssets) else {}
             self.folder.create(self.config, assets)
             self.folder.cut_metrics(journal.step)
             self.checkpoints.point_best()
