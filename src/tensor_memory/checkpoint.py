@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tensor_memory.attach import Attachment, attachment_of
 from tensor_memory.config import MemoryConfig
-from tensor_memory.files import load_tensors, read_json, save_tensors, write_whole
+from tensor_memory.files import load_tensors, read_json, save_tensors, write_text
 from tensor_memory.wording import counted
 
 WEIGHTS, DESCRIPTION = "memory.safetensors", "memory.json"
@@ -36,7 +36,7 @@ def save_memory(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     save_tensors(folder / WEIGHTS, attachment.state_dict(), kind=_KIND)
     text = json.dumps(_describe(attachment), indent=2) + "\n"
-    write_whole(folder / DESCRIPTION, lambda at: _write(at, text))
+    write_text(folder / DESCRIPTION, text)
 
 
 def load_memory(
@@ -186,7 +186,3 @@ def _require_fit(weights: dict[str, Tensor], here: dict[str, Tensor], path: Path
 
 def _listed(values: Any) -> str:
     return ", ".join(str(value) for value in dict.fromkeys(values)) or "none"
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")

@@ -36,6 +36,15 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[Path], None]) -> 
         temporary.unlink(missing_ok=True)
 
 
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a text as UTF-8, whole or not at all."""
+
+    def write(at: Path) -> None:
+        at.write_text(text, encoding="utf-8")
+
+    write_whole(path, write)
+
+
 def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], *, kind: str) -> None:
     """Write named tensors as safetensors; `kind` says what the file is and is asked for on load."""
     detached = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

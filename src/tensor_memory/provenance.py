@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import tensor_memory
-from tensor_memory.files import write_whole
+from tensor_memory.files import write_text
 
 _PACKAGES = ("torch", "triton", "transformers", "safetensors", "numpy")
 
@@ -51,11 +51,7 @@ def write_record(
     """Write what was run, what came out and where as JSON, whole or not at all."""
     record = {"benchmark": benchmark, "config": config, "seed": seed, "result": result}
     text = json.dumps(record | provenance(), indent=2, ensure_ascii=False) + "\n"
-
-    def write(at: Path) -> None:
-        at.write_text(text, encoding="utf-8")
-
-    write_whole(path, write)
+    write_text(path, text)
 
 
 def _commit() -> tuple[str | None, bool | None]:

@@ -19,13 +19,12 @@ from base64 import b64encode
 from html import escape
 from importlib.resources import files
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tensor_memory.files import write_whole
+from tensor_memory.files import write_text
 from tensor_memory.inspect.layer_recording import LayerRecording
 from tensor_memory.inspect.recording import Recording
 from tensor_memory.wording import counted
@@ -53,11 +52,7 @@ def write_page(
 ) -> None:
     """Write `page` to `path`, whole or not at all; the arguments are those of `page`."""
     text = page(recording, title=title, every=every, rows=rows, limit_mb=limit_mb)
-
-    def write(at: Path) -> None:
-        at.write_text(text, "utf-8")
-
-    write_whole(path, write)
+    write_text(path, text)
 
 
 def page(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tensor_memory.experiments.results.wording import listing
-from tensor_memory.files import write_whole
+from tensor_memory.files import write_text
 
 FIGURES = "images"
 """Folder of the figures, beside the page."""
@@ -74,12 +74,7 @@ def fill_page(
     try:
         figures.mkdir(parents=True, exist_ok=True)
         texts = blocks(options.results, figures)
-        filled = fill(options.page.read_text(encoding="utf-8"), texts)
-
-        def write(at: Path) -> None:
-            at.write_text(filled, encoding="utf-8")
-
-        write_whole(options.page, write)
+        write_text(options.page, fill(options.page.read_text(encoding="utf-8"), texts))
     except (ValueError, OSError) as error:  # a broken record, or a folder that refuses
         parser.error(str(error))
     print(f"{options.page}: filled {listing(list(texts)) or 'nothing'}")

@@ -10,7 +10,7 @@ from typing import Any
 from tensor_memory.experiments.results.plots import LOOKS, OTHERS, _figure, _legend, _save
 from tensor_memory.experiments.results.tables import Table
 from tensor_memory.experiments.results.wording import bytes_text
-from tensor_memory.files import read_json, write_whole
+from tensor_memory.files import read_json, write_text
 
 Record = Mapping[str, Any]
 
@@ -18,12 +18,8 @@ Record = Mapping[str, Any]
 def write_positions(path: Path, record: Record) -> None:
     """Write a record of kind "positions" as JSON, whole or not at all."""
     text = json.dumps(record, ensure_ascii=False, indent=1) + "\n"
-
-    def write(at: Path) -> None:
-        at.write_text(text, encoding="utf-8")
-
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, write)
+    write_text(path, text)
 
 
 def read_positions(folder: Path) -> list[Record]:

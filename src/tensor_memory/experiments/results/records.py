@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from tensor_memory.experiments.run_config import RunConfig
-from tensor_memory.files import read_json, write_whole
+from tensor_memory.files import read_json, write_text
 
 CLASS = "class"
 """Key that names a dataclass in a config's dict; a keyword, so no field can have this name."""
@@ -162,11 +162,7 @@ def write_result(path: str | os.PathLike[str], record: Mapping[str, Any]) -> Pat
         for key, value in record.items()
     ]
     text = "{\n" + ",\n".join(lines) + "\n}\n"
-
-    def write(at: Path) -> None:
-        at.write_text(text, encoding="utf-8")
-
-    write_whole(path, write)
+    write_text(path, text)
     return path
 
 

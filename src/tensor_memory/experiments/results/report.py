@@ -9,7 +9,7 @@ from tensor_memory.experiments.results import tables
 from tensor_memory.experiments.results.comparison import Comparison, Record, compare
 from tensor_memory.experiments.results.figures import draw_all, figure_titles
 from tensor_memory.experiments.results.gap import gap_table
-from tensor_memory.files import write_whole
+from tensor_memory.files import write_text
 from tensor_memory.wording import counted
 
 
@@ -41,7 +41,7 @@ def write_report(
     for comparison in comparisons:
         parts += _section(comparison, folder, measures)
     text = "\n".join(parts)
-    _write(folder / "report.md", text)
+    write_text(folder / "report.md", text)
     return text
 
 
@@ -58,14 +58,7 @@ def _section(comparison: Comparison, folder: Path, measures: Sequence[str]) -> I
     if memory:
         yield "What the memory does at test, and what is left without it:\n"
         yield tables.markdown(memory)
-    _write(folder / f"{name}.csv", tables.csv_text(comparison))
+    write_text(folder / f"{name}.csv", tables.csv_text(comparison))
     draw_all(comparison, folder / name)
     for end, told in figure_titles(comparison).items():
         yield f"![{told}, {comparison.title}]({name}-{end}.png)\n"
-
-
-def _write(path: Path, text: str) -> None:
-    def write(at: Path) -> None:
-        at.write_text(text, encoding="utf-8")
-
-    write_whole(path, write)

@@ -16,7 +16,7 @@ from typing import Any
 from tensor_memory.experiments.results import config_dict, config_from_dict
 from tensor_memory.experiments.results.records import current, without_places
 from tensor_memory.experiments.run_config import RunConfig
-from tensor_memory.files import read_json, write_whole
+from tensor_memory.files import read_json, write_text
 
 CONFIG = "the config of a run"
 NO_CONFIG = "put back the file that the run wrote, or train again into another folder"
@@ -79,7 +79,7 @@ class RunFolder:
             if not self.config.exists():
                 write_json(self.config, config_dict(config))
             for name, text in assets.items():
-                write_whole(self.path / name, lambda at, text=text: _write_text(at, text))
+                write_text(self.path / name, text)
 
     def log(self, entry: Mapping[str, Any]) -> None:
         """Add a line to metrics.jsonl."""
@@ -103,7 +103,7 @@ class RunFolder:
                 break
             kept.append(line + "\n")
         with writing(self.metrics, "metrics"):
-            write_whole(self.metrics, lambda at: _write_text(at, "".join(kept)))
+            write_text(self.metrics, "".join(kept))
 
 
 @contextmanager
@@ -134,12 +134,7 @@ def read_config(path: Path) -> RunConfig[Any, Any]:
 
 def write_json(path: Path, values: Any) -> None:
     """Write plain values, whole or not at all."""
-    text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
-    write_whole(path, lambda at: _write_text(at, text))
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+    write_text(path, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
 
 
 def _step_of(line: str) -> int | None:
