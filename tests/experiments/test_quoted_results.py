@@ -8,7 +8,7 @@ import pytest
 from tensor_memory.experiments.recipes.language import language
 from tensor_memory.experiments.results import diagnostics_page, read_results
 from tensor_memory.experiments.results.intervals import estimate
-from tensor_memory.experiments.results.vision_runs import grouped
+from tensor_memory.experiments.results.rows import grouped
 from tensor_memory.experiments.results.wording import estimate_text
 
 ROOT = Path(__file__).parents[2]

@@ -7,6 +7,7 @@ from vision_records import GIB, costs, image_record, video_record
 
 from tensor_memory.experiments.results import read_results
 from tensor_memory.experiments.results.intervals import estimate
+from tensor_memory.experiments.results.rows import grouped
 from tensor_memory.experiments.results.vision_findings import (
     action_finding,
     cost_finding,
@@ -17,7 +18,6 @@ from tensor_memory.experiments.results.vision_findings import (
     verdict,
 )
 from tensor_memory.experiments.results.vision_page import blocks
-from tensor_memory.experiments.results.vision_runs import grouped
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,6 +13,7 @@ from tensor_memory.experiments.recipes.images import cub
 from tensor_memory.experiments.recipes.video import ucf101_nine
 from tensor_memory.experiments.results.pages import fill
 from tensor_memory.experiments.results.records import config_dict, write_result
+from tensor_memory.experiments.results.rows import grouped
 from tensor_memory.experiments.results.vision_gains import gains
 from tensor_memory.experiments.results.vision_page import (
     NOT_RUN,
@@ -23,7 +24,7 @@ from tensor_memory.experiments.results.vision_page import (
     missing_table,
     reconstruction_table,
 )
-from tensor_memory.experiments.results.vision_runs import grouped, peak, planned_runs, rows
+from tensor_memory.experiments.results.vision_runs import peak, planned_runs, rows
 
 
 def test_rows_are_named_by_what_departs_from_the_usual():

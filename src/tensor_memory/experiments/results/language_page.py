@@ -32,13 +32,14 @@ from tensor_memory.experiments.results.language_rows import (
 from tensor_memory.experiments.results.language_search import draw_search, limits_table
 from tensor_memory.experiments.results.pages import fill_page
 from tensor_memory.experiments.results.paper import published
-from tensor_memory.experiments.results.planned import NOT_RUN, Row
+from tensor_memory.experiments.results.planned import NOT_RUN
 from tensor_memory.experiments.results.positions import (
     draw_positions,
     positions_table,
     read_positions,
 )
 from tensor_memory.experiments.results.records import read_finished
+from tensor_memory.experiments.results.rows import Row
 from tensor_memory.experiments.results.tables import Table, caption, markdown
 from tensor_memory.experiments.results.wording import bytes_text, estimate_text, listing
 

@@ -17,11 +17,10 @@ from tensor_memory.experiments.results.comparison import (
     NEUTRAL,
     Record,
     flatten,
-    method_rank,
 )
-from tensor_memory.experiments.results.planned import Row, planned_values, with_values
+from tensor_memory.experiments.results.planned import planned_values, with_values
 from tensor_memory.experiments.results.records import config_dict, current
-from tensor_memory.experiments.results.vision_runs import grouped
+from tensor_memory.experiments.results.rows import Row, grouped
 
 RECIPE_METHODS = {
     "language-carried": "tensor-local",
@@ -47,7 +46,7 @@ def table_rows(records: Sequence[Record], planned: Iterable[Record] = ()) -> lis
                 flatten(current(members[0]["config"]["model"])),
             )
         )
-    return sorted(rows, key=lambda row: (method_rank(row.model["method"]), row.label))
+    return rows
 
 
 def planned_runs(plan: Path, recipe: str) -> list[Record]:

@@ -9,11 +9,10 @@ from typing import Any
 from tensor_memory.experiments.models.language import LanguageModelConfig
 from tensor_memory.experiments.results.comparison import flatten
 from tensor_memory.experiments.results.gap import PERPLEXITY, GapRow, share_text
-from tensor_memory.experiments.results.planned import Row
 from tensor_memory.experiments.results.plots import LOOKS, _figure, _legend, _save
 from tensor_memory.experiments.results.records import config_dict
+from tensor_memory.experiments.results.rows import Row, shown
 from tensor_memory.experiments.results.tables import Table
-from tensor_memory.experiments.results.vision_runs import shown
 
 Found = Sequence[tuple[Row, GapRow | None]]
 """Rows of the search and what they close of the gap; None where a row was not run."""

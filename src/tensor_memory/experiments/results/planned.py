@@ -8,37 +8,12 @@ from __future__ import annotations
 import itertools
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tensor_memory.experiments.results.comparison import Record
-
 NOT_RUN = "not run yet"
 """What a table says where a plan asks for a row and no record answers."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """Runs that differ in their seed alone."""
-
-    label: str
-    runs: list[Record]
-    """Those there are; none where a plan asks for this row and it was not run."""
-    wanted: int
-    """Seeds that were run or are to be."""
-    model: Mapping[str, Any] = field(default_factory=dict)
-    """The config of its model, flat."""
-
-    @property
-    def seeds(self) -> str:
-        """How many, and of how many where some are missing.
-
-        >>> Row("base", [{}], 3).seeds, Row("base", [{}], 1).seeds
-        ('1 of 3', '1')
-        """
-        done = len(self.runs)
-        return str(done) if done == self.wanted else f"{done} of {self.wanted}"
 
 
 def planned_values(plan: Path, recipe: str | None = None) -> Iterator[dict[str, Any]]:

@@ -18,10 +18,10 @@ from tensor_memory.experiments.results.plots import (
     _legend,
     _save,
 )
+from tensor_memory.experiments.results.rows import grouped
 from tensor_memory.experiments.results.vision_runs import (
     Record,
     by_frames,
-    grouped,
     measured_alone,
     peak,
 )

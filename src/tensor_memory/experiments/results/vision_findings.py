@@ -9,11 +9,11 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 
 from tensor_memory.experiments.results.intervals import Estimate, estimate
+from tensor_memory.experiments.results.rows import grouped
 from tensor_memory.experiments.results.vision_gains import MEMORY, difference_text
 from tensor_memory.experiments.results.vision_runs import (
     Record,
     by_frames,
-    grouped,
     measured_alone,
     peak,
 )

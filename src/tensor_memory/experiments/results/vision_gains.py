@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from tensor_memory.experiments.results.comparison import Record
 from tensor_memory.experiments.results.intervals import Estimate, estimate
+from tensor_memory.experiments.results.rows import grouped
 from tensor_memory.experiments.results.tables import Table
-from tensor_memory.experiments.results.vision_runs import Record, grouped
 from tensor_memory.experiments.results.wording import PERCENT
 
 MEMORY = "spatial"

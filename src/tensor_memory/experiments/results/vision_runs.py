@@ -1,51 +1,18 @@
-"""Records of vision runs, put together by method, variant and number of frames.
+"""Records of vision runs, put together by number of frames, and those that are only planned.
 
 What a plan holds and no record answers is a row too, so that a table never hides what was left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tensor_memory.experiments.results.comparison import Record, flatten, show
-from tensor_memory.experiments.results.planned import Row, planned_values, with_values
-from tensor_memory.experiments.results.records import config_dict, config_from_dict
-from tensor_memory.experiments.results.wording import listing
-
-SHORT = {"memory.chunk_size": "K", "memory.channels": "C", "memory_layers": "layers"}
-"""Names of fields in labels, where they are not the last part of the field."""
-
-ORDER = ("base", "joint", "frames", "wide", "local", "registers", "spatial")
-"""Of methods in tables and figures."""
-
-Group = tuple[str, list[Record]]
-"""A row's label and its runs, one per seed."""
-
-
-def grouped(records: Sequence[Record]) -> list[Group]:
-    """Runs that differ in their seed alone, under what tells them from the others.
-
-    The label is the method, and what of its model is not as the model's config has it by default;
-    a departure that all records share goes without saying.
-    """
-    departures = [_departures(record["config"]["model"]) for record in records]
-    shared = set.intersection(*(set(found.items()) for found in departures))
-    groups: dict[tuple[str, tuple[tuple[str, str], ...]], list[Record]] = {}
-    for record, found in zip(records, departures, strict=True):
-        apart = tuple(pair for pair in found.items() if pair not in shared)
-        groups.setdefault((record["method"], apart), []).append(record)
-    named = []
-    for (method, apart), runs in groups.items():
-        label = f"{method} ({', '.join(' '.join(pair) for pair in apart)})" if apart else method
-        seeds = [run["seed"] for run in runs]
-        if len(set(seeds)) != len(seeds):
-            raise ValueError(
-                f"{label}: expected one run per seed, got seeds {listing(sorted(seeds))}"
-            )
-        named.append((label, runs))
-    return sorted(named, key=lambda group: (_rank(group[1][0]["method"]), group[0]))
+from tensor_memory.experiments.results.comparison import Record
+from tensor_memory.experiments.results.planned import planned_values, with_values
+from tensor_memory.experiments.results.records import config_dict
+from tensor_memory.experiments.results.rows import Row, departures, grouped
 
 
 def rows(records: Sequence[Record]) -> list[Row]:
@@ -85,29 +52,8 @@ def planned_runs(plan: Path, usual: Any, frames: int | None = None) -> list[Reco
 
 def _identity(record: Record) -> tuple[Any, ...]:
     """What tells a run from others; a field younger than its record counts as the default."""
-    model = sorted(_departures(record["config"]["model"]).items())
+    model = sorted(departures(record["config"]["model"]).items())
     return record["method"], *model, record["facts"].get("frames"), record["seed"]
-
-
-def _departures(model: Mapping[str, Any]) -> dict[str, str]:
-    """Fields of a model's config that are not the default of its class, as they are shown."""
-    usual = flatten(config_dict(type(config_from_dict(model))()))
-    return {
-        SHORT.get(name, name.rpartition(".")[2]): shown(name, value)
-        for name, value in flatten(model).items()
-        if name != "method" and value != usual.get(name)
-    }
-
-
-def shown(name: str, value: Any) -> str:
-    """A value in a label: layers as a sum, since 2×5 would read as a size.
-
-    >>> shown("memory_layers", (2, 5)), shown("memory.grid", (8, 8))
-    ('2+5', '8×8')
-    """
-    if name == "memory_layers" and value is not None:
-        return "+".join(str(layer) for layer in value)
-    return show(value)
 
 
 def by_frames(records: Sequence[Record]) -> dict[int, list[Record]]:
@@ -143,7 +89,3 @@ def _alone(records: Sequence[Record]) -> list[Record]:
 def peak(record: Record) -> int:
     """Peak bytes on the device less the clips that lie there, which no method needs there."""
     return max(record["peak_memory_bytes"] - record["facts"].get("resident_bytes", 0), 0)
-
-
-def _rank(method: str) -> int:
-    return ORDER.index(method) if method in ORDER else len(ORDER)
