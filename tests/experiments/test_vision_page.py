@@ -39,6 +39,18 @@ def test_rows_are_named_by_what_departs_from_the_usual():
     ]
 
 
+def test_blocks_and_the_layers_with_a_memory_are_told_apart():
+    runs = [
+        video_record("spatial", 8, 0.5, seed, model={"memory_layers": (0, 2)} | model)
+        for seed, model in enumerate(({}, {"layers": 4}))
+    ]
+    assert [(label, len(found)) for label, found in grouped(runs)] == [
+        ("spatial", 1),  # the layers with a memory, which both share, go without saying
+        ("spatial (blocks 4)", 1),
+    ]
+    assert [row.seeds for row in rows(runs)] == ["1", "1"]
+
+
 def test_a_seed_twice_in_a_row_is_refused():
     with pytest.raises(ValueError, match="expected one run per seed, got seeds 1 and 1"):
         grouped([image_record("base", 19.0, seed=1), image_record("base", 19.5, seed=1)])

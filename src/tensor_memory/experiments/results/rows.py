@@ -10,7 +10,12 @@ from tensor_memory.experiments.results.comparison import Record, flatten, method
 from tensor_memory.experiments.results.records import config_dict, config_from_dict
 from tensor_memory.experiments.results.wording import listing
 
-SHORT = {"memory.chunk_size": "K", "memory.channels": "C", "memory_layers": "layers"}
+SHORT = {
+    "memory.chunk_size": "K",
+    "memory.channels": "C",
+    "memory_layers": "layers",
+    "layers": "blocks",
+}
 """Names of fields in labels, where they are not the last part of the field."""
 
 Group = tuple[str, list[Record]]
@@ -54,7 +59,8 @@ def grouped(records: Sequence[Record]) -> list[Group]:
         groups.setdefault((record["method"], apart), []).append(record)
     named = []
     for (method, apart), runs in groups.items():
-        label = f"{method} ({', '.join(' '.join(pair) for pair in apart)})" if apart else method
+        told = ", ".join(f"{_short(name)} {value}" for name, value in apart)
+        label = f"{method} ({told})" if apart else method
         seeds = [run["seed"] for run in runs]
         if len(set(seeds)) != len(seeds):
             raise ValueError(
@@ -68,7 +74,7 @@ def departures(model: Mapping[str, Any]) -> dict[str, str]:
     """Fields of a model's config that are not the default of its class, as they are shown."""
     usual = flatten(config_dict(type(config_from_dict(model))()))
     return {
-        SHORT.get(name, name.rpartition(".")[2]): shown(name, value)
+        name: shown(name, value)
         for name, value in flatten(model).items()
         if name != "method" and value != usual.get(name)
     }
@@ -83,3 +89,7 @@ def shown(name: str, value: Any) -> str:
     if name == "memory_layers" and value is not None:
         return "+".join(str(layer) for layer in value)
     return show(value)
+
+
+def _short(name: str) -> str:
+    return SHORT.get(name, name.rpartition(".")[2])
