@@ -56,6 +56,16 @@ def test_a_seed_twice_in_a_row_is_refused():
         grouped([image_record("base", 19.0, seed=1), image_record("base", 19.5, seed=1)])
 
 
+def test_runs_of_other_data_or_budgets_are_not_averaged():
+    first, second = image_record("base", 20.0, 0), image_record("base", 22.0, 1)
+    second["config"]["task"]["data_dir"] = "elsewhere.zip"  # the same data in another place
+    assert len(grouped([first, second])) == 1
+    second["config"]["task"]["side"] = 256
+    second["config"]["budget"]["steps"] = 9
+    with pytest.raises(ValueError, match=r"seed alone, got several .* task.side and budget.steps"):
+        grouped([first, second])
+
+
 def test_reconstruction_shows_what_knows_nothing_beside_the_methods():
     table = reconstruction_table([image_record("base", p, s) for s, p in enumerate((19, 20, 21))])
     assert [line["method"] for line in table] == [

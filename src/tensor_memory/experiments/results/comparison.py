@@ -161,7 +161,7 @@ def _compare_recipe(recipe: str, records: list[Record], split: bool) -> list[Com
         raise ValueError(f"{recipe}: expected runs of one metric, got {listing(sorted(metrics))}")
     flats = [flatten(current(record["config"])) for record in finished]
     budgets = [_budget(flat) for flat in flats]
-    differing = _varied(budgets)
+    differing = varied(budgets)
     if differing and not split:
         differences = "; ".join(f"{name} {listing(_values(budgets, name))}" for name in differing)
         raise ValueError(
@@ -192,9 +192,9 @@ def _comparison(
         {k: v for k, v in flat.items() if k not in budget and k not in (*NEUTRAL, "recipe")}
         for flat in flats
     ]
-    varied = [name for name in _varied(chosen) if name != "model.method"]
-    settings = [name for name in varied if _is_setting(name, varied, chosen)]
-    variants = [name for name in varied if name not in settings]
+    apart = [name for name in varied(chosen) if name != "model.method"]
+    settings = [name for name in apart if _is_setting(name, apart, chosen)]
+    variants = [name for name in apart if name not in settings]
     groups: dict[tuple[Any, ...], list[int]] = {}
     for index, flat in enumerate(chosen):
         key = (tuple(flat.get(name) for name in settings), flat["model.method"],
@@ -223,7 +223,7 @@ def method_rank(method: str) -> tuple[int, str]:
     return (METHODS.index(method) if method in METHODS else len(METHODS), method)
 
 
-def _is_setting(name: str, varied: list[str], chosen: list[dict[str, Any]]) -> bool:
+def _is_setting(name: str, apart: list[str], chosen: list[dict[str, Any]]) -> bool:
     """Whether a field that varies is what methods are compared under, or part of a method.
 
     What the task is asks every method alike. A field of the model is a setting where all methods
@@ -236,7 +236,7 @@ def _is_setting(name: str, varied: list[str], chosen: list[dict[str, Any]]) -> b
     for flat in chosen:
         values.setdefault(flat["model.method"], set()).add(flat.get(name))
     if len(values) == 1:
-        return sum(other.startswith("model.") for other in varied) == 1
+        return sum(other.startswith("model.") for other in apart) == 1
     return len({frozenset(found) for found in values.values()}) == 1
 
 
@@ -257,7 +257,8 @@ def _budget(flat: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _varied(flats: Sequence[Mapping[str, Any]]) -> list[str]:
+def varied(flats: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Fields of flat configs that do not have one value in all of them."""
     names = dict.fromkeys(name for flat in flats for name in flat)
     return [name for name in names if len({flat.get(name) for flat in flats}) > 1]
 

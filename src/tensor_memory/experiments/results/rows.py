@@ -6,8 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tensor_memory.experiments.results.comparison import Record, flatten, method_rank, show
-from tensor_memory.experiments.results.records import config_dict, config_from_dict
+from tensor_memory.experiments.results.comparison import (
+    NEUTRAL,
+    Record,
+    flatten,
+    method_rank,
+    show,
+    varied,
+)
+from tensor_memory.experiments.results.records import config_dict, config_from_dict, current
 from tensor_memory.experiments.results.wording import listing
 
 SHORT = {
@@ -66,8 +73,20 @@ def grouped(records: Sequence[Record]) -> list[Group]:
             raise ValueError(
                 f"{label}: expected one run per seed, got seeds {listing(sorted(seeds))}"
             )
+        _check_alike(label, runs)
         named.append((label, runs))
     return sorted(named, key=lambda group: (method_rank(group[1][0]["method"]), group[0]))
+
+
+def _check_alike(label: str, runs: Sequence[Record]) -> None:
+    """Refuse runs of other data or budgets in one row; of a planned run only the model is known."""
+    flats = [flatten(current(run["config"])) for run in runs if not run.get("planned")]
+    names = [name for name in varied(flats) if name not in NEUTRAL]
+    if names:
+        raise ValueError(
+            f"{label}: expected runs that differ in their seed alone, got several values of "
+            f"{listing(names)}; put them into folders of their own"
+        )
 
 
 def departures(model: Mapping[str, Any]) -> dict[str, str]:
