@@ -1,12 +1,16 @@
 """UCF-101: official lists, groups that never straddle splits, exact frames, a cache to trust."""
 
+import threading
+import time
 import warnings
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 from vision_data import CLASSES, number_of, write_ucf, write_video
 
+from tensor_memory.experiments.tasks import video_cache
 from tensor_memory.experiments.tasks.video_cache import load_videos, main
 from tensor_memory.experiments.tasks.video_decoding import (
     VideoError,
@@ -277,6 +281,29 @@ def test_a_cache_of_videos_that_changed_is_refused(damaged, tmp_path):
         write_video(damaged / "UCF-101/Archery/v_Archery_g02_c01.avi", 12)
         with pytest.raises(ValueError, match=r"g02_c01\.avi of 0 bytes, which now has"):
             load(damaged, tmp_path / "cache")
+
+
+def test_an_interrupted_decoding_drops_what_is_not_begun(ucf, tmp_path, monkeypatch):
+    begun, interrupted = [], threading.Event()
+
+    def decode(path, *_):
+        begun.append(path)
+        if len(begun) > 1:
+            interrupted.wait(30)
+            time.sleep(0.05)  # longer than the main thread takes to drop the others
+        return 0
+
+    def advance(**_):
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    monkeypatch.setattr(video_cache, "decode_spread", decode)
+    monkeypatch.setattr(video_cache, "progress", lambda *_, **__: nullcontext(advance))
+    with pytest.raises(KeyboardInterrupt):
+        load(ucf, tmp_path)
+    assert len(begun) < 24
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_command_prepares_a_cache_that_training_finds(ucf, tmp_path, capsys):

@@ -14,7 +14,7 @@ import argparse
 import os
 import warnings
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -118,25 +118,22 @@ def decode_clips(
         def decode(row: int) -> None:
             whole[row] = decode_spread(videos / wanted.files[row], F, size, decoder)
 
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        pool = ThreadPoolExecutor(os.cpu_count())
+        try:
             jobs = [pool.submit(decode, row) for row in range(len(wanted.files))]
             for name, job in zip(wanted.files, jobs, strict=True):
                 error = job.exception()
                 if isinstance(error, VideoError) and not strict:
                     left_out[name] = str(error)
                 elif error is not None:
-                    _cancel(jobs)
                     raise error
                 advance(note=f"{len(left_out)} left out" if left_out else "")
+        finally:  # whatever ends it early, Ctrl-C too, drops what is not begun
+            pool.shutdown(cancel_futures=True)
         if len(left_out) == len(wanted.files):
             raise VideoError(f"{videos}: not one clip can be decoded; {_first(left_out)}")
         sizes = {name: (videos / name).stat().st_size for name in wanted.files}
         writer.finish({"frames": whole}, {"left_out": left_out, "sizes": sizes})
-
-
-def _cancel(jobs: Sequence[Future[None]]) -> None:
-    for job in jobs:
-        job.cancel()
 
 
 def _first(left_out: dict[str, str]) -> str:
