@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -248,31 +249,25 @@ def _axis_name(metric: str, split: str) -> str:
     return f"{metric} on {split}{unit}"
 
 
-class _figure:  # noqa: N801 - used as `with _figure(...)`
+@contextmanager
+def _figure(
+    panels: int, labels: Sequence[str] = (), height: float = 2.6
+) -> Iterator[tuple[Any, list[Any]]]:
     """A figure with so many panels and labels, in our style, drawn without a display."""
+    import matplotlib
+    from matplotlib.figure import Figure
 
-    def __init__(self, panels: int, labels: Sequence[str] = (), height: float = 2.6) -> None:
-        self.panels, self.labels, self.height = panels, labels, height
-
-    def __enter__(self) -> tuple[Any, list[Any]]:
-        import matplotlib
-        from matplotlib.figure import Figure
-
-        self._style = matplotlib.rc_context(STYLE)  # pyright: ignore[reportArgumentType]
-        self._style.__enter__()
-        across = min(self.panels, PANELS_ACROSS)
-        down = -(-self.panels // across)
-        # Room for the labels, in inches: what is too small for them has no panels left.
-        beside = max(1.4, 0.6 + 0.066 * max((len(label) for label in self.labels), default=0))
-        tall = max(0.6 + self.height * down, 0.4 + 0.19 * len(self.labels))
+    across = min(panels, PANELS_ACROSS)
+    down = -(-panels // across)
+    # Room for the labels, in inches: what is too small for them has no panels left.
+    beside = max(1.4, 0.6 + 0.066 * max((len(label) for label in labels), default=0))
+    tall = max(0.6 + height * down, 0.4 + 0.19 * len(labels))
+    with matplotlib.rc_context(STYLE):  # pyright: ignore[reportArgumentType]
         figure = Figure(figsize=(beside + 3.2 * across, tall), layout="constrained")
         grid = figure.subplots(down, across, squeeze=False).flatten()
-        for unused in grid[self.panels :]:
+        for unused in grid[panels:]:
             unused.set_visible(False)
-        return figure, list(grid[: self.panels])
-
-    def __exit__(self, *error: object) -> None:
-        self._style.__exit__(None, None, None)
+        yield figure, list(grid[:panels])
 
 
 def _legend(figure: Any, axes: Sequence[Any], order: Sequence[str] = ()) -> None:
@@ -288,16 +283,14 @@ def _legend(figure: Any, axes: Sequence[Any], order: Sequence[str] = ()) -> None
 
 
 def _save(figure: Any, path: Path) -> list[Path]:
-    return list(_saved(figure, path))
-
-
-def _saved(figure: Any, path: Path) -> Iterator[Path]:
-    for kind in ("png", "svg"):
-        file = path.with_name(f"{path.name}.{kind}")
+    """Write a figure as PNG and as SVG; the files."""
+    files = [path.with_name(f"{path.name}.{kind}") for kind in ("png", "svg")]
+    for file in files:
+        kind = file.suffix[1:]
         metadata = {"Date": None} if kind == "svg" else None
 
         def write(at: Path, kind: str = kind, metadata: Any = metadata) -> None:
             figure.savefig(at, format=kind, dpi=150, metadata=metadata)
 
         write_whole(file, write)
-        yield file
+    return files
