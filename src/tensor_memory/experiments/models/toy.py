@@ -26,14 +26,15 @@ from tensor_memory.experiments.models.stack import (
     wide_ratio,
 )
 from tensor_memory.experiments.tasks import Batch
+from tensor_memory.experiments.tasks.binding import WRITE
+from tensor_memory.experiments.tasks.map_building import FEATURES
+from tensor_memory.experiments.tasks.occlusion import PATCH, TOKENS_PER_FRAME
 
 ToyMethod = Literal[
     "base", "wide", "slots", "slots-matched", "tensor", "xl", "recurrent-slots", "linear"
 ]
 
 REGISTERS = 8
-PATCH = 4
-"""Pixels along a side of an occlusion token."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ class BindingTokens(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """kind, value (B, N), place (B, N, 3) -> (B, N, d)."""
-        written = (batch["kind"] == 0)[..., None]
+        written = (batch["kind"] == WRITE)[..., None]
         value = self.value(batch["value"]) * written
         return self.kind(batch["kind"]) + self.place(batch["place"]) + value
 
@@ -191,7 +192,7 @@ class MapTokens(nn.Module):
 
     def __init__(self, dim: int, task: Any) -> None:
         super().__init__()
-        self.features = nn.Linear(7, dim)
+        self.features = nn.Linear(FEATURES, dim)
         self.position = nn.Parameter(torch.empty(task.positions, dim))
 
     def forward(self, batch: Batch) -> Tensor:
@@ -205,10 +206,9 @@ class FrameTokens(nn.Module):
 
     def __init__(self, dim: int, task: Any) -> None:
         super().__init__()
-        self.patches = 16
         self.patch = nn.Linear(PATCH * PATCH, dim)
-        self.place = nn.Parameter(torch.empty(self.patches, dim))
-        self.time = nn.Parameter(torch.empty(task.positions - self.patches, dim))
+        self.place = nn.Parameter(torch.empty(TOKENS_PER_FRAME, dim))
+        self.time = nn.Parameter(torch.empty(task.positions - TOKENS_PER_FRAME, dim))
 
     def forward(self, batch: Batch) -> Tensor:
         """frames (B, T, 16, 16) -> (B, T · 16, d)."""

@@ -62,8 +62,7 @@ def result_table(comparison: Comparison, measures: Sequence[str] = ()) -> Table:
 def memory_table(comparison: Comparison) -> Table:
     """How open and how used the memory of each row is, and what is lost without it.
 
-    Gate and use are means over layers and seeds, then over seeds for each layer. Empty where no
-    run has a memory.
+    Gate and use are means over seeds, layer by layer. Empty where no run has a memory.
     """
     table = []
     for row in comparison.rows:
