@@ -192,6 +192,14 @@ def test_what_a_plan_holds_is_what_a_sweep_would_run(name):
         assert RECIPE_METHODS.get(recipe, "base") == find_recipe(recipe)().model.method
 
 
+def test_a_stage_of_one_recipe_may_name_it_without_a_list(tmp_path):
+    path = tmp_path / "plan.toml"
+    path.write_text('[[stage]]\nrecipes = "language-carried"\nover = { seed = [0, 1] }\n')
+    assert len(expand(read_plan(path))) == 2
+    assert [run["seed"] for run in planned_runs(path, "language-carried")] == [0, 1]
+    assert planned_runs(path, "language") == []  # a part of the name is another recipe
+
+
 def test_planned_rows_without_a_run_and_missing_seeds_are_told():
     planned = planned_runs(plan("language-1-fresh"), "language-paper")
     base, local, *others = fresh_table([fresh("base", 110.0), fresh("base", 111.0, 1)], planned)

@@ -19,8 +19,8 @@ NOT_RUN = "not run yet"
 def planned_values(plan: Path, recipe: str | None = None) -> Iterator[dict[str, Any]]:
     """What each run of a plan, or each run of a recipe in it, sets: fields and their values."""
     for stage in tomllib.loads(plan.read_text(encoding="utf-8"))["stage"]:
-        over = stage.get("over", {})
-        if recipe is not None and recipe not in stage["recipes"]:
+        over, recipes = stage.get("over", {}), stage["recipes"]
+        if recipe not in (None, *([recipes] if isinstance(recipes, str) else recipes)):
             continue
         for values in itertools.product(*over.values()):
             yield stage.get("set", {}) | dict(zip(over, values, strict=True))
