@@ -214,6 +214,8 @@ def test_mistakes_are_told(run, tmp_path, capsys):
     (tmp_path / "empty.txt").write_text(" \n")
     assert "expected text, got none" in told(run, "--prompt", tmp_path / "empty.txt")
     assert "expected a text file, or - for stdin" in told(run, "--prompt", tmp_path / "none")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG")
+    assert "picture.png: expected text in UTF-8" in told(run, "--prompt", tmp_path / "picture.png")
     assert "--tokens: expected 0 (without end) or more" in told(run, "--tokens", -1)
     other = tmp_path / "other"
     shutil.copytree(run, other)

@@ -99,7 +99,10 @@ def _read_prompt(given: str | None) -> str:
             raise FileNotFoundError(
                 f"--prompt {path}: no such file; expected a text file, or - for stdin"
             )
-        text, where = path.read_text(encoding="utf-8"), given
+        try:
+            text, where = path.read_text(encoding="utf-8"), given
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--prompt {path}: expected text in UTF-8, got {error}") from error
     if not text.strip():
         raise ValueError(
             f"--prompt: expected text, got none from {where}; leave --prompt out to start anew"
