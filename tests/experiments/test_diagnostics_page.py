@@ -1,5 +1,6 @@
 """The diagnostics page shows the committed records, all of them and nothing else."""
 
+import json
 import re
 from pathlib import Path
 
@@ -24,11 +25,11 @@ def test_the_committed_page_is_what_its_records_fill_it_with():
     assert fill(text, diagnostics_page.blocks(RESULTS)) == text
 
 
-def test_every_place_of_the_page_is_a_recipe(records):
+def test_every_place_of_the_page_is_a_recipe_or_their_cost(records):
     names = {line[5:-4] for line in PAGE.read_text().splitlines() if line.startswith("<!-- ")}
     opened = {name for name in names if not name.startswith("/")}
     assert {name[1:] for name in names - opened} == opened
-    assert opened <= set(load_recipes())
+    assert opened <= {*load_recipes(), "cost"}
     assert {record["recipe"] for record in records} <= opened
 
 
@@ -44,6 +45,7 @@ def test_a_place_without_records_says_so():
 def test_no_heading_of_the_page_stands_over_nothing(records):
     text = PAGE.read_text(encoding="utf-8")
     measured = {record["recipe"] for record in records}
+    measured |= {"cost"} if RESULTS.with_name("diagnostics-cost").is_dir() else set()
     for name, block in re.findall(r"<!-- (\S+) -->\n(.*?)<!-- /\1 -->", text, re.DOTALL):
         assert (block == "Not measured yet.\n") == (name not in measured), name
 
@@ -121,6 +123,28 @@ def test_a_page_is_filled_and_its_figures_drawn(tmp_path, capsys):
     assert "| tensor | 1 |" in text
     assert f"![accuracy against steps](images/diagnostics-{recipe}-curves.png)" in text
     assert (tmp_path / "images" / f"diagnostics-{recipe}-curves.png").stat().st_size > 1000
+
+
+def test_what_a_step_costs_is_told_by_runs_alone_on_their_device(tmp_path):
+    results, costs = tmp_path / "found", tmp_path / "found-cost"
+    results.mkdir()
+    costs.mkdir()
+    assert diagnostics_page.blocks(results) == {}
+    for method, ms, changes in (
+        ("base", 2.0, {}),
+        ("tensor", 5.0, {"peak_memory_bytes": 3 * 2**20}),
+        ("xl", 9.0, {"shared_device": True}),
+    ):
+        source = next(iter(sorted(RESULTS.glob(f"windowed-binding-{method}-*-s0.json"))))
+        record = json.loads(source.read_text()) | {"shared_device": False, "step_ms": ms}
+        record |= {"steps_per_second": 1000 / ms} | changes
+        (costs / source.name).write_text(json.dumps(record))
+    text = diagnostics_page.blocks(results)["cost"]
+    assert "| method | windowed-binding |" in text
+    assert "| base | 2.00 ms (1.0×), 500 per s, " in text
+    assert "| tensor | 5.00 ms (2.5×), 200 per s, 3.0 MiB |" in text
+    assert "xl" not in text
+    assert "4,000 steps, each run alone on its device. Hardware: NVIDIA H200. Commit: " in text
 
 
 def test_records_without_a_place_are_an_error():

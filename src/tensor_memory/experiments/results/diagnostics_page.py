@@ -5,7 +5,8 @@
 
 What stands between `<!-- RECIPE -->` and `<!-- /RECIPE -->` of the page is replaced by the tables
 and figures of that recipe; a recipe without records stays as it is, or says that nothing was
-measured where nothing stands, and records without a place are an error.
+measured where nothing stands, and records without a place are an error. The place `cost` shows the
+short runs alone on their device of the folder beside, `results/diagnostics-cost`.
 """
 
 from __future__ import annotations
@@ -14,10 +15,17 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tensor_memory.experiments.results import tables
-from tensor_memory.experiments.results.comparison import Comparison, compare
+from tensor_memory.experiments.results.comparison import (
+    Comparison,
+    Record,
+    Row,
+    compare,
+    method_rank,
+)
 from tensor_memory.experiments.results.figures import draw_all, figure_titles
 from tensor_memory.experiments.results.pages import FIGURES, fill_page
-from tensor_memory.experiments.results.records import read_results
+from tensor_memory.experiments.results.records import read_finished, read_results
+from tensor_memory.experiments.results.wording import bytes_text, listing
 
 
 def blocks(folder: Path, figures: Path | None = None) -> dict[str, str]:
@@ -27,7 +35,50 @@ def blocks(folder: Path, figures: Path | None = None) -> dict[str, str]:
         texts.setdefault(comparison.recipe, []).extend(_section(comparison))
         if figures is not None:
             draw_all(comparison, figures / _name(comparison))
+    costs = read_finished(folder.with_name(f"{folder.name}-cost"))
+    if alone := [record for record in costs if not record["shared_device"] and record["step_ms"]]:
+        texts["cost"] = [tables.markdown(cost_table(alone)), _cost_caption(alone)]
     return {recipe: "\n".join(parts) for recipe, parts in texts.items()}
+
+
+def cost_table(records: Sequence[Record]) -> tables.Table:
+    """A row per method, a column per recipe: step time, times that of base, rate, peak memory."""
+    found: dict[str, dict[str, Row]] = {}
+    for comparison in compare(records):
+        for row in comparison.rows:
+            found.setdefault(row.label, {})[comparison.recipe] = row
+    recipes = dict.fromkeys(recipe for rows in found.values() for recipe in rows)
+    ordered = sorted(
+        found.items(), key=lambda item: method_rank(next(iter(item[1].values())).method)
+    )
+    return [
+        {"method": label}
+        | {recipe: _cost(rows.get(recipe), found.get("base", {}).get(recipe)) for recipe in recipes}
+        for label, rows in ordered
+    ]
+
+
+def _cost(row: Row | None, base: Row | None) -> str:
+    if row is None:
+        return "–"
+    times = f" ({_mean(row, 'step_ms') / _mean(base, 'step_ms'):.1f}×)" if base else ""
+    return (
+        f"{_mean(row, 'step_ms'):.2f} ms{times}, {_mean(row, 'steps_per_second'):,.0f} per s, "
+        f"{bytes_text(round(_mean(row, 'peak_memory_bytes')))}"
+    )
+
+
+def _mean(row: Row, name: str) -> float:
+    return sum(record[name] for record in row.records) / len(row.records)
+
+
+def _cost_caption(records: Sequence[Record]) -> str:
+    steps = sorted({record["steps"] for record in records})
+    return (
+        f"{listing([f'{count:,}' for count in steps])} steps, each run alone on its device. "
+        f"Hardware: {listing(tables.hardware(records))}. "
+        f"Commit: {listing(tables.commits(records))}.\n"
+    )
 
 
 def _section(comparison: Comparison) -> Iterable[str]:

@@ -75,8 +75,8 @@ some of them learned the task and some did not, and a band would show neither.""
 def draw_curves(comparison: Comparison, path: Path) -> list[Path]:
     """The metric on "valid" against steps, a panel per setting; the files written.
 
-    Lines are means over seeds, bands their 95 % intervals, or thin lines the seeds themselves where
-    they end far apart; the dashed line is the ceiling.
+    Lines are means over seeds, bands their 95 % intervals in panels of few lines, or thin lines the
+    seeds themselves where they end far apart; the dotted line is the ceiling.
     """
     panels: dict[tuple[tuple[str, Any], ...], list[Row]] = {}
     for row in comparison.rows:

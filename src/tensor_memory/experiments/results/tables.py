@@ -101,8 +101,8 @@ def caption(comparison: Comparison) -> str:
     if chances and comparison.metric in PERCENT:
         shown = listing([measure_text(chance, comparison.metric) for chance in chances])
         parts.append(f"Chance: {shown}")
-    parts.append(f"Hardware: {listing(_hardware(records))}")
-    parts.append(f"Commit: {listing(_commits(records))}")
+    parts.append(f"Hardware: {listing(hardware(records))}")
+    parts.append(f"Commit: {listing(commits(records))}")
     parts.append(f"Budget: {_budget_text(comparison.budget)}")
     protocols = dict.fromkeys((record.get("facts") or {}).get("evaluation") for record in records)
     told = [protocol for protocol in protocols if protocol]
@@ -240,15 +240,17 @@ def _is_number(text: str) -> bool:
     return text == "–" or text[:1].isdigit()
 
 
-def _hardware(records: Sequence[Record]) -> list[str]:
+def hardware(records: Sequence[Record]) -> list[str]:
+    """What these runs ran on."""
     found = {}
     for record in records:
-        hardware = record.get("hardware") or {}
-        found[hardware.get("gpu") or hardware.get("cpu") or "unknown"] = None
+        machine = record.get("hardware") or {}
+        found[machine.get("gpu") or machine.get("cpu") or "unknown"] = None
     return sorted(found)
 
 
-def _commits(records: Sequence[Record]) -> list[str]:
+def commits(records: Sequence[Record]) -> list[str]:
+    """Commits of these runs, short, and whether files were changed."""
     found = set()
     for record in records:
         commit = record.get("commit")
