@@ -1,13 +1,17 @@
 """Decoding is compared before it is timed; states keep their size and caches are counted."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from tensor_memory import TensorMemory, bench
-from tensor_memory.bench import decode
+from tensor_memory.bench import decode, plots, report
 from tensor_memory.bench.hosts import language_host
+
+RESULTS = Path(__file__).parents[2] / "results" / "bench"
 
 
 def run_quick(tmp_path, *arguments):
@@ -108,8 +112,43 @@ def test_a_record_with_nothing_to_draw_says_so(tmp_path, capsys):
     output = tmp_path / "scan.json"
     options = ["--device", "cpu", "--quick", "--output", str(output)]
     assert bench.main(["scan", *options, "--shapes", "binding", "--sweeps"]) == 0
+    record = json.loads(output.read_text())
+    del record["result"]["shapes"]["binding"]["ms"]["forward"]  # as where that part died
+    output.write_text(json.dumps(record))
     assert bench.main(["plot", str(output)]) == 0
     assert "nothing was measured that could be drawn" in capsys.readouterr().out
+
+
+def drawn(name):
+    """The heights of all bars of a committed record's figure, panel by panel."""
+    record = report.load(RESULTS / f"{name}-nvidia-h200.json")
+    figure = Figure()
+    assert plots.DRAW[name](record["result"], figure)
+    panels = [[bar.get_height() for bar in axis.patches] for axis in figure.axes]
+    return record["result"], panels
+
+
+def test_a_scan_without_sweeps_is_drawn_beside_the_plain_loop():
+    result, (forward, both) = drawn("scan")
+    assert result["sweeps"] == {}
+    rows = result["shapes"].values()
+    for kind, heights in (("forward", forward), ("forward_backward", both)):
+        ours = [row["ms"][kind]["graph"]["median"] for row in rows]
+        assert heights == ours + [row["plain_loop"]["ms"][kind]["median"] for row in rows]
+
+
+def test_a_train_step_is_drawn_from_python_and_as_a_graph():
+    result, (heights,) = drawn("train-step")
+    ways = [way["ms"] for row in result["models"].values() for way in (row, row["graph"])]
+    expected = [ms[which]["median"] for which in ("base", "memory") for ms in ways]
+    assert heights == expected
+
+
+def test_decoding_is_drawn_with_the_time_of_a_token():
+    result, (heights, _) = drawn("decode")
+    rows = result["batches"].values()
+    times = [row["ms_per_token"][which]["median"] for which in ("base", "memory") for row in rows]
+    assert heights == times
 
 
 def test_without_matplotlib_plotting_says_what_to_install(tmp_path, monkeypatch, capsys):

@@ -7,32 +7,35 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from tensor_memory.bench import report
 
 LABELS = {"forward": "forward", "forward_backward": "forward and backward"}
+SIZES = {"scan": (12, 3.5), "train-step": (7, 4), "decode": (10, 4)}
+"""Inches of a figure, by benchmark."""
 
 
 def draw_scan(result: dict[str, Any], figure: Any) -> bool:
-    """Cost against each thing that was varied; False where nothing was."""
-    swept = {name: [row for row in part if "ms" in row] for name, part in result["sweeps"].items()}
+    """Cost against each thing that was varied, or that of each shape; False where there is none."""
+    swept = {name: _timed(part) for name, part in result["sweeps"].items()}
     swept = {name: part for name, part in swept.items() if part}
     if not swept:
-        return False
+        return draw_shapes(result, figure)
     panels = figure.subplots(1, len(swept), squeeze=False, sharey=True)[0]
     for panel, (name, part) in zip(panels, swept.items(), strict=True):
         sizes = [_size(row["shape"][name]) for row in part]
         for kind in LABELS:
-            ways = [row["ms"][kind] for row in part]
-            best = [way.get("graph", way["eager"]) for way in ways]
+            best = [_best(row, kind) for row in part]
             medians = [timing["median"] for timing in best]
             low = [timing["median"] - timing["p10"] for timing in best]
             high = [timing["p90"] - timing["median"] for timing in best]
             panel.errorbar(sizes, medians, yerr=[low, high], marker="o", label=LABELS[kind])
         panel.set_xscale("log", base=2)
+        panel.set_xticks(sizes, [f"{size:,}" for size in sizes])
+        panel.minorticks_off()
         panel.set_yscale("log")
         panel.yaxis.set_major_formatter("{x:g}")
         panel.yaxis.set_minor_formatter("")
@@ -42,40 +45,100 @@ def draw_scan(result: dict[str, Any], figure: Any) -> bool:
     return True
 
 
-def draw_train_step(result: dict[str, Any], figure: Any) -> bool:
-    """Bars: a step without and with memory."""
-    rows = {name: row for name, row in result["models"].items() if "ms" in row}
+def draw_shapes(result: dict[str, Any], figure: Any) -> bool:
+    """Bars: the plain loop and this scan at every shape; False where none was timed."""
+    rows = {name: row for name, row in result["shapes"].items() if _timed([row])}
     if not rows:
         return False
+    panels = figure.subplots(1, len(LABELS), sharey=True)
+    for panel, (kind, label) in zip(panels, LABELS.items(), strict=True):
+        groups: dict[str, dict[str, float]] = {}
+        for name, row in rows.items():
+            groups[name] = {"this scan": _best(row, kind)["median"]}
+            if kind in row.get("plain_loop", {}).get("ms", {}):
+                groups[name]["plain loop"] = row["plain_loop"]["ms"][kind]["median"]
+        _bars(panel, groups)
+        panel.set_yscale("log")
+        panel.set_ylim(top=3 * panel.get_ylim()[1])  # room for the numbers above bars
+        panel.yaxis.set_major_formatter("{x:g}")
+        panel.set_title(label)
+    panels[0].set_ylabel("milliseconds")
+    panels[0].legend(frameon=False, loc="upper left", ncols=2)
+    return True
+
+
+def draw_train_step(result: dict[str, Any], figure: Any) -> bool:
+    """Bars: a step without and with memory, launched from Python and as a CUDA graph."""
+    groups: dict[str, dict[str, float]] = {}
+    for name, row in result["models"].items():
+        for way, timed in ((name, row), (f"{name}, CUDA graph", row.get("graph") or {})):
+            if "ms" in timed:
+                groups[way] = {
+                    "without memory": timed["ms"]["base"]["median"],
+                    "with memory": timed["ms"]["memory"]["median"],
+                }
+    if not groups:
+        return False
     panel = figure.subplots()
-    for offset, which in ((-0.2, "base"), (0.2, "memory")):
-        places = [index + offset for index in range(len(rows))]
-        medians = [row["ms"][which]["median"] for row in rows.values()]
-        panel.bar(places, medians, width=0.4, label=which)
-    panel.set_xticks(range(len(rows)), list(rows))
+    _bars(panel, groups)
     panel.set_ylabel("milliseconds per step")
     panel.legend(frameon=False)
     return True
 
 
 def draw_decode(result: dict[str, Any], figure: Any) -> bool:
-    """Bytes held after so many tokens: a growing cache, and the memory's state."""
+    """Left the time of a token; right bytes after so many: a growing cache, and the state."""
     rows = {name: row for name, row in result["batches"].items() if "state_bytes" in row}
     if not rows:
         return False
-    panel = figure.subplots()
+    left, right = figure.subplots(1, 2)
+    _bars(left, {f"batch {name}": _per_token(row) for name, row in rows.items()})
+    left.set_ylim(top=1.25 * left.get_ylim()[1])  # room for the legend
+    left.set_ylabel("milliseconds per token")
+    left.legend(frameon=False, loc="upper left", ncols=2)
     for name, row in rows.items():
         lengths = [int(length) for length in row["key_value_bytes"]]
         cache = [size / report.MIB for size in row["key_value_bytes"].values()]
-        (line,) = panel.plot(lengths, cache, marker="o", label=f"key-value cache, batch {name}")
+        (line,) = right.plot(lengths, cache, marker="o", label=f"key-value cache, batch {name}")
         state = [row["state_bytes"] / report.MIB] * len(lengths)
-        panel.plot(lengths, state, "--", color=line.get_color(), label=f"memory, batch {name}")
-    panel.set_xscale("log")
-    panel.set_yscale("log")
-    panel.set_xlabel("tokens seen")
-    panel.set_ylabel("MiB")
-    panel.legend(frameon=False)
+        right.plot(lengths, state, "--", color=line.get_color(), label=f"memory, batch {name}")
+    right.set_xscale("log")
+    right.set_yscale("log")
+    right.set_xlabel("tokens seen")
+    right.set_ylim(top=8 * right.get_ylim()[1])  # room for the legend
+    right.set_ylabel("MiB")
+    right.legend(frameon=False)
     return True
+
+
+def _timed(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows that have every time which is drawn: a part may have died."""
+    return [row for row in rows if all(kind in row.get("ms", {}) for kind in LABELS)]
+
+
+def _best(row: dict[str, Any], kind: str) -> dict[str, float]:
+    """The device's time where a graph told it, else that of launches from Python."""
+    ways = row["ms"][kind]
+    return ways.get("graph", ways["eager"])
+
+
+def _per_token(row: dict[str, Any]) -> dict[str, float]:
+    base, memory = (row["ms_per_token"][which]["median"] for which in ("base", "memory"))
+    return {"without memory": base, "with memory": memory}
+
+
+def _bars(panel: Any, groups: dict[str, dict[str, float]]) -> None:
+    """Groups of bars with their heights above them; a group may lack some."""
+    names = list(dict.fromkeys(name for bars in groups.values() for name in bars))
+    width = 0.8 / len(names)
+    for number, name in enumerate(names):
+        middle = width * (number - (len(names) - 1) / 2)
+        heights = {at: bars[name] for at, bars in enumerate(groups.values()) if name in bars}
+        drawn = panel.bar(
+            [at + middle for at in heights], list(heights.values()), width, label=name
+        )
+        panel.bar_label(drawn, fmt="%.3g", fontsize=8)
+    panel.set_xticks(range(len(groups)), list(groups))
 
 
 DRAW: dict[str, Callable[[dict[str, Any], Any], bool]] = {
@@ -121,7 +184,7 @@ def main(argv: list[str]) -> int:
             parser.error(
                 f"{path}: expected a record of {', '.join(DRAW)}, got one of {name!r}; leave it out"
             )
-        figure = Figure(figsize=(12, 3.5) if name == "scan" else (6, 4), layout="constrained")
+        figure = Figure(figsize=SIZES[name], layout="constrained")
         if not DRAW[name](record["result"], figure):
             print(f"{path}: nothing was measured that could be drawn")
             continue
