@@ -321,7 +321,10 @@ def test_top5_counts_the_first_five(actions):
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"frames": 3}, "expected a divisor of task.cached_frames = 16, got 3"),
+        (
+            {"frames": 3},
+            "expected a divisor of task.cached_frames = 16, got 3; for another T set both",
+        ),
         ({"crop": (40, 32)}, "task.crop: expected at most 32 x 64 pixels, got 40 x 32"),
         ({"patch": 5}, "task.patch: expected a divisor of task.crop = 16 x 32, got 5"),
         ({"missing": (1.0,)}, "expected parts between 0 and 1"),

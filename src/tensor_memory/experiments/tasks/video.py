@@ -70,7 +70,7 @@ class VideoTaskConfig:
         if self.frames < 1 or self.cached_frames % self.frames:
             raise ValueError(
                 f"task.frames: expected a divisor of task.cached_frames = {self.cached_frames}, "
-                f"got {self.frames}"
+                f"got {self.frames}; for another T set both"
             )
         if self.crop[0] > self.height or self.crop[1] > self.width:
             raise ValueError(
