@@ -193,6 +193,18 @@ def test_the_papers_language_number_carries_its_note():
     assert published(record(carried), "test", "perplexity") is None
 
 
+def test_notes_on_the_papers_numbers_name_their_methods_where_they_differ():
+    runs = [
+        record(replace(sign(), task=LanguageTaskConfig(), model=LinearConfig(method=method)))
+        | {"metric": "perplexity", "test": {"test": {"perplexity": 100.0}}}
+        for method in ("base", "tensor")
+    ]
+    (comparison,) = compare(runs)
+    protocol = "without `<eos>`, 30,000 words, not annealed"  # without the ticks a page hides it
+    told = f"{protocol} (base); {protocol}, and its memory sees later tokens (tensor)"
+    assert f"Paper's numbers: {told}." in tables.caption(comparison)
+
+
 def test_the_papers_vision_numbers_stand_beside_its_own_protocol_alone():
     birds = record(replace(sign(), task=MaskedImagesConfig(), model=ImageModelConfig("spatial")))
     found = published(birds, "test@75%", "published_psnr")

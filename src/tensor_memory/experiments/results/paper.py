@@ -12,8 +12,8 @@ from typing import Any
 
 from tensor_memory.experiments.results.records import CLASS
 
-FUTURE = "its memory sees later tokens"
-PROTOCOL = "the paper's protocol: no <eos>, 30,000 words, not annealed"
+FUTURE = "and its memory sees later tokens"
+PROTOCOL = "without `<eos>`, 30,000 words, not annealed"
 SOLVABLE = "solvable from the last frame"
 LEAKED = "224 px; true mean and deviation of each hidden patch given to the prediction"
 ALL: dict[str, Any] = {"task.classes": []}
@@ -83,7 +83,7 @@ def _language() -> list[Published]:
             value,
             measure="perplexity",
             where={"task.level": "word", "task.carried": False},
-            note=f"{PROTOCOL}; {FUTURE}" if method.startswith("tensor") else PROTOCOL,
+            note=f"{PROTOCOL}, {FUTURE}" if method.startswith("tensor") else PROTOCOL,
         )
         for method, value in perplexities.items()
     ]

@@ -111,15 +111,8 @@ def caption(comparison: Comparison) -> str:
     if comparison.unfinished:
         left = counted(comparison.unfinished, "unfinished run is", "unfinished runs are")
         parts.append(f"{left} left out")
-    notes = {
-        entry.note: None
-        for row in comparison.rows
-        for split in comparison.splits
-        for name in row.records[0]["test"].get(split, {})
-        if (entry := published(row.records[0], split, name)) is not None and entry.note
-    }
-    if notes:
-        parts.append(f"Paper's numbers: {'; '.join(notes)}")
+    if notes := _paper_notes(comparison):
+        parts.append(f"Paper's numbers: {notes}")
     return ". ".join(parts) + "."
 
 
@@ -168,6 +161,20 @@ def mean_speed(row: Row) -> float | None:
         if not record.get("shared_device") and record.get("steps_per_second")
     ]
     return sum(alone) / len(alone) if alone else None
+
+
+def _paper_notes(comparison: Comparison) -> str:
+    """How the paper's numbers came about, and of which methods where they differ in that."""
+    notes: dict[str, dict[str, None]] = {}
+    for row in comparison.rows:
+        for split in comparison.splits:
+            for name in row.records[0]["test"].get(split, {}):
+                entry = published(row.records[0], split, name)
+                if entry is not None and entry.note:
+                    notes.setdefault(entry.note, {})[row.method] = None
+    if len(notes) < 2:
+        return "".join(notes)
+    return "; ".join(f"{note} ({listing(list(methods))})" for note, methods in notes.items())
 
 
 def _check_measures(comparison: Comparison, names: Sequence[str]) -> None:
