@@ -164,6 +164,7 @@ def test_the_command_measures_draws_and_records(tmp_path, capsys):
     assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".json", ".png", ".svg"}
     again = draw_positions(records, tmp_path / "again")[1].read_text()
     assert "training length" in again
+    assert "parts of a window" in again
     whole = [(record["tokens"], record["losses"]) for record in records]
     assert main([*command, *out, "--rows", "3"]) == 0  # of a batch, not of the text
     for (tokens, losses), record in zip(whole, read_positions(tmp_path / "out"), strict=True):

@@ -14,6 +14,9 @@ from tensor_memory.files import read_json, write_text
 
 Record = Mapping[str, Any]
 
+PARTS = "parts of a window"
+"""What the thin lines of the figure show."""
+
 
 def write_positions(path: Path, record: Record) -> None:
     """Write a record of kind "positions" as JSON, whole or not at all."""
@@ -56,8 +59,9 @@ def draw_positions(records: Sequence[Record], path: Path) -> list[Path]:
     The thin line shows parts of a window, the marks whole windows; the dashed line ends the
     training length.
     """
-    with _figure(1) as (figure, (axis,)):
-        for number, (label, record) in enumerate(_labelled(records)):
+    labelled = list(_labelled(records))
+    with _figure(1, [label for label, _ in labelled] + [PARTS]) as (figure, (axis,)):
+        for number, (label, record) in enumerate(labelled):
             other = OTHERS[number % len(OTHERS)]
             alone = label == record["method"]
             colour, dash, marker = LOOKS.get(record["method"], other) if alone else other
@@ -69,6 +73,7 @@ def draw_positions(records: Sequence[Record], path: Path) -> list[Path]:
                       label=label)  # fmt: skip
         axis.axvline(records[0]["length"], color="#555555", linestyle=(0, (4, 3)),
                      label="training length")  # fmt: skip
+        axis.plot([], [], color="#555555", alpha=0.3, linewidth=0.8, label=PARTS)
         axis.set_xlabel("position in the text, tokens")
         axis.set_ylabel("loss of the same tokens, nats")
         axis.set_xlim(left=0)
