@@ -292,6 +292,7 @@ def test_the_leak_page_shows_scores_with_the_future_and_without(tmp_path):
     assert "6.00" in filled
     assert "perplexity" not in filled
     drawn = (tmp_path / "images" / "leak-dice.svg").read_text()
+    assert ">(sees the future)<" in drawn  # beneath its bars too
     assert "tensor-depth (sees the future)" in drawn
     assert "floor of what sees only the past" in drawn
 

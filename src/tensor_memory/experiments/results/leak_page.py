@@ -17,10 +17,10 @@ from tensor_memory.experiments.results.language_rows import planned_runs
 from tensor_memory.experiments.results.pages import fill_page
 from tensor_memory.experiments.results.planned import NOT_RUN
 from tensor_memory.experiments.results.plots import (
-    BLUE,
+    GREY,
     LOOKS,
+    ORANGE,
     OTHERS,
-    VERMILLION,
     _figure,
     _legend,
     _save,
@@ -80,14 +80,14 @@ def draw_leak(comparison: Comparison, path: Path) -> list[Path]:
                 axis.axhline(floor, color="#555555", linestyle=(0, (1, 2)), label=FLOOR)
         left.set_xlabel("steps")
         left.set_ylabel("score on valid, whole windows")
-        for offset, (split, colour) in enumerate(
-            (("test@window", VERMILLION), ("test@prefix", BLUE))
-        ):
+        # colours that no method of the left has
+        for offset, (split, colour) in enumerate((("test@window", ORANGE), ("test@prefix", GREY))):
             heights = [_mean(row, split) for row in comparison.rows]
             places = [place + 0.38 * (offset - 0.5) for place in range(len(heights))]
             bars = right.bar(places, heights, 0.36, color=colour, label=SPLITS[split])
             right.bar_label(bars, fmt="%.3g", fontsize=8)
-        right.set_xticks(range(len(comparison.rows)), [row.method for row in comparison.rows])
+        names = [row.label.replace(" (", "\n(") for row in comparison.rows]
+        right.set_xticks(range(len(names)), names)
         right.set_ylabel("score on test")
         for axis in (left, right):
             axis.set_yscale("log")
