@@ -12,6 +12,7 @@ from tensor_memory.experiments.models.video import VideoModelConfig
 from tensor_memory.experiments.recipes.images import cub
 from tensor_memory.experiments.recipes.video import ucf101_nine
 from tensor_memory.experiments.results.pages import fill
+from tensor_memory.experiments.results.paper import PUBLISHED
 from tensor_memory.experiments.results.records import config_dict, write_result
 from tensor_memory.experiments.results.rows import grouped
 from tensor_memory.experiments.results.vision_gains import gains
@@ -293,6 +294,18 @@ def test_the_vision_page_has_every_place():
     names = ("findings", "reconstruction", "actions", "missing", "cost", "cost-published")
     filled = fill(page, {name: f"table of {name}" for name in names})
     assert all(f"table of {name}\n" in filled for name in names)
+
+
+def test_the_page_quotes_what_the_paper_reports():
+    text = " ".join((Path(__file__).parents[2] / "docs" / "vision.md").read_text().split())
+    found: dict[tuple[str, str], list[float]] = {}
+    for entry in PUBLISHED:
+        found.setdefault((entry.method, entry.measure), []).append(entry.value)
+    for method in ("spatial", "base"):
+        values = [f"{value:.2f}" for value in found[method, "published_psnr"]]
+        assert f"{values[0]}, {values[1]} and {values[2]}" in text
+    for method in ("spatial", "joint", "registers"):
+        assert f"{100 * found[method, 'accuracy'][0]:.2f} %" in text
 
 
 def test_a_page_without_the_place_is_refused():
