@@ -147,6 +147,25 @@ def test_what_a_step_costs_is_told_by_runs_alone_on_their_device(tmp_path):
     assert "4,000 steps, each run alone on its device. Hardware: NVIDIA H200. Commit: " in text
 
 
+def test_methods_that_are_planned_and_not_run_are_named(tmp_path):
+    results, plans = tmp_path / "results" / "found", tmp_path / "grids"
+    results.mkdir(parents=True)
+    plans.mkdir()
+    stage = '[[stage]]\nrecipes = ["windowed-binding"]\n'
+    methods = 'over = { "model.method" = ["xl", "tensor", "base"] }\n'
+    (plans / "1-some.toml").write_text(stage + methods + '[[stage]]\nrecipes = ["windowed-map"]\n')
+    (plans / "6-cost.toml").write_text(stage + 'set = { "model.method" = "wide" }\n')
+    source = next(iter(sorted(RESULTS.glob("windowed-binding-tensor-*-s0.json"))))
+    (results / source.name).write_text(source.read_text())
+    assert (
+        ". Planned, not run yet: base and xl.\n"
+        in diagnostics_page.blocks(results)["windowed-binding"]
+    )
+    other = next(iter(sorted(RESULTS.glob("windowed-map-tensor-*-s0.json"))))
+    (results / other.name).write_text(other.read_text())
+    assert "Planned" not in diagnostics_page.blocks(results)["windowed-map"]
+
+
 def test_records_without_a_place_are_an_error():
     with pytest.raises(ValueError, match=r"expected <!-- .* -->"):
         fill("# A page without places\n", diagnostics_page.blocks(RESULTS))

@@ -6,7 +6,8 @@
 What stands between `<!-- RECIPE -->` and `<!-- /RECIPE -->` of the page is replaced by the tables
 and figures of that recipe; a recipe without records stays as it is, or says that nothing was
 measured where nothing stands, and records without a place are an error. The place `cost` shows the
-short runs alone on their device of the folder beside, `results/diagnostics-cost`.
+short runs alone on their device of the folder beside, `results/diagnostics-cost`. Methods that the
+plans in `grids`, two folders up, hold and no record answers are named below a table.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from tensor_memory.experiments.results.comparison import (
 )
 from tensor_memory.experiments.results.figures import draw_all, figure_titles
 from tensor_memory.experiments.results.pages import FIGURES, fill_page
+from tensor_memory.experiments.results.planned import NOT_RUN, planned_values
 from tensor_memory.experiments.results.records import read_finished, read_results
 from tensor_memory.experiments.results.wording import bytes_text, listing
 
@@ -31,8 +33,9 @@ from tensor_memory.experiments.results.wording import bytes_text, listing
 def blocks(folder: Path, figures: Path | None = None) -> dict[str, str]:
     """What the page shows of each recipe; its figures are drawn where a folder is given."""
     texts: dict[str, list[str]] = {}
+    plans = sorted((folder.parent.parent / "grids").glob("[1-5]-*.toml"))  # less those of cost
     for comparison in compare(read_results([folder]), split_budgets=True):
-        texts.setdefault(comparison.recipe, []).extend(_section(comparison))
+        texts.setdefault(comparison.recipe, []).extend(_section(comparison, plans))
         if figures is not None:
             draw_all(comparison, figures / _name(comparison))
     costs = read_finished(folder.with_name(f"{folder.name}-cost"))
@@ -81,17 +84,26 @@ def _cost_caption(records: Sequence[Record]) -> str:
     )
 
 
-def _section(comparison: Comparison) -> Iterable[str]:
+def _section(comparison: Comparison, plans: Sequence[Path]) -> Iterable[str]:
     if comparison.told_apart:
         yield f"{comparison.title}:\n"
     yield tables.markdown(tables.result_table(comparison))
-    yield tables.caption(comparison) + "\n"
+    missing = _not_run(comparison, plans)
+    yield tables.caption(comparison) + (f" {missing}" if missing else "") + "\n"
     memory = tables.memory_table(comparison)
     if memory:
         yield "What the memory does at test, and what is left without it:\n"
         yield tables.markdown(memory)
     for end, told in figure_titles(comparison).items():
         yield f"![{told}]({FIGURES}/{_name(comparison)}-{end}.png)\n"
+
+
+def _not_run(comparison: Comparison, plans: Sequence[Path]) -> str:
+    """Methods that a plan holds for this recipe and no record of it answers."""
+    values = [chosen for plan in plans for chosen in planned_values(plan, comparison.recipe)]
+    planned = {chosen["model.method"] for chosen in values if "model.method" in chosen}
+    missing = sorted(planned - {row.method for row in comparison.rows}, key=method_rank)
+    return f"Planned, {NOT_RUN}: {listing(missing)}." if missing else ""
 
 
 def _name(comparison: Comparison) -> str:
