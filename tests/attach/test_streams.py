@@ -215,6 +215,19 @@ def test_packed_documents_do_not_see_each_other() -> None:
     assert_same(packed[1], model(tokens[1:], use_cache=False).logits[0])
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_document_of_one_token_is_not_seen_by_the_next(padded: bool) -> None:
+    """Its position and the next document's first are both 0; with padding, they stand apart."""
+    model = window_1()
+    attach(model, SMALL)
+    tokens = text(1, 8)
+    positions = torch.tensor([[0, 1, 0, 1, 2, 3, 4, 5] if padded else [0, 0, 1, 2, 3, 4, 5, 6]])
+    mask = torch.tensor([[1, 0, 1, 1, 1, 1, 1, 1]]) if padded else None
+    packed = model(tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    second = 2 if padded else 1
+    assert_same(packed[0, second:], model(tokens[:, second:], use_cache=False).logits[0])
+
+
 def test_a_call_never_starts_a_document_by_itself() -> None:
     model = window_1()
     attachment = attach(model, SMALL)

@@ -246,22 +246,23 @@ def _last_columns(mask: Tensor | None, B: int, N: int) -> Tensor | None:
 
 
 def _documents(positions: Tensor | None, mask: Tensor | None, B: int, N: int) -> Tensor | None:
-    """(B, N) true where a position is smaller than that of the real token before it.
+    """(B, N) true where a position is not beyond that of the real token before it.
 
+    Equal ones count: a document of one token and the start of the next are both at position 0.
     Never at column 0: a call that continues another starts wherever it starts.
     """
     if positions is None or N < 2 or positions.shape[-1] != N:
         return None
     positions = positions.reshape(-1, N).expand(B, N)
     if mask is None:
-        starts = positions[:, 1:] < positions[:, :-1]
+        starts = positions[:, 1:] <= positions[:, :-1]
         starts = torch.cat([torch.zeros_like(starts[:, :1]), starts], dim=1)
     else:  # padding carries positions of no meaning, so each token looks back at a real one
         column = torch.arange(N, device=positions.device).expand(B, N)
         last_real = torch.where(mask, column, -1).cummax(1).values
         before = torch.cat([torch.full_like(last_real[:, :1], -1), last_real[:, :-1]], dim=1)
         earlier = positions.gather(1, before.clamp(min=0))
-        starts = mask & (before >= 0) & (positions < earlier)
+        starts = mask & (before >= 0) & (positions <= earlier)
     if not torch.compiler.is_compiling() and not bool(starts.any()):
         return None
     return starts
