@@ -9,6 +9,7 @@ from hosts import HOSTS, SMALL, WIDTH, Host, bert, encoder, ids, llama, read
 from torch import nn
 
 from tensor_memory import attach, find_leak
+from tensor_memory.attach.causal_calls import refuse_causal_call
 from tolerances import assert_same
 
 CAUSAL = {name: host for name, host in HOSTS.items() if host.causal}
@@ -84,6 +85,35 @@ def test_a_causal_mask_seen_only_in_the_call_is_refused_there(attention: str) ->
     attach(model, SMALL, scope="depth")
     with pytest.raises(ValueError, match=f"called with a causal mask, and .*{LEAK}"):
         model(ids())
+
+
+def mask_of(kind: str, added: bool) -> torch.Tensor:
+    """(B, 1, N, N) true where a token attends to another, or what is added to its scores."""
+    seen = torch.ones(2, 1, 6, 6, dtype=torch.bool)
+    if "causal" in kind:
+        seen = seen.tril()
+    if "window" in kind:
+        seen = seen & seen.new_ones(6, 6).tril(1).triu(-1)
+    if "padded" in kind:
+        seen[1, :, :, :2] = False
+    if "documents" in kind:
+        seen[:, :, 3:, :3] = False
+    return torch.zeros(seen.shape).masked_fill(~seen, -1e4) if added else seen
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize(
+    "kind", ["causal", "causal, padded", "causal, window", "causal, documents"]
+)
+def test_a_mask_that_hides_what_comes_later_is_refused(kind: str, added: bool) -> None:
+    with pytest.raises(ValueError, match=f"block 'h.0' is called with a causal mask, .*{LEAK}"):
+        refuse_causal_call("h.0", (), {"attention_mask": mask_of(kind, added)})
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("kind", ["all", "padded", "window"])
+def test_a_mask_that_shows_what_comes_later_is_not_refused(kind: str, added: bool) -> None:
+    refuse_causal_call("h.0", (mask_of(kind, added),), {})
 
 
 def test_depth_threads_one_state_and_flushes_after_each_layer() -> None:

@@ -23,9 +23,13 @@ LEAK = (
 
 
 def _is_causal_mask(value: Any) -> bool:
-    """(B, heads, N, columns): the last token sees what the first does not, and not the reverse."""
+    """(B, heads, N, columns): no token sees a later one, and the last sees what the first does not.
+
+    The first may see what the last does not: through a window, or in a document of its own.
+    """
     if not isinstance(value, Tensor) or value.ndim != 4 or value.shape[-2] < 2:
         return False
-    open_ = value if value.dtype.is_floating_point is False else value == 0
-    first, last = open_[..., 0, :].bool(), open_[..., -1, :].bool()
-    return bool((last & ~first).any()) and not bool((first & ~last).any())
+    open_ = value == 0 if value.is_floating_point() else value.bool()
+    later = open_.triu(1 + value.shape[-1] - value.shape[-2])  # the last columns are the tokens'
+    gained = open_[..., -1, :] & ~open_[..., 0, :]
+    return bool(gained.any()) and not bool(later.any())
