@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -115,6 +116,28 @@ def test_one_tensor_checkpointed_in_two_calls_of_a_stream_cannot_be_told_apart()
     with attachment.stream():
         loss = run(model.layers[0], x).sum() + run(model.layers[0], x).sum()
         with pytest.raises(RuntimeError, match="one and the same tensor in several calls"):
+            loss.backward()
+
+
+def test_an_input_moved_to_where_another_call_s_lay_is_not_taken_for_that_one() -> None:
+    """Hooks that save elsewhere let inputs go, and an allocator gives their place out again."""
+    model: Any = encoder()
+    place = np.zeros((1, 6, WIDTH), dtype=np.float32)
+
+    def at_the_place(x: Tensor) -> Tensor:
+        np.copyto(place, x.numpy())
+        return torch.from_numpy(place)
+
+    attachment = attach(model, SMALL)
+    loss = torch.zeros(())
+    with attachment.stream():
+        for _ in range(2):
+            with torch.autograd.graph.saved_tensors_hooks(torch.clone, at_the_place):
+                x = at_the_place(torch.randn(1, 6, WIDTH))
+                y: Any = checkpoint(model.layers[0], x, use_reentrant=False)
+            loss = loss + y.sum()
+            del x
+        with pytest.raises(RuntimeError, match="an input that its memory has not seen"):
             loss.backward()
 
 

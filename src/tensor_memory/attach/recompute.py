@@ -62,7 +62,7 @@ class FirstRuns:
         """What the memory was given in the run that this one repeats."""
         x = _first_tensor(args, kwargs)
         run = None if x is None else self._runs.get((x.data_ptr(), tuple(x.shape)))
-        if run is None:
+        if run is None or run.storage.expired():  # another input may lie at that address now
             raise RuntimeError(
                 f"attach: block '{path}' runs again in the backward pass with an input that its "
                 "memory has not seen; checkpoint the block without moving its input elsewhere "
