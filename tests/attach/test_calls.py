@@ -96,7 +96,9 @@ def test_a_model_copied_inside_a_stream_is_in_no_stream() -> None:
         assert list(other.state) == list(s.state)
 
 
-def test_a_call_that_fails_inside_a_stream_can_be_made_again() -> None:
+@pytest.mark.parametrize("where", ["model.layers.1.mlp", "lm_head"])
+def test_a_call_that_fails_inside_a_stream_can_be_made_again(where: str) -> None:
+    """In a block, or after the part of the host that holds the blocks has returned."""
     model, tokens = host(), text(2, 10)
     with torch.no_grad():
         with model.tensor_memory.stream():
@@ -105,7 +107,7 @@ def test_a_call_that_fails_inside_a_stream_can_be_made_again() -> None:
         with model.tensor_memory.stream() as s:
             model(tokens[:, :5], use_cache=False)
             before = s.state
-            handle = model.model.layers[1].mlp.register_forward_hook(fail)
+            handle = model.get_submodule(where).register_forward_hook(fail)
             with pytest.raises(RuntimeError, match="planted"):
                 model(tokens[:, 5:], use_cache=False)
             handle.remove()

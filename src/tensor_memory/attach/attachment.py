@@ -222,7 +222,7 @@ class Attachment(nn.Module):
         call = self._open.slot.call
         if call is not None and call.leave(entry) and not call.levels:
             self._open.slot.call = None
-            if call.succeeded:
+            if call.returned is entry:
                 call.hand_over()
 
     def holder(self, call: Call, tokens: int, cache: Any | None) -> Any:
@@ -314,7 +314,7 @@ class _Entry:
     def returned(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         call = self.attachment.call()
         if call is not None:
-            call.succeeded = True
+            call.returned = self
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self.attachment.leave(self)

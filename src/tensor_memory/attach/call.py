@@ -125,8 +125,8 @@ class Call:
     """States for their holders (a stream, a cache), each with its slot and its tokens: handed
     over when the call succeeds, so that one that fails can be made again."""
 
-    succeeded: bool = False
-    """Whether the module left last returned."""
+    returned: object | None = None
+    """The module that returned last; one that is left and is not this one has raised."""
 
     caches: list[Any] = field(default_factory=list)
     """Caches found to hold what the memory has seen, before this call lengthened them."""
@@ -146,7 +146,7 @@ class Call:
     def enter(self, entry: object, marks: Marks) -> None:
         """A module around the blocks is entered; what an outer one said may not hold inside."""
         self.levels.append((entry, marks))
-        self.told, self.succeeded = None, False
+        self.told = None
 
     def leave(self, entry: object) -> bool:
         """Whether it was the innermost one, which is then left."""
