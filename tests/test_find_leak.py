@@ -122,6 +122,23 @@ def test_a_leak_too_small_to_change_a_bit_is_found_by_its_gradient():
     assert "LEAK: outputs before position" in str(report)
 
 
+@pytest.mark.parametrize("leaks", [False, True])
+def test_a_model_that_cuts_its_inputs_off_has_a_gradient_of_zero(leaks):
+    class Cut(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            x = x.detach() * self.weight
+            return x.flip(1) if leaks else x
+
+    report = find_leak(Cut(), make_tokens(2, 8, 4))
+    assert bool(report) == leaks
+    assert all(cut.gradient == 0 for cut in report.cuts)
+    assert "compared bit for bit" in str(report)
+
+
 def test_a_leak_without_a_gradient_is_found_by_its_changes():
     report = find_leak(lambda x: x + x.detach().mean(1, keepdim=True), make_tokens(2, 8, 4))
     assert report
