@@ -199,17 +199,22 @@ def test_dropout_is_off_and_every_mode_and_random_state_is_given_back(ids):
 class OnlyFloat32(Stack):
     """Refuses float64, as fused kernels do."""
 
+    error: type[Exception] = TypeError
+
     def forward(self, ids):
         if self.head.weight.dtype != torch.float32:
-            raise TypeError("expected float32 weights\nand a second line")
+            raise self.error("expected float32 weights\nand a second line")
         return super().forward(ids)
 
 
-def test_a_model_that_refuses_float64_runs_as_given_and_the_report_says_so(ids):
+@pytest.mark.parametrize("error", [TypeError, RuntimeError, AssertionError])
+def test_a_model_that_refuses_float64_runs_as_given_and_the_report_says_so(ids, error):
     model = OnlyFloat32(dropout=0.5)
+    model.error = error
     report = find_leak(model, ids)
     assert not report
-    assert report.precision == "as given (no float64 copy: TypeError: expected float32 weights)"
+    refused = f"no float64 copy: {error.__name__}: expected float32 weights"
+    assert report.precision == f"as given ({refused})"
     assert model.training
     assert not any(module._forward_hooks for module in model.modules())
     assert find_leak(OnlyFloat32(threaded=True), ids)
