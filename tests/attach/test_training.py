@@ -105,7 +105,9 @@ def test_blocks_checkpointed_by_hand_have_the_same_gradients(scope: Any) -> None
     assert_same_gradients(checkpointed, gradients(model))
 
 
-def test_one_tensor_checkpointed_in_two_calls_of_a_stream_cannot_be_told_apart() -> None:
+@pytest.mark.parametrize("later", [0, 2])
+def test_one_tensor_checkpointed_in_two_calls_of_a_stream_cannot_be_told_apart(later: int) -> None:
+    """Nor where later calls, outside it, agree with each other."""
     model: Any = encoder()
 
     def run(block: nn.Module, x: Tensor) -> Tensor:
@@ -115,8 +117,10 @@ def test_one_tensor_checkpointed_in_two_calls_of_a_stream_cannot_be_told_apart()
     x = torch.randn(1, 6, WIDTH, requires_grad=True)
     with attachment.stream():
         loss = run(model.layers[0], x).sum() + run(model.layers[0], x).sum()
-        with pytest.raises(RuntimeError, match="one and the same tensor in several calls"):
-            loss.backward()
+    for _ in range(later):
+        loss = loss + run(model.layers[0], x).sum()
+    with pytest.raises(RuntimeError, match="one and the same tensor in several calls"):
+        loss.backward()
 
 
 def test_an_input_moved_to_where_another_call_s_lay_is_not_taken_for_that_one() -> None:
