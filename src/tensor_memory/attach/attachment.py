@@ -98,9 +98,9 @@ class Attachment(nn.Module):
         """Whether all layers share one set of memory weights."""
         return self.memory is not None
 
-    def num_parameters(self, *, trainable_only: bool = False) -> int:
+    def num_parameters(self) -> int:
         """Numbers the memory adds to the host."""
-        return sum(p.numel() for p in self.parameters() if p.requires_grad or not trainable_only)
+        return sum(p.numel() for p in self.parameters())
 
     def stream(self, state: Mapping[str, MemoryState] | None = None) -> Stream:
         """Calls that belong together: `with attachment.stream() as s:`, see `Stream`."""
