@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from hosts import SMALL, VOCABULARY, WIDTH, llama
-from torch import Tensor
+from hosts import SMALL, VOCABULARY, WIDTH, encoder, llama
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
@@ -192,6 +192,37 @@ def test_a_whole_host_checkpointed_inside_a_stream_is_refused(
     y = x.detach().clone().requires_grad_()
     again = torch.autograd.grad(checkpoint(run, y, use_reentrant=False).square().sum(), y)
     assert_same(again[0], plain[0])
+
+
+def test_a_mask_given_to_a_part_of_the_host_does_not_hold_after_it() -> None:
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([encoder().layers[0]])
+
+        def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+            return self.layers[0](x)
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part, self.last = Part(), encoder().layers[0]
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.last(self.part(x, attention_mask=mask))
+
+    model = Whole().double().eval()
+    attachment = attach(model, SMALL, layers=["part.layers.0", "last"])
+    seen = []
+    for layer in attachment.layers:
+        layer.register_forward_hook(
+            lambda _, args, kwargs, output: seen.append(kwargs["mask"]), with_kwargs=True
+        )
+    mask = torch.tensor([[1, 1, 1, 0, 0]])
+    model(torch.randn(1, 5, WIDTH, dtype=torch.float64), mask)
+    inside, after = seen
+    assert torch.equal(inside, mask.bool())
+    assert after is None
 
 
 def test_a_4_d_mask_does_not_drop_the_padding_silently() -> None:
