@@ -7,7 +7,7 @@ from tensor_memory.experiments.commands.run import summary
 from tensor_memory.experiments.commands.sweep import _line
 from tensor_memory.experiments.commands.workers import Job, Outcome
 from tensor_memory.experiments.results.comparison import compare
-from tensor_memory.experiments.results.gap import gap_rows, gap_table
+from tensor_memory.experiments.results.gap import gap_rows, gap_table, step_ms
 from tensor_memory.experiments.results.report import write_report
 
 
@@ -40,6 +40,12 @@ def test_a_missing_end_of_the_gap_leaves_the_share_out():
     assert (rows[0].share, rows[0].step_ratio) == (None, None)
     (comparison,) = compare(table()[1:])
     assert gap_table(comparison) == []
+
+
+def test_runs_too_short_to_be_timed_have_no_step_time():
+    short = record("local", 120.0) | {"step_ms": None}
+    assert step_ms([short]) is None
+    assert step_ms([short, record("local", 120.0, step_ms=30.0)]) == 30.0
 
 
 def test_a_report_shows_the_gap_where_both_ends_were_run(tmp_path):

@@ -1,6 +1,8 @@
 """Loss against position: the same tokens at every distance, with what was carried to them."""
 
 import json
+import math
+import statistics
 
 import pytest
 import torch
@@ -25,17 +27,17 @@ from tolerances import assert_same
 WORDS, N = 11, 6
 
 
-def made(method, *, carried=True, tokens=45):
+def made(method, *, carried=True, tokens=45, length=N):
     config = RunConfig(
         recipe="language",
-        task=LanguageTaskConfig(corpus="any", length=N, carried=carried),
+        task=LanguageTaskConfig(corpus="any", length=length, carried=carried),
         model=LanguageModelConfig(
             method=method, dim=8, layers=2, heads=2, dropout=0.1, window=3,
             memory=MemoryConfig(channels=4, grid=(3, 3), chunk_size=4),
         ),
     )  # fmt: skip
     torch.manual_seed(0)
-    model = LanguageModel(config.model, WORDS, N, carried=True)
+    model = LanguageModel(config.model, WORDS, length, carried=True)
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1 and "memory" not in name:
             nn.init.normal_(parameter, std=0.5)
@@ -84,6 +86,32 @@ def test_a_record_holds_means_over_windows_and_over_parts_of_them():
     assert record["step"] == 2
     assert {"commit", "versions", "hardware"} <= record.keys()
     assert json.loads(json.dumps(record)) == record
+
+
+def test_a_window_longer_than_its_parts_is_cut_into_eight_at_whole_tokens():
+    config, task, model = made("tensor-local", tokens=60, length=12)
+    record = loss_by_position(config, task, model, step=2, windows=2)
+    nll = window_losses(config, task, model, windows=2, size=32)
+    assert record["positions"][:3] == [0.5, 2.0, 3.5]  # the first token, two, one
+    assert record["positions"][8:10] == [12.5, 14.0]
+    assert record["losses"][8] == pytest.approx(nll[1, :, 0].mean().item())
+    assert record["losses"][9] == pytest.approx(nll[1, :, 1:3].mean().item())
+    assert len(record["losses"]) == len(record["positions"]) == 2 * 8
+
+
+def test_a_gain_stands_with_its_error_over_windows():
+    config, task, model = made("tensor-local")
+    record = loss_by_position(config, task, model, step=2, windows=4)
+    nll = window_losses(config, task, model, windows=4, size=32).mean(2)
+    gains = (nll[0] - nll[3]).tolist()
+    error = statistics.stdev(gains) / math.sqrt(len(gains))
+    assert record["windows"][3]["gain_error"] == pytest.approx(error)
+    mean = statistics.fmean(gains)
+    assert positions_table([record])[0]["gain"] == f"{mean:+.4f} ± {1.96 * error:.4f}"
+    one = loss_by_position(config, task, model, step=2, windows=7)  # of 7: nothing to spread
+    assert [window["gain_error"] for window in one["windows"]] == [0.0] * 7
+    (alone,) = loss_by_position(config, task, model, step=2, windows=1, size=1)["windows"]
+    assert (alone["history"], alone["gain"], alone["gain_error"]) == (0, 0.0, 0.0)
 
 
 def test_a_model_that_was_not_trained_to_the_end_says_so():

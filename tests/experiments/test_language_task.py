@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tensor_memory.experiments.commands.arguments import parse_run
 from tensor_memory.experiments.tasks.language import LanguageTask, LanguageTaskConfig
+from tensor_memory.experiments.tasks.scored_tokens import loss_sums
 from tensor_memory.experiments.tasks.text import (
     WIKITEXT_2,
     Corpus,
@@ -50,6 +51,20 @@ def test_the_paper_protocol_has_no_line_ends(tmp_path):
     corpus = read_corpus(folder, protocol="paper", wikitext=False)
     assert len(corpus.splits["train"]) == 12
     assert "<eos>" not in corpus.vocabulary.words
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({}, "standard"), ({"protocol": "paper"}, "paper"), ({"level": "byte"}, "bytes")],
+)
+def test_the_facts_name_the_protocol_that_a_perplexity_goes_with(options, said):
+    assert counting_task(9, **options).facts()["protocol"] == said
+
+
+def test_losses_are_added_in_float64():
+    outputs = {"nll": torch.tensor([[2.0**24, 1.0, 5.0]])}  # float32 has no 2²⁴ + 1
+    total, count = loss_sums(outputs, {"scored": torch.tensor([[True, True, False]])})["loss"]
+    assert (total.item(), count.item()) == (2**24 + 1, 2)
 
 
 def test_a_capped_vocabulary_holds_the_most_frequent_words_and_the_unknown():
