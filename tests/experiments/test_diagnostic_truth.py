@@ -42,6 +42,14 @@ def test_binding_asks_for_the_value_written_nearest(noise, gap):
                 assert (row["place"][nearest] == row["place"][at]).all()
 
 
+def test_places_are_drawn_from_all_of_the_cube_around_zero():
+    places = BindingConfig(writes=20).build(0).batch("test", 0, 512)["place"][:, :20]
+    low, high = places.amin((0, 1)), places.amax((0, 1))
+    assert ((low >= -1) & (low < -0.99)).all()
+    assert ((high <= 1) & (high > 0.99)).all()
+    assert (places.mean((0, 1)).abs() < 0.02).all()
+
+
 def test_noise_on_a_query_has_the_stated_spread():
     config = BindingConfig(writes=1, noise=0.05)
     batch = config.build(0).batch("test", 0, 4096)

@@ -120,6 +120,17 @@ def test_the_depth_threaded_model_does_not():
     assert difference.abs() > 1e-6  # of causal models they agree to 1e-10
 
 
+@torch.no_grad()
+def test_the_first_token_sees_the_last_one_even_of_a_chunk_that_is_not_full():
+    task = text_task(length=20)  # of chunks of 3
+    model = model_of("tensor-depth", task)
+    ids = task.batch("test", 0, 2)["ids"]
+    other = ids.clone()
+    other[:, -1] = 2
+    first, changed = (model.hidden(each)[0][:, 0] for each in (ids, other))
+    assert (first - changed).abs().max() > 1e-6
+
+
 def test_throws_are_independent_uniform_and_drawn_afresh():
     task = dice_task(test_rows=4096)
     (batch,) = batches(task, "test", 4096)

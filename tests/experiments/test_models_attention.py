@@ -184,6 +184,15 @@ def test_heads_that_do_not_divide_the_width_are_refused():
         SelfAttention(10, 4)
 
 
+def test_relative_attention_without_pairs_of_sinusoids_or_tokens_to_read_is_refused():
+    with pytest.raises(ValueError, match="dim: expected an even width for sinusoids, got 9"):
+        RelativeAttention(9, 3, PositionBias(9))
+    with pytest.raises(ValueError, match="segment of 1 or more, got 0 and 0"):
+        RelativeAttention(8, 2, PositionBias(8), segment=0)
+    with pytest.raises(ValueError, match="expected cache of 0 or more .* got -1 and None"):
+        RelativeAttention(8, 2, PositionBias(8), cache=-1)
+
+
 def test_a_window_on_a_model_that_looks_ahead_is_refused():
     with pytest.raises(ValueError, match="window: expected 1 or more tokens of a causal model"):
         SelfAttention(8, 2, causal=False, window=3)

@@ -2,12 +2,19 @@
 
 import pytest
 import torch
+from accelerate import Accelerator
 from tiny_runs import TinyModelConfig, TinyTaskConfig, tiny_run
 
 from tensor_memory import MemoryConfig
 from tensor_memory.experiments.models.language import LanguageModel, LanguageModelConfig
 from tensor_memory.experiments.train import RunOptions, load_run, train
-from tensor_memory.experiments.train.memory_use import memory_backend, memory_layers, memory_off
+from tensor_memory.experiments.train.evaluation import Evaluator
+from tensor_memory.experiments.train.memory_use import (
+    memory_backend,
+    memory_layers,
+    memory_off,
+    memory_use,
+)
 from tolerances import assert_same
 
 MEMORY = MemoryConfig(channels=2, grid=(2, 2), chunk_size=2)
@@ -34,6 +41,28 @@ def test_the_record_says_how_much_each_layer_adds(tmp_path):
     assert layer["use"] == pytest.approx(added.mean().item(), rel=1e-4)
     assert layer["use"] > 0
     assert record["backend"] == "torch"
+
+
+def test_the_use_of_a_layer_called_twice_is_the_mean_of_its_calls():
+    config = with_memory()
+    task = config.task.build(0)
+    once = config.model.build(task)
+
+    class Twice(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = once
+
+        def forward(self, batch, carry=None):
+            self.model(batch)
+            return self.model(batch)
+
+    single, double = (
+        memory_use(model, Evaluator(model, task, config, Accelerator(cpu=True)))[0]["use"]
+        for model in (once, Twice())
+    )
+    assert single > 0
+    assert double == pytest.approx(single)
 
 
 def test_without_its_memory_a_model_is_measured_with_nothing_added(tmp_path, monkeypatch):

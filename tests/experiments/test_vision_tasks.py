@@ -198,6 +198,20 @@ def test_test_clips_are_spread_over_the_whole_video(actions):
         assert [number_of(frame) for frame in row] == list(range(1, 16, 2))
 
 
+def test_a_test_clip_is_cut_from_the_middle_of_its_frames(actions):
+    task = actions.build(0)
+    whole = whole_frames(actions).batch("test", 0, 3)["clip"]  # 32 × 64 pixels, cut to 16 × 32
+    assert torch.equal(task.batch("test", 0, 3)["clip"], whole[:, :, 8:24, 16:48])
+
+
+def test_training_crops_reach_all_of_the_frame(actions):
+    task = replace(actions, crop=(30, 62), patch=2).build(0)
+    ends = torch.tensor([[0.0, 0.0, 0.0, 0.0], [0.999, 0.999, 0.999, 0.0]])
+    first, last = task._cut(torch.tensor([0, 0]), ends)
+    assert torch.equal(first, task.store.frames[0, 0::2, :30, :62])
+    assert torch.equal(last, task.store.frames[0, 1::2, 2:, 2:])
+
+
 def test_training_draws_once_per_clip(actions):
     """Start, crop and flip are the same in all frames of a clip, and differ between clips."""
     task, seen = whole_frames(actions), set()
