@@ -148,6 +148,7 @@ def test_the_search_says_what_loosening_each_limit_is_worth(tmp_path):
         record("base", 100.0),
         record("local", 120.0),
         variant(118.0),
+        variant(116.0, forget_bias=2.0),
         variant(115.0, forget_bias=3.0),
         variant(110.0, reads="token", forget_bias=3.0),
         variant(119.0, layers=(3,)),
@@ -157,13 +158,14 @@ def test_the_search_says_what_loosening_each_limit_is_worth(tmp_path):
     found = language_page.searched(runs)
     table = limits_table(found)
     assert [(line["limit"], line["change"], line["perplexity"]) for line in table] == [
-        ("decay", "forget_bias 3", "-3.00"),
+        ("decay", "forget_bias 3", "-3.00"),  # of one limit, what is worth most first
+        ("decay", "forget_bias 2", "-2.00"),
         ("layers", "memory_layers 3", "+1.00"),
         ("several", "reads token, forget_bias 3", "-8.00"),
     ]
-    assert [line["gap closed, valid"] for line in table] == ["25 %", "5 %", "50 %"]
+    assert [line["gap closed, valid"] for line in table] == ["25 %", "20 %", "5 %", "50 %"]
     assert limits_table(language_page.searched(runs[:2])) == []
-    for run in runs[:4]:
+    for run in runs[:5]:
         del run["config"]["model"]["memory"]["input_bias"]  # as recorded before there was one
     assert limits_table(language_page.searched(runs)) == table
     drawn = draw_search(found, tmp_path / "search")[1].read_text()

@@ -11,6 +11,7 @@ from torch import nn
 from tensor_memory import MemoryConfig
 from tensor_memory.cli import main
 from tensor_memory.experiments.models.language import LanguageModel, LanguageModelConfig
+from tensor_memory.experiments.results import positions
 from tensor_memory.experiments.results.plots import OTHERS
 from tensor_memory.experiments.results.positions import (
     draw_positions,
@@ -139,6 +140,29 @@ def test_more_runs_than_looks_are_drawn(tmp_path):
     record = loss_by_position(config, task, model, step=2, windows=2)
     many = [record | {"seed": seed} for seed in range(len(OTHERS) + 1)]
     assert f"seed {len(OTHERS)}" in draw_positions(many, tmp_path / "many")[1].read_text()
+
+
+def test_a_figure_shows_each_window_at_its_middle(tmp_path, monkeypatch):
+    config, task, model = made("local")
+    record = loss_by_position(config, task, model, step=2, windows=3)
+    drawn = []
+    monkeypatch.setattr(positions, "_save", lambda figure, path: drawn.append(figure) or [])
+    draw_positions([record], tmp_path / "one")
+    fine, whole, length = drawn[0].axes[0].get_lines()
+    assert fine.get_xydata().tolist() == [
+        list(pair) for pair in zip(record["positions"], record["losses"], strict=True)
+    ]
+    losses = [window["loss"] for window in record["windows"]]
+    assert whole.get_xydata().tolist() == [
+        list(pair) for pair in zip((3.0, 9.0, 15.0), losses, strict=True)
+    ]
+    assert list(length.get_xdata()) == [N, N]
+
+
+def test_what_is_no_record_of_positions_is_passed_over(tmp_path):
+    for kind in ("positions", "run"):
+        (tmp_path / f"{kind}.json").write_text(json.dumps({"kind": kind}))
+    assert read_positions(tmp_path) == [{"kind": "positions"}]
 
 
 def test_a_text_too_short_is_refused():

@@ -53,6 +53,14 @@ def test_the_paper_protocol_has_no_line_ends(tmp_path):
     assert "<eos>" not in corpus.vocabulary.words
 
 
+def test_bytes_are_read_as_they_are(tmp_path):
+    folder = write(tmp_path, train=LINES, valid=" é \n", test=" a \n")
+    corpus = read_corpus(folder, level="byte")
+    assert len(corpus.vocabulary) == 256
+    assert corpus.splits["train"].tolist() == list(LINES.encode())
+    assert corpus.splits["valid"].tolist() == list(b" \xc3\xa9 \n")
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [({}, "standard"), ({"protocol": "paper"}, "paper"), ({"level": "byte"}, "bytes")],

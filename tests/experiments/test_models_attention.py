@@ -189,7 +189,7 @@ def test_relative_attention_without_pairs_of_sinusoids_or_tokens_to_read_is_refu
         RelativeAttention(9, 3, PositionBias(9))
     with pytest.raises(ValueError, match="segment of 1 or more, got 0 and 0"):
         RelativeAttention(8, 2, PositionBias(8), segment=0)
-    with pytest.raises(ValueError, match="expected cache of 0 or more .* got -1 and None"):
+    with pytest.raises(ValueError, match=r"expected cache of 0 or more .* got -1 and None"):
         RelativeAttention(8, 2, PositionBias(8), cache=-1)
 
 

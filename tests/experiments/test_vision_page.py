@@ -202,6 +202,15 @@ def test_gains_are_paired_by_seed_and_bold_where_zero_is_left_out():
     assert table[1]["PSNR"] == "-0.56 ± 3.58"  # -1.40, 1.10 and -1.39
 
 
+def test_a_gain_of_nothing_is_not_bold_and_a_seed_alone_counts_for_nothing():
+    runs = [image_record(m, 19.0 + s, s) for m in ("base", "spatial") for s in (0, 1)]
+    runs += [image_record("spatial", 99.0, 2)]
+    (line,) = gains(runs, {"PSNR": ("test@75%", "psnr"), "other": ("test@75%", "lpips")})
+    assert (line["PSNR"], line["other"], line["seeds"]) == ("+0.00 ± 0.00", "–", "2")
+    del runs[0]["test"]["test@75%"]["psnr"]
+    assert gains(runs, {"PSNR": ("test@75%", "psnr")})[0]["PSNR"] == "–"
+
+
 def test_variants_are_held_against_what_they_can_be_compared_with():
     runs = [
         video_record("frames", 8, 0.5),
