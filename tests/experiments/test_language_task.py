@@ -237,6 +237,18 @@ def test_a_text_too_short_for_the_batch_is_refused():
         counting_task(20).batch("train", 0, 9)
 
 
+def test_a_perplexity_may_be_large_and_stays_finite():
+    task = counting_task(7)
+    assert task.finish({"loss": 9.0})["perplexity"] == pytest.approx(math.exp(9))
+    assert math.isfinite(task.finish({"loss": 1e4})["perplexity"])
+
+
+def test_bytes_are_told_in_bits():
+    assert counting_task(7, level="byte").finish({"loss": math.log(8)}) == pytest.approx(
+        {"loss": math.log(8), "perplexity": 8.0, "bits_per_byte": 3.0}
+    )
+
+
 def test_perplexity_is_the_exponential_of_the_mean_over_scored_tokens():
     task = counting_task(7, length=4)
     batch = task.batch("test", 0, 2)

@@ -212,6 +212,15 @@ def test_compared_states_have_the_memorys_bytes(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_dropout_is_for_training_alone(method):
+    dropped, plain = tiny(method, dropout=0.5), tiny(method).eval()
+    plain.load_state_dict(dropped.state_dict())
+    given = batch()
+    assert_same(dropped.eval()(given)[0]["nll"], plain(given)[0]["nll"])
+    assert not torch.allclose(dropped.train()(given)[0]["nll"], plain(given)[0]["nll"])
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_losses_are_those_of_the_logits(method):
     model, given = tiny(method).double().eval(), batch()
     losses = model(given)[0]["nll"]

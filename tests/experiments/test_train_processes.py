@@ -9,15 +9,12 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 from safetensors.torch import load_file
-from tiny_runs import long_run, shared_run, tiny_run
+from tiny_runs import long_run, shared_run
 
 from tensor_memory.experiments.train import RunOptions, load_run, train
-from tensor_memory.experiments.train.evaluation import Evaluator
 from tensor_memory.experiments.train.steps import seed_step
 from tolerances import assert_same
 
@@ -39,34 +36,6 @@ def launch(*words):
 
 def lines(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-@pytest.mark.parametrize("size", [64, 128])  # of 70 rows: the last batch, or the only one, is short
-def test_processes_count_every_row_once_and_none_where_they_have_none(size):
-    config = tiny_run(budget={"evaluation_batch_size": size})
-    task = config.task.build(0)
-    model, totals = config.model.build(task), []
-
-    def measured(index, processes):
-        def reduce(total, reduction):
-            totals.append(total)
-            return total
-
-        group = SimpleNamespace(
-            device=torch.device("cpu"),
-            num_processes=processes,
-            process_index=index,
-            reduce=reduce,
-        )
-        return Evaluator(model, task, config, group).split("test")
-
-    alone = measured(0, 1)
-    for index in range(4):
-        measured(index, 4)
-    together = sum(totals)  # (measures, 2) by name: accuracy, loss
-    assert together[:, 1].tolist() == [70, 70]
-    means = (together[:, 0] / 70).tolist()
-    assert means == pytest.approx([alone["accuracy"], alone["loss"]])
 
 
 def test_two_processes_give_the_loss_curve_of_one(tmp_path):

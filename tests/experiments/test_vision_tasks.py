@@ -7,11 +7,11 @@ import torch
 from vision_data import number_of, write_cub, write_ucf, write_video
 
 from tensor_memory.experiments.tasks import Task
-from tensor_memory.experiments.tasks.epochs import epoch_rows
 from tensor_memory.experiments.tasks.image_files import Source, cub_images, split_images
 from tensor_memory.experiments.tasks.images import decode_image
 from tensor_memory.experiments.tasks.masked_images import DEVIATION, MEAN, MaskedImagesConfig
-from tensor_memory.experiments.tasks.video import BLANK, VideoTaskConfig
+from tensor_memory.experiments.tasks.video import BLANK, VideoTask, VideoTaskConfig
+from tolerances import assert_same
 
 
 @pytest.fixture(scope="module")
@@ -88,15 +88,6 @@ def test_evaluation_depends_on_no_seed_and_covers_every_row_once(config):
 def test_an_unknown_split_is_named(config):
     with pytest.raises(ValueError, match="expected train, valid, test"):
         config.build(0).batch("dev", 0, 2)
-
-
-def test_an_epoch_shows_every_row_once():
-    for epoch in range(3):
-        rows = epoch_rows(7, 4, 7 * epoch, 7 * epoch + 7)
-        assert rows.sort().values.tolist() == list(range(7))
-    whole = epoch_rows(7, 4, 0, 21)
-    assert torch.equal(whole[5:16], epoch_rows(7, 4, 5, 16))
-    assert not torch.equal(whole[:7], whole[7:14])
 
 
 def test_the_test_image_is_the_middle_of_the_decoded_file(birds):
@@ -319,6 +310,20 @@ def test_a_split_that_cannot_be_decoded_at_all_is_an_error(tmp_path):
     complaint = "test: expected clips, but not one of its 6 can be decoded"
     with pytest.warns(UserWarning, match="6 of 24"), pytest.raises(ValueError, match=complaint):
         config.build(0)
+
+
+def test_another_seed_cuts_other_clips(actions, monkeypatch):
+    monkeypatch.setattr(VideoTask, "_cut", lambda self, rows, draws: draws)
+    tasks = [actions.build(seed) for seed in (0, 1)]
+    assert not torch.equal(*(task.batch("train", 0, 4)["clip"] for task in tasks))
+
+
+def test_the_loss_spreads_a_part_of_the_label_over_all_classes_and_the_measure_does_not(actions):
+    task, label = replace(actions, label_smoothing=0.3).build(0), torch.tensor([1])
+    logits = torch.tensor([[3.0, 2.0, 1.0]])
+    nll = -logits.log_softmax(1)[0]
+    assert_same(task.loss({"logits": logits}, {"label": label}), 0.7 * nll[1] + 0.3 * nll.mean())
+    assert_same(task.measure({"logits": logits}, {"label": label})["loss"][0], nll[1])
 
 
 def test_top5_counts_the_first_five(actions):
