@@ -1,6 +1,7 @@
 """Masks that belong to an image, patches, and measures over what was hidden."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -166,3 +167,11 @@ def test_composing_keeps_what_was_visible(pictures):
     composed = compose(torch.full_like(target, 2.0), target, hidden)
     assert torch.equal(composed[:, 0][~hidden], target[:, 0][~hidden])
     assert (composed[:, 0][hidden] == 1).all()
+
+
+def test_every_metric_takes_a_prediction_as_it_would_be_shown():
+    target, predicted = torch.rand(2, 3, 16, 16), 3 * torch.rand(2, 3, 16, 16) - 1
+    hidden = torch.rand(2, 16, 16) < 0.5
+    shown = predicted.clamp(0, 1)
+    for metric in (psnr_hidden, ssim_hidden, partial(published_psnr, patch=4)):
+        assert torch.equal(metric(predicted, target, hidden), metric(shown, target, hidden))

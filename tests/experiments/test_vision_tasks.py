@@ -6,11 +6,11 @@ import pytest
 import torch
 from vision_data import number_of, write_cub, write_ucf, write_video
 
-from tensor_memory.experiments.tasks import Task
+from tensor_memory.experiments.tasks import Task, masked_images, video
 from tensor_memory.experiments.tasks.image_files import Source, cub_images, split_images
 from tensor_memory.experiments.tasks.images import decode_image
 from tensor_memory.experiments.tasks.masked_images import DEVIATION, MEAN, MaskedImagesConfig
-from tensor_memory.experiments.tasks.video import BLANK, VideoTask, VideoTaskConfig
+from tensor_memory.experiments.tasks.video import BLANK, VideoTaskConfig
 from tolerances import assert_same
 
 
@@ -69,6 +69,12 @@ def test_a_batch_is_a_function_of_seed_and_number(config):
     assert same(first.batch("train", 5, 3), second.batch("train", 5, 3))
     assert not same(first.batch("train", 5, 3), first.batch("train", 6, 3))
     assert not same(first.batch("train", 5, 3), config.build(1).batch("train", 5, 3))
+
+
+def test_another_seed_draws_other_cuts_and_masks_of_the_same_rows(config, monkeypatch):
+    for module in (masked_images, video):
+        monkeypatch.setattr(module, "epoch_rows", lambda *_, **__: torch.arange(4))
+    assert not same(*(config.build(seed).batch("train", 0, 4) for seed in (0, 1)))
 
 
 def test_evaluation_depends_on_no_seed_and_covers_every_row_once(config):
@@ -312,18 +318,11 @@ def test_a_split_that_cannot_be_decoded_at_all_is_an_error(tmp_path):
         config.build(0)
 
 
-def test_another_seed_cuts_other_clips(actions, monkeypatch):
-    monkeypatch.setattr(VideoTask, "_cut", lambda self, rows, draws: draws)
-    tasks = [actions.build(seed) for seed in (0, 1)]
-    assert not torch.equal(*(task.batch("train", 0, 4)["clip"] for task in tasks))
-
-
 def test_the_loss_spreads_a_part_of_the_label_over_all_classes_and_the_measure_does_not(actions):
-    task, label = replace(actions, label_smoothing=0.3).build(0), torch.tensor([1])
-    logits = torch.tensor([[3.0, 2.0, 1.0]])
-    nll = -logits.log_softmax(1)[0]
-    assert_same(task.loss({"logits": logits}, {"label": label}), 0.7 * nll[1] + 0.3 * nll.mean())
-    assert_same(task.measure({"logits": logits}, {"label": label})["loss"][0], nll[1])
+    task, given = replace(actions, label_smoothing=0.3).build(0), {"label": torch.tensor([0])}
+    nll = -torch.tensor([3.0, 2.0, 1.0]).log_softmax(0)
+    assert_same(task.loss({"logits": -nll[None]}, given), 0.7 * nll[0] + 0.3 * nll.mean())
+    assert_same(task.measure({"logits": -nll[None]}, given)["loss"][0], nll[0])
 
 
 def test_top5_counts_the_first_five(actions):
