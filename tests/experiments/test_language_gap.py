@@ -35,6 +35,12 @@ def test_shares_are_measured_against_local_of_the_same_window():
     assert found["tensor-local (placement=after_attention)"]["gap closed"] == "150 %"
 
 
+def test_the_first_of_several_locals_of_a_window_is_the_end_of_the_gap():
+    runs = {"base": 100.0, "local": 120.0, "local (blocks 4)": 140.0, "tensor-local": 110.0}
+    groups = [(label, [record(label.split()[0], value)]) for label, value in runs.items()]
+    assert [row.share for row in gap_rows(groups)] == [1.0, 0.0, -1.0, 0.5]
+
+
 def test_a_missing_end_of_the_gap_leaves_the_share_out():
     rows = gap_rows([("tensor-local", [record("tensor-local", 110.0)])])
     assert (rows[0].share, rows[0].step_ratio) == (None, None)

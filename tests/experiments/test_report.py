@@ -286,6 +286,12 @@ def sweep_records() -> list[dict[str, Any]]:
     ]
 
 
+def test_the_csv_has_a_ceiling_for_the_metric_alone():
+    (comparison,) = compare([run()])
+    lines = csv.DictReader(tables.csv_text(comparison).splitlines())
+    assert {line["measure"]: line["ceiling"] for line in lines} == {"accuracy": "1.0", "loss": ""}
+
+
 def test_a_report_holds_tables_curves_and_sweeps(tmp_path):
     text = write_report(sweep_records(), tmp_path / "deep" / "report", title="Signs")
     folder = tmp_path / "deep" / "report"
