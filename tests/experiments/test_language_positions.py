@@ -148,7 +148,7 @@ def test_a_figure_shows_each_window_at_its_middle(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(positions, "_save", lambda figure, path: drawn.append(figure) or [])
     draw_positions([record], tmp_path / "one")
-    fine, whole, length = drawn[0].axes[0].get_lines()
+    fine, whole, length, told = drawn[0].axes[0].get_lines()
     assert fine.get_xydata().tolist() == [
         list(pair) for pair in zip(record["positions"], record["losses"], strict=True)
     ]
@@ -157,6 +157,7 @@ def test_a_figure_shows_each_window_at_its_middle(tmp_path, monkeypatch):
         list(pair) for pair in zip((3.0, 9.0, 15.0), losses, strict=True)
     ]
     assert list(length.get_xdata()) == [N, N]
+    assert (told.get_label(), len(told.get_xdata())) == (positions.PARTS, 0)  # for the legend alone
 
 
 def test_what_is_no_record_of_positions_is_passed_over(tmp_path):
