@@ -62,9 +62,22 @@ def test_an_encoder_decoder_generates_as_by_full_recomputation(layers: str, beam
     assert torch.equal(cached, recomputed)
 
 
-def test_the_encoder_s_mask_is_not_taken_for_the_decoder_s() -> None:
-    model = t5()
-    attach(model, SMALL, layers="decoder.block.*")
+class Holder(nn.Module):
+    """A module of the user's own around a host."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.model(**inputs)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "inside another module"])
+def test_the_encoder_s_mask_is_not_taken_for_the_decoder_s(inside: bool) -> None:
+    model = Holder(t5()) if inside else t5()
+    layers = "model.decoder.block.*" if inside else "decoder.block.*"
+    attach(model, SMALL, layers=layers, gate_init=3.0)
     tokens, target = ids(), ids()
     mask = torch.ones_like(tokens)
     mask[:, 4:] = 0
@@ -83,28 +96,6 @@ def test_a_decoder_as_long_as_its_encoder_has_a_mask_of_its_own() -> None:
     encoded = model.encoder(tokens, attention_mask=mask)
     apart = model(encoder_outputs=encoded, attention_mask=mask, decoder_input_ids=target).logits
     assert_same(together, apart)
-
-
-class Holder(nn.Module):
-    """A module of the user's own around a host."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, **inputs: Any) -> Any:
-        return self.model(**inputs)
-
-
-def test_a_decoder_inside_another_module_has_a_mask_of_its_own_too() -> None:
-    model = Holder(t5())
-    attach(model, SMALL, layers="model.decoder.block.*", gate_init=3.0)
-    tokens, target = ids(), ids()
-    mask = torch.ones_like(tokens)
-    mask[:, 4:] = 0
-    padded = model(input_ids=tokens, attention_mask=mask, decoder_input_ids=target).logits
-    cut = model(input_ids=tokens[:, :4], decoder_input_ids=target).logits
-    assert_same(padded, cut)
 
 
 def test_a_decoder_made_of_a_text_model_sees_its_mask() -> None:

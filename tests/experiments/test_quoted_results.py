@@ -14,6 +14,18 @@ from tensor_memory.experiments.results.wording import estimate_text
 ROOT = Path(__file__).parents[2]
 
 
+def words_of(page):
+    """Its text with single blanks, so that a quoted sentence may be broken anywhere."""
+    return " ".join((ROOT / page).read_text(encoding="utf-8").split())
+
+
+def text_runs(folder, recipe):
+    """Runs of a recipe by method, each method's by seed."""
+    records = read_results([ROOT / "results" / "language" / folder])
+    found = grouped([record for record in records if record["recipe"] == recipe])
+    return {method: sorted(runs, key=lambda run: run["seed"]) for method, runs in found}
+
+
 def test_what_the_readme_says_of_the_diagnostics_was_measured():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     quoted = text.partition("## Does it help?")[2].partition("\n## ")[0]
@@ -31,12 +43,12 @@ def test_what_is_said_of_single_seeds_with_an_open_forget_gate_was_measured(page
     first, second, third = (
         f"{100 * read_results([path])[0]['test']['test']['accuracy']:.1f}" for path in paths
     )
-    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    text = words_of(page)
     assert f"{first}, {second} and {third} %" in text
 
 
 def test_what_is_said_of_the_start_for_long_gaps_was_measured():
-    text = " ".join((ROOT / "docs" / "diagnostics.md").read_text(encoding="utf-8").split())
+    text = words_of("docs/diagnostics.md")
     for recipe in ("windowed-binding-long", "windowed-map"):
         records = read_results([ROOT / "results" / "diagnostics"])
         runs = [
@@ -70,13 +82,13 @@ def over_the_long_gap(method):
 
 
 def test_what_is_said_of_three_small_seeds_over_the_long_gap_was_measured():
-    text = " ".join((ROOT / "docs" / "diagnostics.md").read_text(encoding="utf-8").split())
+    text = words_of("docs/diagnostics.md")
     memory, linear = over_the_long_gap("tensor"), over_the_long_gap("linear")
     assert text.index(memory) < text.index(linear)
 
 
 def test_what_the_readme_says_of_images_and_video_was_measured():
-    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    text = words_of("README.md")
     birds = read_results([ROOT / "results" / "vision" / "images"])
     clips = read_results([ROOT / "results" / "vision" / "video"])
     short = [run for run in clips if run["facts"]["frames"] == 8]
@@ -126,16 +138,14 @@ def test_the_rate_of_the_language_recipes_is_the_best_on_valid():
 
 def test_streams_were_still_learning_at_the_end_where_windows_had_stopped():
     def last_fall(folder, recipe):  # of base on valid, from the last evaluation but one to the last
-        runs = read_results([ROOT / "results" / "language" / folder])
-        base = [run for run in runs if (run["recipe"], run["method"]) == (recipe, "base")]
-        curves = [run["curve"][-2:] for run in base]
+        curves = [run["curve"][-2:] for run in text_runs(folder, recipe)["base"]]
         assert {(before["step"], after["step"]) for before, after in curves} == {(2000, 2400)}
         return [
             1 - after["valid"]["perplexity"] / before["valid"]["perplexity"]
             for before, after in curves
         ]
 
-    page = " ".join((ROOT / "docs" / "language.md").read_text(encoding="utf-8").split())
+    page = words_of("docs/language.md")
     assert "`base` still falls by 6 to 7 % on the validation text" in page
     assert all(0.055 < fall < 0.075 for fall in last_fall("carried", "language-carried"))
     assert "windows drawn from everywhere have stopped (less than 1 %)" in page
@@ -143,15 +153,8 @@ def test_streams_were_still_learning_at_the_end_where_windows_had_stopped():
 
 
 def test_what_is_said_of_text_was_measured():
-    readme, page = (
-        " ".join((ROOT / name).read_text(encoding="utf-8").split())
-        for name in ("README.md", "docs/language.md")
-    )
-    runs = {
-        method: sorted(members, key=lambda run: run["seed"])
-        for method, members in grouped(read_results([ROOT / "results" / "language" / "fresh"]))
-        if members[0]["recipe"] == "language-paper"
-    }
+    readme, page = words_of("README.md"), words_of("docs/language.md")
+    runs = text_runs("fresh", "language-paper")
     cost = {
         run["method"]: f"{run['step_ms']:.1f} ms"
         for run in read_results([ROOT / "results" / "language" / "cost"])
@@ -183,14 +186,8 @@ def test_what_is_said_of_text_was_measured():
 
 
 def test_what_is_said_of_text_with_the_state_carried_was_measured():
-    readme, page = (
-        " ".join((ROOT / name).read_text(encoding="utf-8").split())
-        for name in ("README.md", "docs/language.md")
-    )
-    runs = {
-        method: sorted(members, key=lambda run: run["seed"])
-        for method, members in grouped(read_results([ROOT / "results" / "language" / "carried"]))
-    }
+    readme, page = words_of("README.md"), words_of("docs/language.md")
+    runs = text_runs("carried", "language-carried")
     base, local, memory = (
         [run["test"]["test"]["perplexity"] for run in runs[method]]
         for method in ("base", "local", "tensor-local")
