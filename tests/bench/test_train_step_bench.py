@@ -7,6 +7,7 @@ import torch
 
 from tensor_memory import bench, ops
 from tensor_memory.bench import hosts, train_step
+from tensor_memory.bench.timing import QUICK
 from tensor_memory.experiments.models.video import VideoModel
 
 
@@ -136,3 +137,13 @@ def test_a_bad_option_is_refused_before_any_work(arguments, said, capsys):
         bench.main(["train-step", "--device", "cpu", *arguments])
     assert stopped.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_steps_on_one_thread_run_their_backward_there_and_leave_no_trace():
+    cpu = torch.device("cpu")
+    threaded = []
+    step = lambda: threaded.append(torch._C._is_multithreading_enabled())  # noqa: E731
+    timed = train_step.measure_on_one_thread({"base": step, "memory": step}, cpu, QUICK)
+    assert timed.keys() == {"base", "memory"}
+    assert set(threaded) == {False}
+    assert torch._C._is_multithreading_enabled()

@@ -12,6 +12,7 @@ first; where that fails no speed is given and the status is 1.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -111,8 +112,7 @@ def measure_host(
     losses = {name: step().item() for name, step in steps.items()}
     row |= _compared(timed)
     if device.type == "cuda":
-        with torch.autograd.set_multithreading_enabled(False):
-            row["one_thread"] = _compared(measure_alternately(steps, device, budget))
+        row["one_thread"] = _compared(measure_on_one_thread(steps, device, budget))
         try:  # a model that asks the device a question cannot be captured; its times above stand
             graphs = {name: captured(step) for name, step in steps.items()}
             row["graph"] = _compared(measure_alternately(graphs, device, budget))
@@ -123,6 +123,14 @@ def measure_host(
     row["extra_peak_gib"] = None if before is None or after is None else (after - before) / GIB
     row["loss_at_the_end"] = losses  # a step that trains nothing would be fast too
     return row
+
+
+def measure_on_one_thread(
+    steps: Mapping[str, Callable[[], Any]], device: torch.device, budget: Budget
+) -> dict[str, Timing]:
+    """Time steps whose backward runs on the calling thread."""
+    with torch.autograd.set_multithreading_enabled(False):
+        return measure_alternately(steps, device, budget)
 
 
 def _compared(timed: dict[str, Timing]) -> dict[str, Any]:
