@@ -1,10 +1,12 @@
 """Sentences of the vision page: each says what the records allow, whichever way they turn out."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from vision_records import GIB, costs, image_record, video_record
 
+from tensor_memory.experiments.recipes.video import ucf101_nine
 from tensor_memory.experiments.results import read_results
 from tensor_memory.experiments.results.intervals import estimate
 from tensor_memory.experiments.results.rows import grouped
@@ -12,6 +14,7 @@ from tensor_memory.experiments.results.vision_findings import (
     action_finding,
     cost_finding,
     findings,
+    last_frame_finding,
     missing_finding,
     published_finding,
     reconstruction_finding,
@@ -72,6 +75,23 @@ def test_a_loss_with_missing_frames_is_against_the_whole_clip_of_the_same_run():
         if run["method"] == "spatial":
             run["test"]["test@missing=4"]["accuracy"] += 0.2
     assert "T = 8: a robustness from the memory is shown" in missing_finding(8, runs)
+
+
+def test_a_head_that_sees_the_last_frame_alone_is_compared_with_its_like():
+    read = {"readout": "last"}
+    start = read | {"memory": replace(ucf101_nine().model.memory, forget_bias=5.0)}
+    runs = [video_record("frames", 4, 0.5, seed, model=read) for seed in (0, 1)]
+    runs += [video_record("spatial", 4, 0.6, seed, model=read) for seed in (0, 1)]
+    others = [video_record("frames", 4, 0.9, seed) for seed in (0, 1)]
+    others += [video_record("spatial", 4, 0.9, 0), video_record("spatial", 4, 0.8, 0, model=start)]
+    text = last_frame_finding(4, [*others, *runs])
+    assert text.startswith(
+        "**Only the last frame read, T = 4: a gain is shown.** Top-1: `frames` 50.0 ± 0.0 % and "
+        "`spatial` 60.0 ± 0.0 %; `spatial` less `frames`: +10.0 ± 0.0 points. With that frame blank"
+    )
+    assert text.endswith("attended to: `frames` 37.5 ± 0.0 % and `spatial` 47.5 ± 0.0 %.")
+    assert last_frame_finding(4, others) == ""
+    assert text in " ".join(findings({"video": [*others, *runs]}).replace("\n- ", "\n").split())
 
 
 def test_cost_is_called_linear_only_where_time_and_memory_are():
@@ -147,6 +167,22 @@ def test_what_the_page_says_in_short_is_so_in_the_records():
     }
     assert lost["joint"].mean + lost["joint"].half_width < 0
     assert max(abs(lost[method].mean) for method in ("frames", "wide", "registers", "spatial")) < 2
+
+
+def test_what_the_page_says_of_the_last_frame_alone_is_so_in_the_records():
+    found = read_results([ROOT / "results" / "vision" / "video"])
+    read = {run["method"]: {} for run in found}
+    for run in found:
+        model = run["config"]["model"]
+        if model["readout"] == "last" and model["memory"]["forget_bias"] == 0:
+            read[run["method"]][run["seed"]] = run
+    joint, memory = read["joint"], read["spatial"]
+    more = estimate([100 * (whole(joint[seed]) - whole(memory[seed])) for seed in (0, 1, 2)])
+    page = " ".join((ROOT / "docs" / "vision.md").read_text(encoding="utf-8").split())
+    assert f"has {more.mean:.1f} ± {more.half_width:.1f} points more than the memory" in page
+    assert "with that frame blank the memory's model gives every clip the same class" in page
+    blank = {run["test"]["test@last=1"]["accuracy"] for run in memory.values()}
+    assert blank == {43 / 341}  # the clips of one class, whichever of the nine has as many
 
 
 def whole(run):

@@ -34,7 +34,11 @@ def findings(found: Mapping[str, Sequence[Record]], planned: Sequence[int] = ())
     if video := found.get("video"):
         lengths = by_frames(video)
         for frames, part in lengths.items():
-            lines += [action_finding(frames, part), missing_finding(frames, part)]
+            lines += [
+                action_finding(frames, part),
+                missing_finding(frames, part),
+                last_frame_finding(frames, part),
+            ]
         if later := [str(frames) for frames in sorted(set(planned)) if frames not in lengths]:
             lines.append(f"Accuracy at T = {listing(later)}: not run yet.")
     if cost := found.get("cost"):
@@ -77,13 +81,9 @@ def action_finding(frames: int, records: Sequence[Record]) -> str:
         return ""
     top1 = _measure("test", "accuracy")
     gain = _paired(methods[MEMORY], methods["frames"], top1)
-    means = [
-        f"`{method}` {estimate_text(estimate([top1(run) for run in runs.values()]), 'accuracy')}"
-        for method, runs in methods.items()
-    ]
     text = (
-        f"**Actions, T = {frames}: {verdict([gain])}.** Top-1: {listing(means)}; `spatial` less "
-        f"`frames`: {_plain(gain, 'accuracy')} points."
+        f"**Actions, T = {frames}: {verdict([gain])}.** Top-1: {_means(methods, top1)}; `spatial` "
+        f"less `frames`: {_plain(gain, 'accuracy')} points."
     )
     use = _use(methods[MEMORY], "test", "accuracy")
     if use is not None:
@@ -120,6 +120,25 @@ def missing_finding(frames: int, records: Sequence[Record]) -> str:
         f"{'; with '.join(losses)}. Change of `spatial` less that of `frames`: "
         f"{listing([_plain(one, 'accuracy') for one in kept])}."
     )
+
+
+def last_frame_finding(frames: int, records: Sequence[Record]) -> str:
+    """What is carried to a head that sees the last frame alone, and what is left without it."""
+    methods = _methods(records, " (readout last)")
+    if not _comparable(methods, "frames"):
+        return ""
+    top1 = _measure("test", "accuracy")
+    gain = _paired(methods[MEMORY], methods["frames"], top1)
+    text = (
+        f"**Only the last frame read, T = {frames}: {verdict([gain])}.** Top-1: "
+        f"{_means(methods, top1)}; `spatial` less `frames`: {_plain(gain, 'accuracy')} points."
+    )
+    if (blank := "test@last=1") in records[0]["test"]:
+        text += (
+            " With that frame blank, so that all there is comes from what was carried or attended "
+            f"to: {_means(methods, _measure(blank, 'accuracy'))}."
+        )
+    return text
 
 
 def cost_finding(records: Sequence[Record]) -> str:
@@ -192,12 +211,12 @@ def verdict(gains: Sequence[Estimate]) -> str:
     return "a loss is shown" if max(shown) < 0 else "a gain is shown in some, a loss in others"
 
 
-def _methods(records: Sequence[Record]) -> dict[str, Runs]:
-    """Methods without departures, their runs by seed."""
+def _methods(records: Sequence[Record], departure: str = "") -> dict[str, Runs]:
+    """Methods with this departure in their label and no other, their runs by seed."""
     return {
-        label: {run["seed"]: run for run in runs}
+        runs[0]["method"]: {run["seed"]: run for run in runs}
         for label, runs in grouped(records)
-        if label == runs[0]["method"]
+        if label == runs[0]["method"] + departure
     }
 
 
@@ -208,6 +227,15 @@ def _comparable(methods: Mapping[str, Runs], other: str) -> bool:
 
 def _measure(split: str, name: str) -> Callable[[Record], float]:
     return lambda run: run["test"][split][name]
+
+
+def _means(methods: Mapping[str, Runs], value: Callable[[Record], float]) -> str:
+    return listing(
+        [
+            f"`{name}` {estimate_text(estimate([value(run) for run in runs.values()]), 'accuracy')}"
+            for name, runs in methods.items()
+        ]
+    )
 
 
 def _change(split: str) -> Callable[[Record], float]:
