@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from tensor_memory.bench import report
+from tensor_memory.bench.train_step import WAYS
 
 LABELS = {"forward": "forward", "forward_backward": "forward and backward"}
-SIZES = {"scan": (12, 3.5), "train-step": (7, 4), "decode": (10, 4)}
+SIZES = {"scan": (12, 3.5), "train-step": (9, 4), "decode": (10, 4)}
 """Inches of a figure, by benchmark."""
 
 
@@ -68,11 +69,12 @@ def draw_shapes(result: dict[str, Any], figure: Any) -> bool:
 
 
 def draw_train_step(result: dict[str, Any], figure: Any) -> bool:
-    """Bars: a step without and with memory, launched from Python and as a CUDA graph."""
+    """Bars: a step without and with memory, launched from Python and in the other ways timed."""
     groups: dict[str, dict[str, float]] = {}
     for name, row in result["models"].items():
-        for way, timed in ((name, row), (f"{name}, CUDA graph", row.get("graph") or {})):
-            if "ms" in timed:
+        ways = {name: row} | {f"{name}\n{title}": row.get(way) for way, title in WAYS.items()}
+        for way, timed in ways.items():
+            if timed and "ms" in timed:
                 groups[way] = {
                     "without memory": timed["ms"]["base"]["median"],
                     "with memory": timed["ms"]["memory"]["median"],
