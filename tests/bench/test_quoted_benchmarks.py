@@ -82,6 +82,13 @@ def test_all_that_is_needed_is_reached_and_no_aim():
     assert f"[the benchmark](benchmarks.md#results) of `{commit}` has it at {ratio}." in vision
 
 
+def test_what_one_thread_saves_is_quoted_as_it_was_measured():
+    step = result("train-step-nvidia-h200.json")["models"]["language"]
+    both, one = (timed["ms"]["memory"]["median"] for timed in (step, step["one_thread"]))
+    assert f"went from {both:.1f} to {one:.1f} ms" in (ROOT / "docs" / "howto.md").read_text()
+    assert 0.15 < 1 - one / both < 0.25  # "a fifth" in docs/training.md and in train/steps.py
+
+
 def test_the_compiled_loop_is_quoted_as_it_was_measured():
     loop = result("scan-nvidia-h200.json")["shapes"]["language"]["compiled_plain_loop"]
     ratio = f"{loop['ratio']['forward_backward']:.0f} times"

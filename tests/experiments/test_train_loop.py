@@ -236,6 +236,20 @@ def test_bf16_multiplies_in_bf16_and_keeps_weights_in_float32(tmp_path, monkeypa
     assert losses[0] == pytest.approx(losses[1], rel=TOLERANCE[torch.bfloat16])
 
 
+def test_the_backward_runs_on_the_thread_that_calls_it(tmp_path, monkeypatch):
+    threaded = []
+    backward = torch.Tensor.backward
+
+    def watched(self):
+        threaded.append(torch._C._is_multithreading_enabled())
+        backward(self)
+
+    monkeypatch.setattr(torch.Tensor, "backward", watched)
+    run(tmp_path / "run")
+    assert set(threaded) == {False}
+    assert torch._C._is_multithreading_enabled()
+
+
 def test_a_compiled_run_gives_the_same_numbers(tmp_path, monkeypatch):
     plain = run(tmp_path / "eager", tiny_run(speed="eager"))
     # Tracing is what the loop could get wrong; what a compiler makes of it is torch's affair.

@@ -126,7 +126,10 @@ class Step:
             carry = None if self.carry is None else rows_of(self.carry, *at)
             with self._unsynchronised() if number < parts - 1 else nullcontext():
                 loss, after = self._forward(rows_of(batch, *at), carry)
-                (loss / parts).backward()
+                # The scan's backward is Python: on autograd's own thread it would hand the
+                # interpreter to and fro, a fifth of a language step (docs/kernel-log.md, 22).
+                with torch.autograd.set_multithreading_enabled(False):
+                    (loss / parts).backward()
             total = total + loss.detach() / parts
             carries.append(after)
         if not self.task.carries or carries[0] is None:
