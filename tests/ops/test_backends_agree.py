@@ -18,6 +18,7 @@ from scans import (
 )
 
 from tensor_memory.ops import torch_scan
+from tensor_memory.ops.request import Request
 
 CASES = awkward_cases()
 FUSED_CASES = [  # interpreted on a CPU, so every program counts
@@ -154,6 +155,42 @@ def test_gates_are_recomputed_in_the_backward_scan_or_before_it(
     with torch.autocast(HERE.type, torch.bfloat16, enabled=low):
         got = run(request, backend)
     assert_agree(got, run(as_double(request), "reference"), products)
+
+
+RESETS = pytest.mark.parametrize(("rows", "at"), [([1], 0), ([1], 2), ([0, 1], 2)])
+
+
+def emptied(rows: list[int], at: int) -> Request:
+    """A scan in which these rows alone are emptied, at this step alone."""
+    request = Case(B=2, S=3, Q=1, M=1, C=16, grid=(3, 2)).make(torch.float32)
+    request.resets.zero_()
+    request.resets[rows, at] = True
+    return request
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch", FUSED])
+@RESETS
+def test_a_reset_empties_a_row_that_is_no_longer_finite(backend, rows, at):
+    request = emptied(rows, at)
+    spoiled = request._replace(hidden=request.hidden.clone(), cell=request.cell.clone())
+    spoiled.hidden[1], spoiled.cell[1] = torch.nan, torch.inf
+    expected, got = run(request, backend), run(spoiled, backend)
+    assert torch.equal(got["hidden"], expected["hidden"])
+    assert torch.equal(got["cell"], expected["cell"])
+    assert torch.equal(got["reads"][:, at:], expected["reads"][:, at:])
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch", FUSED])
+@RESETS
+def test_nothing_gets_back_past_a_reset(backend, rows, at):
+    request = emptied(rows, at)
+    spoiled = request._replace(content=request.content.clone())
+    spoiled.content[1, at] = torch.nan
+    expected, got = run(request, backend), run(spoiled, backend)
+    for name in ("hidden", "cell"):
+        assert torch.equal(got[f"gradient of {name}"], expected[f"gradient of {name}"])
+    name = "gradient of content"
+    assert torch.equal(got[name][:, :at], expected[name][:, :at])
 
 
 @pytest.mark.parametrize("backend", ["torch", FUSED])

@@ -226,9 +226,9 @@ def backward_kernel(
         s = S - 1 - done
         row = b * S + s
         now, then = (done % 2) * size, ((done + 1) % 2) * size
-        keep, idle = 1.0, 0.0
-        if RESETS:
-            keep = 1.0 - tl.load(resets + row + 1, mask=done > 0, other=0).to(tl.float32)
+        idle = 0.0
+        if RESETS:  # a product with zero would let what is not finite through
+            empty = tl.load(resets + row + 1, mask=done > 0, other=0).to(tl.int1)
         if WRITES:
             idle = 1.0 - tl.load(writes + row).to(tl.float32)
         if TILES > 1:
@@ -272,8 +272,9 @@ def backward_kernel(
                 later, v, (v < V) & (done > 0), tx0, tx1, tx2, ty0, ty1, ty2, tz0, tz1, tz2,
                 FILTERED, C, D, H, W, PIN,
             )  # fmt: skip
-            dh = pinned(dh * keep, PIN and HOLD)
-            dc *= keep
+            if RESETS:
+                dh, dc = tl.where(empty, 0.0, dh), tl.where(empty, 0.0, dc)
+            dh = pinned(dh, PIN and HOLD)
             # Without masks all goes through the gates; a product with zero would be carried along.
             rest = dh * idle if WRITES else tl.zeros([BLOCK_V, C], dtype=tl.float32)
             if HOLD:
@@ -310,9 +311,8 @@ def backward_kernel(
             arrive(arrivals, PARTS)
 
     wait(arrivals, PARTS * S, PARTS)
-    keep = 1.0
     if RESETS:
-        keep = 1.0 - tl.load(resets + b * S).to(tl.float32)
+        empty = tl.load(resets + b * S).to(tl.int1)
     for tile in range(TILES):
         v = first + tile * BLOCK_V + tl.arange(0, BLOCK_V)
         own = (v < V)[:, None]
@@ -326,5 +326,7 @@ def backward_kernel(
             grad_filtered + offset, v, v < V, tx0, tx1, tx2, ty0, ty1, ty2, tz0, tz1, tz2,
             FILTERED, C, D, H, W, PIN,
         )  # fmt: skip
-        tl.store(grad_hidden + given, dh * keep, mask=own)
-        tl.store(grad_cell + given, dc * keep, mask=own)
+        if RESETS:
+            dh, dc = tl.where(empty, 0.0, dh), tl.where(empty, 0.0, dc)
+        tl.store(grad_hidden + given, dh, mask=own)
+        tl.store(grad_cell + given, dc, mask=own)

@@ -183,9 +183,8 @@ def forward_kernel(
         h = tl.load(hidden + given, mask=own, other=0.0)
         memory = tl.load(cell + given, mask=own, other=0.0)
         if RESETS:
-            keep = 1.0 - tl.load(resets + b * S).to(tl.float32)
-            h *= keep
-            memory *= keep
+            empty = tl.load(resets + b * S).to(tl.int1)
+            h, memory = tl.where(empty, 0.0, h), tl.where(empty, 0.0, memory)
         tl.store(kept_hidden + here, h.to(kept_hidden.dtype.element_ty), mask=own)
         if TILES > 1:
             tl.store(cell_ring + offset + here, memory, mask=own)
@@ -209,9 +208,8 @@ def forward_kernel(
         now_cell = cell_ring + offset + (s % 2) * slot_size
         after = kept_hidden + ((s + 1) % ring) * slot_size
         after_cell = cell_ring + offset + ((s + 1) % 2) * slot_size
-        keep = 1.0
-        if RESETS:
-            keep = 1.0 - tl.load(resets + row + 1, mask=s + 1 < S, other=0).to(tl.float32)
+        if RESETS:  # a product with zero would let what is not finite through
+            empty = tl.load(resets + row + 1, mask=s + 1 < S, other=0).to(tl.int1)
         if WRITES:
             write = tl.load(writes + row).to(tl.int1)
             touched = touched | write
@@ -265,8 +263,9 @@ def forward_kernel(
                     final = tl.where(touched, h, tl.load(hidden + given, mask=own, other=0.0))
                 tl.store(last_hidden + given, final, mask=own)
                 tl.store(last_cell + given, new, mask=own)
-            h *= keep
-            memory = new * keep  # stays in registers where a program owns a single tile
+            memory = new  # stays in registers where a program owns a single tile
+            if RESETS:
+                h, memory = tl.where(empty, 0.0, h), tl.where(empty, 0.0, memory)
             if s < S - 1:
                 tl.store(after + here, h.to(kept_hidden.dtype.element_ty), mask=own)
             if TILES > 1:
