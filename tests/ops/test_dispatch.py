@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from scans import Case
+from scans import FUSED, Case
 from torch import Tensor
 
 from tensor_memory import memory_scan, ops
@@ -53,6 +53,17 @@ def test_a_wrong_shape_is_named_with_the_one_expected(name):
     tensor, message = WRONG_SHAPES[name]
     with pytest.raises(ValueError, match=message):
         scan(**{name: tensor})
+
+
+def test_a_fifth_axis_is_refused():
+    volume = torch.zeros(3, 3, 2, 2, 2, 2, 2)
+    with pytest.raises(ValueError, match=r"with 1 to 4 grid axes, got \(3, 3, 2, 2, 2, 2, 2\)"):
+        scan(hidden=volume, cell=volume)
+
+
+def test_places_to_read_that_lack_axes_are_refused():
+    with pytest.raises(ValueError, match=r"read_at of shape \(B, S, Q, n\) = \(3, 7, 1, 3\)"):
+        scan(read_at=torch.zeros(3, 7))
 
 
 def test_an_axis_of_one_voxel_is_refused():
@@ -143,6 +154,20 @@ def test_results_never_share_memory_with_the_inputs(backend, S, never):
     )
     assert not storages(*results) & storages(*request)
     assert len(storages(*results)) == len([r for r in results if r.numel()])
+
+
+@pytest.mark.parametrize("backend", ["torch", FUSED])
+@pytest.mark.parametrize("checkpoint_every", [None, 2])
+def test_a_scan_of_no_steps_shares_no_memory_either_way(backend, checkpoint_every):
+    request = Case(S=0).make(torch.float32)
+    hidden = request.hidden.requires_grad_()
+    options = {"backend": backend, "checkpoint_every": checkpoint_every}
+    results = memory_scan(*request.floats, **options)
+    assert not storages(*results) & storages(*request)
+    given = torch.ones_like(hidden)
+    (grad,) = torch.autograd.grad(results[1], hidden, given)
+    assert torch.equal(grad, given)
+    assert not storages(grad) & storages(given)
 
 
 @pytest.mark.parametrize("backend", SERVING)

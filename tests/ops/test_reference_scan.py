@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scans import Case
+from scans import FUSED, Case
 from torch import Tensor
 
 import oracle
@@ -110,9 +110,9 @@ def test_a_read_s_gradients_are_the_numeric_ones():
     assert torch.autograd.gradgradcheck(memory_read, leaves)
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("backend", ["reference", "torch", FUSED])
 def test_a_coordinate_that_is_not_a_number_spoils_its_own_row_alone(backend):
-    request = Case(B=3, writes=False, resets=False).make()
+    request = Case(B=3, S=2, writes=False, resets=False).make(torch.float32)
     spoiled = request._replace(read_at=request.read_at.clone(), write_at=request.write_at.clone())
     spoiled.read_at[1] = spoiled.write_at[1] = torch.nan
     expected = memory_scan(*request.floats, backend=backend)
