@@ -208,6 +208,31 @@ def shape(B: int, C: int, grid: tuple[int, ...], products: torch.dtype) -> Shape
     return Shape(device, B, 4, 1, 1, C, grid, True, True, False, False, products, True)
 
 
+REFUSED = {
+    "it serves up to 4096 voxels, got 4352": ((1, 16, 16, 16, 17), torch.float32),
+    "it serves up to 128 channels, got 129": ((1, 129, 4), torch.float32),
+    "it serves 1 to 3 grid axes, got 4": ((1, 16, 2, 2, 2, 2), torch.float32),
+    "it computes in float32 or bfloat16, got torch.float64": ((1, 16, 4), torch.float64),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_no_kernel_serves_is_refused_with_its_reason(reason):
+    shape, dtype = REFUSED[reason]
+    assert triton_plan.why_not(torch.empty(shape, device=HERE), dtype) == reason
+
+
+def test_the_largest_volumes_are_served():
+    for shape in ((1, 16, 16, 16, 16), (1, 128, 4)):
+        assert triton_plan.why_not(torch.empty(shape, device=HERE), torch.float32) is None
+
+
+@pytest.mark.parametrize("C", [8, 24])
+def test_reads_alone_take_powers_of_two_of_channels(C):
+    reason = triton_plan.why_not_read(torch.empty(1, C, 4, device=HERE))
+    assert reason == f"it reads a power of two of channels, at least 16, got {C}"
+
+
 @pytest.mark.parametrize("C", [16, 32, 64, 128])
 @pytest.mark.parametrize("grid", [(3,), (6, 6, 6), (8, 8, 8), (16, 16, 16)])
 @pytest.mark.parametrize("products", [torch.bfloat16, torch.float32])
