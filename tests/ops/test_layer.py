@@ -25,6 +25,7 @@ SERVED = {  # what differs outside the scan; interpreted, every voxel counts
     for name in ("paper", "token reads, heads", "separate coordinates", "nearest", "sigma, biases")
 }
 SMALL = SERVED["paper"]
+SERVED["long chunks"] = replace(SMALL, chunk_size=6)  # more tokens than one draw drops from
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +95,7 @@ def assert_fused_is_plain(layer, monkeypatch, x, state=None, **call) -> None:
 
 @pytest.mark.parametrize("option", SERVED)
 def test_a_fused_layer_is_the_plain_one(option, monkeypatch):
-    x = torch.randn(2, 6, DIM).to(HERE)  # whole chunks of 1 and of 3
+    x = torch.randn(2, 2 * SERVED[option].chunk_size, DIM).to(HERE)  # a first chunk reads nothing
     assert_fused_is_plain(build(SERVED[option]), monkeypatch, x)
 
 
@@ -438,6 +439,10 @@ def test_types_and_backends_that_are_not_served_take_the_plain_code():
     assert fused_layer(x.double(), "triton") is None
     assert fused_layer(x[:, :0], "triton") is None
     assert fused_layer(x, "reference") is None
+    assert fused_layer(x.new_ones(1, 1, 8192), "triton") is not None
+    assert fused_layer(x.new_ones(1, 1, 8193), "triton") is None
+    with torch.autocast(HERE.type, torch.float16):
+        assert fused_layer(x, "triton") is None
 
 
 @pytest.mark.parametrize("option", ["paper", "token reads, heads", "separate coordinates"])

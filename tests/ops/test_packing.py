@@ -33,9 +33,9 @@ def heads(shared: bool, gaussian: bool) -> Heads:
         write_proj=draw(D, WIDE),
         read_coordinate=write_coordinate if shared else draw(9, D),
         write_coordinate=write_coordinate,
-        content=draw(32, D),
-        spread=draw(2, D) if gaussian else None,
-        spread_bias=draw(2) if gaussian else None,
+        content=draw(48, D),
+        spread=draw(3, D) if gaussian else None,  # no power of two
+        spread_bias=draw(3) if gaussian else None,
     )
 
 
@@ -109,7 +109,7 @@ def test_what_weights_receive_is_copied_and_summed_over_any_number_of_rows(share
         at + products.reads if shared else at,
         content,
         spread if gaussian else None,
-        raw_writes[:, -2:].double().sum(0) if gaussian else None,
+        raw_writes[:, -3:].double().sum(0) if gaussian else None,
         products.output,
     )
     for got, right in zip(found, expected, strict=True):
