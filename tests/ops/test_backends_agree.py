@@ -104,6 +104,8 @@ def test_what_fades_ends_at_zero_before_it_becomes_denormal():
     late = torch.ones(1, S, 1, 4) * (torch.arange(S) == S - 1)[:, None, None]
     grads = torch_scan.backward(late, hidden, cell, request, kept, products=torch.float32)
     assert grads[7].count_nonzero() == grads[8].count_nonzero() == 0
+    to_content = grads[3].abs()
+    assert to_content[to_content > 0].min() < 1e-22  # not much before, either
     reference = run(as_double(request), "reference")
     assert 0 < reference["cell"].abs().max() < 1e-12
 

@@ -13,7 +13,7 @@ from tolerances import assert_same_rms
 if why_not("triton", HERE) is not None:
     pytest.skip(f"triton: {why_not('triton', HERE)}", allow_module_level=True)
 
-from tensor_memory.ops import layer_parts
+from tensor_memory.ops import layer, layer_parts
 from tensor_memory.ops.layer_heads import steer
 from tensor_memory.ops.packing import Heads
 
@@ -49,6 +49,19 @@ def test_modules_of_another_kind_are_not_plain():
     assert not layer_parts.plain_heads([OwnLinear(DIM, 2, bias=False)])
     assert not layer_parts.plain_norm(OwnNorm(DIM), DIM)
     assert not layer_parts.plain_norm(nn.LayerNorm((2, DIM)), DIM)
+
+
+def test_a_whole_layer_takes_plain_tensors_on_grids_that_kernels_serve():
+    class OwnTensor(Tensor):
+        pass
+
+    volume = torch.ones(1, 16, 2, device=HERE)
+    own, weights = volume.as_subclass(OwnTensor), layer.Weights(*[volume] * 13)
+    assert layer.serves_whole(volume, volume, weights)
+    assert not layer.serves_whole(volume, own, weights)
+    assert not layer.serves_whole(volume, volume, weights._replace(mix=own))
+    large = torch.ones(1, 16, 4097, device=HERE)
+    assert not layer.serves_whole(large, large, weights)
 
 
 @pytest.mark.parametrize("used", ["both", "norm", "through"])
