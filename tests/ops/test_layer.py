@@ -277,6 +277,15 @@ def test_a_layer_that_keeps_fewer_states_learns_the_same():
         assert_same_rms(name, value, expected[name].double(), torch.float32)
 
 
+def test_under_autocast_too_a_layer_may_keep_fewer_states():
+    x = torch.randn(1, 6, DIM).to(HERE)
+    with torch.autocast(HERE.type, torch.bfloat16):
+        expected = everything(build(SMALL), x, None)
+        got = everything(build(replace(SMALL, checkpoint_every=1)), x, None)
+    for name in set(got) - {"state"}:
+        assert_same_rms(name, got[name], expected[name].double(), torch.bfloat16)
+
+
 def test_a_frozen_memory_passes_gradients_on(monkeypatch):
     layer, x = build(SMALL), torch.randn(2, 6, DIM).to(HERE)
     layer.memory.requires_grad_(False)
