@@ -4,11 +4,11 @@ import logging
 
 import pytest
 import torch
-from scans import FUSED, Case
+from scans import FUSED, HERE, Case
 from torch import Tensor
 
 from tensor_memory import memory_scan, ops
-from tensor_memory.ops import BACKENDS, torch_scan, why_not
+from tensor_memory.ops import BACKENDS, memory_read, torch_scan, why_not
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SERVING = [b for b in BACKENDS if why_not(b, CPU) is None and b != "triton"]
@@ -201,6 +201,21 @@ def test_half_precision_comes_back_as_float32(backend):
     request = Case(resets=False).make(torch.bfloat16)
     results = memory_scan(*request.floats, writes=request.writes, backend=backend)
     assert {result.dtype for result in results} == {torch.float32}
+
+
+def test_autocast_does_not_reach_inside_the_reference():
+    request = Case(resets=False).make(torch.float32)
+    expected = memory_scan(*request.floats, backend="reference")
+    with torch.autocast(HERE.type, torch.bfloat16):
+        got = memory_scan(*request.floats, backend="reference")
+    for mine, right in zip(got, expected, strict=True):
+        assert torch.equal(mine, right)
+
+
+def test_a_read_is_as_wide_as_the_wider_of_place_and_volume():
+    request = Case().make(torch.float32)
+    assert memory_read(request.read_at.double(), request.hidden).dtype == torch.float64
+    assert memory_read(request.read_at, request.hidden.double()).dtype == torch.float64
 
 
 @pytest.mark.parametrize("backend", SERVING)

@@ -25,6 +25,7 @@ SERVED = {  # what differs outside the scan; interpreted, every voxel counts
     for name in ("paper", "token reads, heads", "separate coordinates", "nearest", "sigma, biases")
 }
 SMALL = SERVED["paper"]
+SERVED["few channels"] = replace(SMALL, channels=3)  # which the scan widens to 16
 SERVED["long chunks"] = replace(SMALL, chunk_size=6)  # more tokens than one draw drops from
 
 
@@ -474,6 +475,15 @@ def test_tokens_one_by_one_give_what_all_at_once_give(option, monkeypatch):
     assert_same(torch.cat(outputs, dim=1), expected)
     assert_same_state(state, expected_state)
     assert state.aligned == expected_state.aligned
+
+
+@torch.no_grad()
+def test_a_step_that_completes_a_chunk_leaves_nothing_behind(monkeypatch):
+    layer, x, state = build(SMALL).eval(), torch.randn(2, 3, DIM).to(HERE), None
+    for token in x.split(1, dim=1):
+        _, state = layer(token, state)
+    plainly(monkeypatch)
+    assert_same_state(state, layer(x)[1])
 
 
 @torch.no_grad()
