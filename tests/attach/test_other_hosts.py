@@ -282,6 +282,55 @@ def test_a_host_whose_first_layer_does_not_attend_generates_exactly(own_cache: b
     assert torch.equal(cached, model.generate(tokens, use_cache=False, **options))
 
 
+def test_a_host_whose_first_layer_leaves_its_place_in_the_cache_empty_generates_exactly() -> None:
+    """MiniMax keeps the state of linear layers beside the cache's layers, which all count."""
+    config = transformers.MiniMaxConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_local_experts=2,
+        block_size=4,
+        layer_types=["linear_attention", "full_attention"],
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        experts_implementation="eager",
+    )
+    model: Any = transformers.MiniMaxForCausalLM(config).double().eval()
+    attach(model, SMALL, gate_init=3.0)
+    options: dict[str, Any] = dict(max_new_tokens=20, do_sample=False, pad_token_id=0)
+    tokens = ids()
+    cached = model.generate(tokens, **options)
+    assert torch.equal(cached, model.generate(tokens, use_cache=False, **options))
+
+
+def test_a_host_that_drops_whole_layers_trains() -> None:
+    config = transformers.M2M100Config(
+        vocab_size=VOCABULARY,
+        d_model=WIDTH,
+        encoder_layers=1,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+        decoder_layerdrop=0.5,
+    )
+    model: Any = transformers.M2M100ForConditionalGeneration(config).train()
+    attachment = attach(model, SMALL, layers="model.decoder.layers.*")
+    ran = set()
+    for seed in range(20):  # among these the first layer is dropped, the second, both and none
+        torch.manual_seed(seed)
+        model(input_ids=ids(), labels=ids()).loss.backward()
+        ran.add(tuple(layer.gate.grad is not None for layer in attachment.layers))
+        model.zero_grad()
+    assert ran == {(True, True), (True, False), (False, True), (False, False)}
+
+
 def test_a_cache_none_of_whose_layers_counts_its_tokens_is_refused() -> None:
     cache: Any = type("Recurrent", (), {"layers": [object()]})()
     with pytest.raises(ValueError, match=r"no layer of the cache counts its tokens .* use_cache="):

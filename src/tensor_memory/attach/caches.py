@@ -108,8 +108,8 @@ def admit(cache: Any, stream: Stream | None, added: int = 0) -> None:
     """Raise where the memory has not seen what a cache holds.
 
     Asked where a call enters the host, before its attention puts anything into the cache. A cache
-    that the host made itself is first met after a block: `added` tokens later, or as many or none
-    where that block does not lengthen it.
+    that the host made itself is first met after a block: `added` tokens later, or none where no
+    block so far has lengthened it (one without attention, or one that training drops).
     """
     memory, held = carry(cache), tokens_in(cache)
     seen = max(memory.seen.values(), default=0)
@@ -118,9 +118,10 @@ def admit(cache: Any, stream: Stream | None, added: int = 0) -> None:
             "stream: the cache carries a state of the memory, and so does the open stream; start "
             "the stream with an empty cache, or leave it and let the cache carry the state"
         )
-    if held - seen not in ((added,) if all(map(_counts, _layers(cache))) else (0, added)):
+    if held - seen not in (0, added):
+        before = max(held - added, 0)
         raise ValueError(
-            f"attach: the cache holds {counted(held - added, 'token')}, of which the memory has "
+            f"attach: the cache holds {counted(before, 'token')}, of which the memory has "
             f"seen {seen}: it was filled before attach(), with the memory disabled, by a call that "
             "failed, or changed by hand; start from an empty cache"
         )
@@ -152,11 +153,14 @@ def hold(cache: Any, stream: Stream | None, tokens: int, admitted: list[Any]) ->
 
 
 def tokens_in(cache: Any) -> int:
-    """Tokens a cache holds: that of the layers that count them, as not all do in hybrid hosts."""
+    """Tokens a cache holds: the most that a layer counts, as not all count them in hybrid hosts.
+
+    The first layer may count and hold nothing: one without attention keeps its state elsewhere.
+    """
     layers = _layers(cache)
-    if all(map(_counts, layers)):
+    counted = [int(layer.get_seq_length()) for layer in layers if hasattr(layer, "get_seq_length")]
+    if not layers:
         return int(cache.get_seq_length())
-    counted = [int(layer.get_seq_length()) for layer in layers if _counts(layer)]
     if not counted:
         raise ValueError(
             "attach: no layer of the cache counts its tokens (a host without attention), so the "
@@ -167,10 +171,6 @@ def tokens_in(cache: Any) -> int:
 
 def _layers(cache: Any) -> list[Any]:
     return list(getattr(getattr(cache, "self_attention_cache", cache), "layers", ()))
-
-
-def _counts(layer: Any) -> bool:
-    return hasattr(layer, "get_seq_length")
 
 
 @dataclass
