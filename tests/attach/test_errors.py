@@ -51,6 +51,55 @@ def test_layers_that_match_nothing_are_an_error(layers: Any) -> None:
     refused(bert(), NoBlocksFoundError, r"match.*'encoder\.layer\.\*' \(2 × ", layers=layers)
 
 
+class Listed(nn.Module):
+    """Blocks that are lists of their parts, whose sums the host computes itself."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self._block(kind) for _ in range(2))
+
+    def _block(self, kind: str) -> nn.Module:
+        attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        feed = nn.Linear(WIDTH, WIDTH)
+        if kind == "dict":
+            return nn.ModuleDict({"attend": attention, "feed": feed})
+        return nn.ModuleList([attention, feed])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.layers:
+            attention, feed = block.values() if isinstance(block, nn.ModuleDict) else block
+            x = x + attention(x, x, x)[0]
+            x = x + feed(x)
+        return x
+
+
+@pytest.mark.parametrize(("kind", "feed"), [("list", "1"), ("dict", "feed")])
+def test_blocks_that_are_never_called_are_not_found(kind: str, feed: str) -> None:
+    refused(
+        Listed(kind),
+        NoBlocksFoundError,
+        rf"no row of .* blocks found in Listed; .*'layers\.\*\.{feed}' \(2 × Linear\)$",
+    )
+    host, x = Listed(kind), torch.randn(1, 9, WIDTH)
+    bare = host(x)
+    assert attach(host, SMALL, layers=f"layers.*.{feed}").paths == [
+        f"layers.0.{feed}",
+        f"layers.1.{feed}",
+    ]
+    assert not torch.allclose(host(x), bare)
+
+
+def test_rows_inside_a_list_of_lists_are_several() -> None:
+    config = transformers.FunnelConfig(
+        vocab_size=30, block_sizes=[1, 1], d_model=WIDTH, n_head=2, d_head=8, d_inner=24
+    )
+    refused(
+        transformers.FunnelBaseModel(config),
+        ValueError,
+        r"several rows .*'encoder\.blocks\.0\.\*', 'encoder\.blocks\.1\.\*'",
+    )
+
+
 def test_a_star_does_not_reach_into_blocks() -> None:
     assert attach(bert(), SMALL, layers="encoder.layer.*").paths == [
         "encoder.layer.0",

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 Layers = str | Sequence[str] | Callable[[str, nn.Module], bool]
 
 _FUSED = ("qkv", "wqkv", "c_attn", "in_proj", "query_key_value", "qkv_proj")
+_NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 
 
 class NoBlocksFoundError(ValueError):
@@ -160,7 +161,7 @@ def _named(model: nn.Module, layers: Layers) -> list[tuple[str, nn.Module]]:
             f"attach: {asked} matches no module of {type(model).__name__}; " + _candidates(model)
         )
     for path, module in found:
-        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        if isinstance(module, _NEVER_CALLED):
             raise ValueError(
                 f"attach: '{path}' is a {type(module).__name__}, which is never called itself; "
                 f"name its blocks, as in layers='{path}.*'"
@@ -194,17 +195,29 @@ def _containers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _candidates(model: nn.Module) -> str:
     lines = []
     for path, container in _containers(model):
-        kinds = {type(child).__name__ for child in container.children()}
-        if len(kinds) == 1 and len(list(container.children())) > 1:
-            count = len(list(container.children()))
-            lines.append(f"'{_join(path, '*')}' ({count} × {kinds.pop()})")
+        for inner, row in _rows_in(container):
+            kinds = {type(part).__name__ for part in row}
+            if len(kinds) == 1 and len(row) > 1:
+                lines.append(f"'{_join(path, inner)}' ({len(row)} × {kinds.pop()})")
     if not lines:
         top = ", ".join(f"'{n}' ({type(m).__name__})" for n, m in model.named_children())
         return f"name blocks with layers=; its parts are {top or 'none'}"
     return "name blocks with layers=; its repeated modules are " + ", ".join(lines)
 
 
+def _rows_in(container: nn.Module) -> list[tuple[str, list[nn.Module]]]:
+    """What may repeat in a container, with its glob: its children, or the parts of their lists."""
+    children = list(container.children())
+    if not all(isinstance(child, _NEVER_CALLED) for child in children):
+        return [("*", children)]
+    parts = [dict(child.named_children()) for child in children]
+    names = [name for name in parts[0] if all(name in others for others in parts)]
+    return [(f"*.{name}", [those[name] for those in parts]) for name in names]
+
+
 def _is_block(module: nn.Module) -> bool:
+    if isinstance(module, _NEVER_CALLED):
+        return False
     attention = [part for part in module.modules() if part is not module and _attends(part)]
     inside = {id(part) for top in attention for part in top.modules()}
     return bool(attention) and any(
