@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hosts import VOCABULARY, gpt2, llama, mistral
+from hosts import SMALL, VOCABULARY, WIDTH, gpt2, ids, llama, mistral
 from torch import Tensor, nn
 
 from tensor_memory import MemoryConfig, attach, memory_disabled
@@ -281,3 +281,33 @@ def test_continuous_batching_is_refused() -> None:
     cache = object.__new__(paged.PagedAttentionCache)
     with pytest.raises(ValueError, match=r"continuous batching packs .* use generate\(\)"):
         find_cache((torch.zeros(1),), {"cache": cache})
+
+
+def test_a_past_that_cannot_carry_the_memory_is_refused_outside_a_stream() -> None:
+    """Reformer hands its past on in a class of its own."""
+    config = transformers.ReformerConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        attn_layers=["local", "local"],
+        is_decoder=True,
+        axial_pos_embds=False,
+        num_attention_heads=2,
+        attention_head_size=8,
+        feed_forward_size=24,
+        local_attn_chunk_length=4,
+        max_position_embeddings=64,
+        eos_token_id=None,
+    )
+    model: Any = transformers.ReformerModelWithLMHead(config).double().eval()
+    attachment = attach(model, SMALL, gate_init=3.0)
+    tokens = ids()[:, :9]
+
+    def last() -> Tensor:
+        past = model(tokens[:, :8], use_cache=True).past_buckets_states
+        return model(tokens[:, 8:], past_buckets_states=past, use_cache=True).logits
+
+    with pytest.raises(ValueError, match=r"past_buckets_states: expected a cache .* got Reformer"):
+        last()
+    whole = model(tokens, use_cache=False).logits
+    with attachment.stream():
+        assert_same(last(), whole[:, 8:])

@@ -10,7 +10,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tensor_memory.attach.blocks import Block, placement
-from tensor_memory.attach.caches import WAYS, find_cache, memory_of, stay_out_of_graphs
+from tensor_memory.attach.caches import (
+    WAYS,
+    find_cache,
+    memory_of,
+    refuse_foreign_cache,
+    stay_out_of_graphs,
+)
 from tensor_memory.attach.call import Call, Marks, OpenCall, Signature, refuse_4d_mask
 from tensor_memory.attach.causal_calls import refuse_causal_call
 from tensor_memory.attach.compiled import guard_hooks
@@ -196,6 +202,8 @@ class Attachment(nn.Module):
             call = Call()
         if not call.levels:
             refuse_4d_mask(entry.signature, args, kwargs)
+        if self._stream is None:
+            refuse_foreign_cache(entry.module, lambda name: entry.signature.get(name, args, kwargs))
         if entry.next_to_blocks:  # further out, it may be the cache of blocks without a memory
             cache = find_cache(args, kwargs)
             if cache is not None:

@@ -72,6 +72,25 @@ def find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any | None:
     return None
 
 
+def refuse_foreign_cache(module: Any, arguments: Callable[[str], Any]) -> None:
+    """Raise where a Hugging Face host is given its past in something that carries no memory.
+
+    Reformer, RWKV, xLSTM and older recurrent hosts have a class of their own, or a list.
+    """
+    caches = sys.modules.get("transformers.cache_utils")
+    if caches is None or not hasattr(getattr(module, "config", None), "model_type"):
+        return
+    for name in ("past_key_values", "cache_params", "past_buckets_states", "mems", "state"):
+        given = arguments(name)
+        if given is not None and not isinstance(given, caches.Cache):
+            raise ValueError(
+                f"attach: {name}: expected a cache of transformers (Cache), got "
+                f"{type(given).__name__}, which cannot carry the memory's state, so that the "
+                "memory would start empty; pass use_cache=False, or open a stream: "
+                "with attachment.stream(): ..."
+            )
+
+
 def memory_of(cache: Any) -> CacheMemory | None:
     """The memory a cache carries, or None."""
     return vars(cache).get(_ATTRIBUTE)
