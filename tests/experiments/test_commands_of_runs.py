@@ -156,6 +156,10 @@ def test_a_wrong_flag_ends_with_status_2_and_what_to_do(capsys, flag, value, sai
     [
         ("invented_runs:nothing", "expected a function 'nothing' in invented_runs, got None"),
         ("no_such_module:sign", "no module named 'no_such_module'; expected a Python file of the"),
+        (
+            "invented_runs:SignTaskConfig",
+            "expected a function that returns a RunConfig, got one that",
+        ),
         ("no_such.module:sign", "no_such.module: no module named 'no_such'; expected a Python"),
     ],
 )

@@ -83,6 +83,11 @@ def apply_flags(
 
     A field of the task may go without its group: `--data-dir` is `--task.data-dir`.
     """
+    if not isinstance(config, RunConfig):
+        raise ValueError(
+            f"{prog}: expected a function that returns a RunConfig, got one that returns "
+            f"{type(config).__name__}; return one, such as replace(binding(), seed=1)"
+        )
     flags = tyro.cli(
         RunFlags[type(config.task), type(config.model)],
         args=[_in_full(word, config.task) for word in arguments],
