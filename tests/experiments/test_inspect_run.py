@@ -12,6 +12,7 @@ from tensor_memory import MemoryConfig, Recording, record
 from tensor_memory.cli import main
 from tensor_memory.experiments.recipes import load_recipes
 from tensor_memory.experiments.recipes.windowed import demo
+from tensor_memory.experiments.results import records
 from tensor_memory.experiments.train import RunOptions, load_run, train
 
 SMALL = MemoryConfig(channels=4, grid=(3, 3, 3), chunk_size=2)
@@ -69,6 +70,42 @@ def test_a_run_is_recorded_on_the_first_rows_of_its_test_data(binding, tmp_path,
         )
     assert recording.texts == task.describe(batch)["texts"]
     assert "what is at (" in page.read_text(encoding="utf-8")
+
+
+OWN_RUNS = """
+from dataclasses import dataclass, replace
+from tensor_memory.experiments.recipes.windowed import demo
+from tensor_memory.experiments.tasks.binding import BindingConfig
+
+@dataclass(frozen=True)
+class OwnConfig(BindingConfig):
+    pass
+
+def own():
+    config = demo()
+    return replace(
+        config,
+        task=OwnConfig(valid_rows=8, test_rows=16, writes=4, values=4, queries=2, gap=1),
+        model=replace(config.model, method="tensor", dim=16, heads=2),
+        budget=replace(config.budget, steps=2, evaluate_every=1),
+    )
+"""
+
+
+def test_a_run_of_classes_of_one_s_own_is_opened_by_its_recipe(tmp_path, monkeypatch, capsys):
+    (tmp_path / "own_runs.py").write_text(OWN_RUNS)
+    monkeypatch.chdir(tmp_path)
+    run = ["run", "own_runs:own", "--output", "run", "--device", "cpu", "--quiet"]
+    assert main(run) == 0
+    monkeypatch.setattr(records, "_registered", {})  # as in a process that has not made the run
+    assert main(["inspect", "run"]) == 2
+    error = capsys.readouterr().err
+    assert "run/config.json: config: expected a dataclass of tensor_memory.experiments" in error
+    assert "got 'own_runs:OwnConfig'; if it is yours" in error
+    assert "--recipe module:function" in error
+    assert "put back" not in error
+    assert main(["inspect", "run", "--recipe", "own_runs:own", "--save", "kept"]) == 0
+    assert Recording.load("kept").rows == 4
 
 
 def test_rows_split_and_checkpoint_can_be_chosen(binding, tmp_path, capsys):

@@ -24,7 +24,7 @@ RUN_ROWS = 4
 
 OF_FIGURES = ("only", "row", "layer", "chunks", "theme")
 OF_A_PAGE = ("every", "limit_mb")
-OF_A_RUN = ("split", "data_dir", "windows", "which")
+OF_A_RUN = ("split", "data_dir", "windows", "which", "recipe")
 """Options that count where figures are drawn, a page is written, a run is recorded."""
 
 
@@ -97,6 +97,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="so many, one after the other, where the task carries its state on (default 1)",
     )
     run.add_argument("--which", choices=("best", "last"), help="checkpoint (default best)")
+    run.add_argument(
+        "--recipe",
+        metavar="MODULE:FUNCTION",
+        help="your recipe that made the run, where its task or model is a class of your own",
+    )
     parser.add_argument("--save", type=Path, metavar="FILE", help="keep the recording there")
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from tensor_memory.experiments.recipes import find_recipe
+from tensor_memory.experiments.results import config_dict
 from tensor_memory.experiments.tasks import Annotations, Describes, Task
 from tensor_memory.experiments.train import load_run
 from tensor_memory.inspect.command import RUN_ROWS, OpenedRun
@@ -16,6 +18,8 @@ from tensor_memory.residual import MemoryResidual
 
 def open_run(options: argparse.Namespace) -> OpenedRun:
     """The model of the run in `options.source`, and the first batches of its test data."""
+    if options.recipe is not None:
+        config_dict(find_recipe(options.recipe)())  # which makes the classes in it known
     config, task, model = load_run(
         options.source, options.which or "best", data_dir=options.data_dir
     )

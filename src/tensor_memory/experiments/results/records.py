@@ -28,6 +28,10 @@ _registered: dict[str, type] = {}
 C = TypeVar("C", bound=type)
 
 
+class UnknownClassError(ValueError):
+    """A config names a class that is not of this package and that nobody has registered."""
+
+
 def register_config(cls: C) -> C:
     """Let `config_from_dict` rebuild a dataclass that lives outside this package.
 
@@ -263,9 +267,10 @@ def _find_class(name: Any) -> type:
             found = None
         if isinstance(found, type) and dataclasses.is_dataclass(found):
             return found
-    raise ValueError(
+    raise UnknownClassError(
         f"config: expected a dataclass of tensor_memory.experiments or a registered one, got "
-        f"{name!r}; pass a class of your own to register_config first"
+        f"{name!r}; if it is yours, give `tensor-memory inspect` the recipe that made the run "
+        "(--recipe module:function), or in a program pass the class to register_config first"
     )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tensor_memory.experiments.results import config_dict, config_from_dict
-from tensor_memory.experiments.results.records import current, without_places
+from tensor_memory.experiments.results.records import UnknownClassError, current, without_places
 from tensor_memory.experiments.run_config import RunConfig
 from tensor_memory.files import read_json, write_text
 
@@ -126,6 +126,8 @@ def read_config(path: Path) -> RunConfig[Any, Any]:
     values = read_json(path, CONFIG, NO_CONFIG)
     try:
         return config_from_dict(values)
+    except UnknownClassError as error:
+        raise ValueError(f"{path}: {error}") from error
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"{path}: expected {CONFIG}, got one that cannot be built: {error}; {NO_CONFIG}"
