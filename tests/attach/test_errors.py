@@ -89,6 +89,22 @@ def test_blocks_that_are_never_called_are_not_found(kind: str, feed: str) -> Non
     assert not torch.allclose(host(x), bare)
 
 
+def test_a_stage_that_returns_another_width_is_named() -> None:
+    config = transformers.SwinConfig(
+        image_size=16, patch_size=2, embed_dim=8, depths=[1, 1], num_heads=[2, 2], window_size=4
+    )
+    model: Any = transformers.SwinModel(config).eval()
+    attach(model, SMALL, share_weights=False)
+    with pytest.raises(
+        ValueError,
+        match=r"block 'encoder\.layers\.0' to return .* of width 8, .* got \(2, 16, 16\)",
+    ):
+        model(torch.randn(2, 3, 16, 16))
+    detach(model)
+    attach(model, SMALL, layers="encoder.layers.*.blocks.*", share_weights=False)
+    assert model(torch.randn(2, 3, 16, 16)).last_hidden_state.isfinite().all()
+
+
 def test_rows_inside_a_list_of_lists_are_several() -> None:
     config = transformers.FunnelConfig(
         vocab_size=30, block_sizes=[1, 1], d_model=WIDTH, n_head=2, d_head=8, d_inner=24

@@ -26,6 +26,12 @@ def take_hidden(output: Any, block: Block) -> Tensor:
             f"attach: expected block '{block.path}' to return hidden states of shape (B, N, d), "
             f"got {tuple(hidden.shape)}; name other blocks with layers="
         )
+    if hidden.shape[2] != block.dim:  # a stage that ends in a projection, as Swin's
+        raise ValueError(
+            f"attach: expected block '{block.path}' to return hidden states of width {block.dim}, "
+            f"that of its norms, got {tuple(hidden.shape)}; name the blocks inside it, or others, "
+            "with layers="
+        )
     return hidden
 
 
