@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from hosts import SMALL, VOCABULARY, WIDTH, encoder, llama
-from torch import Tensor, nn
+from hosts import SMALL, VOCABULARY, WIDTH, llama
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
@@ -157,6 +157,25 @@ def test_a_stream_s_older_state_does_not_continue_a_cache_that_went_on() -> None
         model(tokens[:, 7:], past_key_values=cache)
 
 
+@pytest.mark.parametrize(
+    ("operation", "argument"),
+    [
+        ("reorder_cache", torch.tensor([1, 0])),
+        ("batch_repeat_interleave", 2),
+        ("batch_select_indices", torch.tensor([1])),
+    ],
+)
+def test_rows_of_a_cache_do_not_move_without_their_memory(operation: str, argument: Any) -> None:
+    model = host()
+    cache = DynamicCache(config=model.config)
+    with model.tensor_memory.stream():
+        model(text(2, 6), past_key_values=cache)
+        before = cache.layers[0].keys
+        with pytest.raises(ValueError, match=rf"attach: {operation} moves rows of a cache whose"):
+            getattr(cache, operation)(argument)
+    assert cache.layers[0].keys is before
+
+
 def test_a_refused_call_leaves_the_cache_as_it_was() -> None:
     model, tokens = host(), text(2, 9)
     cache = model(tokens[:, :6]).past_key_values
@@ -194,40 +213,13 @@ def test_a_whole_host_checkpointed_inside_a_stream_is_refused(
     assert_same(again[0], plain[0])
 
 
-def test_a_mask_given_to_a_part_of_the_host_does_not_hold_after_it() -> None:
-    class Part(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([encoder().layers[0]])
-
-        def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
-            return self.layers[0](x)
-
-    class Whole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.part, self.last = Part(), encoder().layers[0]
-
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            return self.last(self.part(x, attention_mask=mask))
-
-    model = Whole().double().eval()
-    attachment = attach(model, SMALL, layers=["part.layers.0", "last"])
-    seen = []
-    for layer in attachment.layers:
-        layer.register_forward_hook(
-            lambda _, args, kwargs, output: seen.append(kwargs["mask"]), with_kwargs=True
-        )
-    mask = torch.tensor([[1, 1, 1, 0, 0]])
-    model(torch.randn(1, 5, WIDTH, dtype=torch.float64), mask)
-    inside, after = seen
-    assert torch.equal(inside, mask.bool())
-    assert after is None
-
-
-def test_a_4_d_mask_does_not_drop_the_padding_silently() -> None:
+def test_a_mask_of_pairs_does_not_drop_the_padding_silently() -> None:
     model, tokens = host(), text(2, 6)
     mask = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
-    for given, got in ((mask, r"\(2, 1, 6, 6\)"), ({"full_attention": mask}, "dict")):
+    for given, got in (
+        (mask, r"\(2, 1, 6, 6\)"),
+        (mask[:, 0], r"\(2, 6, 6\)"),
+        ({"full_attention": mask}, "dict"),
+    ):
         with pytest.raises(ValueError, match=f"attention_mask: expected shape .* got {got}, from"):
             model(tokens, attention_mask=given)
