@@ -8,7 +8,7 @@ import transformers
 from hosts import HOSTS, SMALL, WIDTH, Host, bert, encoder, ids, llama, read
 from torch import nn
 
-from tensor_memory import attach, find_leak
+from tensor_memory import attach, detach, find_leak
 from tensor_memory.attach.causal_calls import refuse_causal_call
 from tolerances import assert_same
 
@@ -85,6 +85,9 @@ def test_a_causal_mask_seen_only_in_the_call_is_refused_there(attention: str) ->
     attach(model, SMALL, scope="depth")
     with pytest.raises(ValueError, match=f"called with a causal mask, and .*{LEAK}"):
         model(ids())
+    detach(model)
+    attach(model, SMALL, scope="depth", causal=False)  # a user who says so is believed
+    model(ids())
 
 
 def mask_of(kind: str, added: bool) -> torch.Tensor:
@@ -133,11 +136,29 @@ def test_depth_threads_one_state_and_flushes_after_each_layer() -> None:
     assert after_first.fill.tolist() == after_second.fill.tolist() == [0, 0]
 
 
-def test_depth_refuses_a_cache() -> None:
+def test_depth_continues_its_one_state_in_a_stream() -> None:
+    model = bert().double().eval()
+    attachment = attach(model, SMALL, scope="depth")
+    first, second = ids(), ids()
+    fresh = read(model(second))
+    with attachment.stream() as s:
+        model(first)
+        kept = s.state
+        straight = read(model(second))
+    assert list(kept) == ["depth"]
+    assert not torch.allclose(straight, fresh)
+    with attachment.stream(kept):
+        assert torch.equal(read(model(second)), straight)
+
+
+def test_depth_refuses_a_cache_where_no_stream_keeps_the_state() -> None:
     model = llama().eval()
-    attach(model, SMALL, scope="depth", causal=False)
+    attachment = attach(model, SMALL, scope="depth", causal=False)
     with pytest.raises(ValueError, match="scope='depth' has no state to keep on a cache"):
         model(ids(), use_cache=True)
+    with attachment.stream() as s:
+        model(ids(), use_cache=True)
+    assert list(s.state) == ["depth"]
 
 
 def test_a_torch_encoder_under_a_causal_mask_stays_causal_in_either_layout() -> None:

@@ -29,9 +29,14 @@ def test_a_block_used_twice_in_depth_keeps_a_state_for_each_use() -> None:
     model: Any = transformers.AlbertModel(config, add_pooling_layer=False).double().eval()
     attachment = attach(model, SMALL)
     (path,) = attachment.paths
+    first, second = ids(), ids()
     with attachment.stream() as s:
-        model(ids())
-    assert list(s.state) == [path, f"{path}#1", f"{path}#2"]
+        model(first)
+        kept = s.state
+        straight = model(second).last_hidden_state
+    assert list(kept) == [path, f"{path}#1", f"{path}#2"]
+    with attachment.stream(kept):
+        assert torch.equal(model(second).last_hidden_state, straight)
 
 
 def t5() -> Any:
@@ -60,6 +65,13 @@ def test_an_encoder_decoder_generates_as_by_full_recomputation(layers: str, beam
     cached = model.generate(tokens, attention_mask=mask, **options)
     recomputed = model.generate(tokens, attention_mask=mask, use_cache=False, **options)
     assert torch.equal(cached, recomputed)
+
+
+def test_a_static_cache_of_a_decoder_is_refused() -> None:
+    model = t5()
+    attach(model, SMALL, layers="decoder.block.*")
+    with pytest.raises(ValueError, match=r"a static cache .* use the default dynamic cache"):
+        model.generate(ids(), max_new_tokens=3, cache_implementation="static")
 
 
 class Holder(nn.Module):

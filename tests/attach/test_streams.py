@@ -149,7 +149,7 @@ def test_beam_search_inside_a_stream_is_refused() -> None:
         model.generate(text(2, 6), num_beams=2, max_new_tokens=3, pad_token_id=0)
 
 
-def test_a_cache_filled_in_a_stream_is_refused_outside() -> None:
+def test_a_cache_filled_in_a_stream_is_refused_outside_until_it_is_emptied() -> None:
     model = llama().double().eval()
     attachment = attach(model, SMALL)
     cache = DynamicCache(config=model.config)
@@ -158,6 +158,9 @@ def test_a_cache_filled_in_a_stream_is_refused_outside() -> None:
         model(tokens, past_key_values=cache)
     with pytest.raises(ValueError, match="filled inside a stream"):
         model(tokens[:, :1], past_key_values=cache)
+    cache.reset()
+    parts = [model(part, past_key_values=cache).logits for part in pieces(tokens, [4])]
+    assert_same(torch.cat(parts, dim=1), model(tokens).logits)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
