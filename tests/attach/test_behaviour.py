@@ -25,10 +25,15 @@ def outputs(model: nn.Module, example: Tensor) -> Tensor:
     return read(model(example)).detach()
 
 
-def traces(model: nn.Module) -> list[tuple[str, list[str], int]]:
-    """Everything an attachment could leave behind: attributes and hooks of every module."""
+def traces(model: nn.Module) -> list[tuple[str, list[str], list[str], int]]:
+    """All an attachment could leave behind: attributes, flags and hooks of every module."""
     return [
-        (path, sorted(vars(m)), len(m._forward_hooks) + len(m._forward_pre_hooks))
+        (
+            path,
+            sorted(vars(m)),
+            sorted(name for name, value in vars(m).items() if value is True),
+            len(m._forward_hooks) + len(m._forward_pre_hooks),
+        )
         for path, m in model.named_modules()
     ]
 
@@ -63,6 +68,12 @@ def test_detaching_leaves_no_trace(host: Host, freeze: bool) -> None:
     assert list(model.state_dict()) == keys
     assert traces(model) == left
     assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_host_in_eval_mode_has_its_memory_in_eval_mode(host: Host) -> None:
+    model, example = host(), host.example()
+    attach(model, SMALL, dropout=0.5)
+    assert torch.equal(outputs(model, example), outputs(model, example))
 
 
 def test_disabled_equals_detached(host: Host) -> None:

@@ -189,7 +189,11 @@ def test_every_operation_on_the_rows_of_a_cache_moves_the_memory_along() -> None
     cache.batch_select_indices(torch.tensor([2, 1]))
     assert torch.equal(rows(cache), before[:, [2, 1]])
     next_token = tokens[:, :1]
+    held = attachment.state_on(cache)
+    kept = dict(held)
     chosen = model(next_token[[2, 1]], past_key_values=cache).logits
+    # what was asked for earlier does not move on with the cache
+    assert all(held[slot] is state for slot, state in kept.items())
     assert_same(chosen, model(next_token, past_key_values=filled()).logits[[2, 1]])
     cache = filled()
     cache.reset()

@@ -93,9 +93,10 @@ class CheckpointedViT(TimmViT):
         return self.head(self.norm(x).mean(1))
 
 
+@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("scope", ["layer", "depth"])
-def test_blocks_checkpointed_by_hand_have_the_same_gradients(scope: Any) -> None:
-    model = CheckpointedViT().double()
+def test_blocks_checkpointed_by_hand_have_the_same_gradients(scope: Any, training: bool) -> None:
+    model = CheckpointedViT().double().train(training)
     attach(model, SMALL, scope=scope, causal=False)
     x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
     model(x).square().sum().backward()
