@@ -1,0 +1,147 @@
+"""What counts as a row of blocks, and how wide it is, told by structure and not by one library."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hosts import SMALL, WIDTH, TimmBlock, TimmViT
+from torch import Tensor, nn
+
+from tensor_memory import attach
+from tensor_memory.attach import NoBlocksFoundError
+from tensor_memory.attach.blocks import find_blocks
+
+
+class MLP(nn.Module):
+    """Named and built like nothing that attends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Attn(MLP):
+    """Attends, by its own name alone."""
+
+
+def linear(out: int = WIDTH) -> nn.Linear:
+    return nn.Linear(WIDTH, out)
+
+
+def named(*names: str) -> nn.Module:
+    return nn.ModuleDict({name: linear() for name in names})
+
+
+def row(*parts: nn.Module) -> nn.Module:
+    """Two blocks of these parts."""
+    return nn.ModuleDict({"row": nn.ModuleList(nn.Sequential(*parts) for _ in range(2))})
+
+
+NORM = nn.LayerNorm(WIDTH)
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [
+        Attn(),
+        nn.MultiheadAttention(WIDTH, 2),
+        named("query", "key", "value"),
+        named("q_proj", "k_proj", "v_proj"),
+        named("wq", "wk", "wv"),
+        named("Wqkv"),
+    ],
+    ids=lambda module: type(module).__name__,
+)
+def test_a_part_attends_by_its_kind_or_by_its_projections(attention: nn.Module) -> None:
+    blocks = find_blocks(row(NORM, attention, linear(24)))
+    assert [(block.path, block.dim) for block in blocks] == [("row.0", WIDTH), ("row.1", WIDTH)]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (NORM, named("q_proj", "k_proj"), linear()),
+        (NORM, named("up", "down"), linear()),
+        (NORM, nn.MultiheadAttention(WIDTH, 2)),  # nothing beside the attention
+    ],
+    ids=["no values", "no attention", "attention alone"],
+)
+def test_what_does_not_attend_or_does_nothing_else_is_no_block(parts: Any) -> None:
+    with pytest.raises(NoBlocksFoundError):
+        find_blocks(row(*parts))
+
+
+def test_a_block_may_be_named_after_attention_itself() -> None:
+    class AttentionBlock(TimmBlock):
+        pass
+
+    model = nn.Sequential(AttentionBlock(), AttentionBlock())
+    assert [block.path for block in find_blocks(model)] == ["0", "1"]
+
+
+class Lists(nn.Module):
+    """Its blocks are lists of parts, which it calls one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList([Attn(), MLP()]) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for attention, mlp in self.layers:
+            x = mlp(attention(x))
+        return x
+
+
+def test_blocks_that_are_never_called_are_not_taken_for_those_that_are() -> None:
+    model, x = Lists(), torch.randn(1, 7, WIDTH)
+    bare = model(x)
+    with pytest.raises(NoBlocksFoundError, match=r"modules are .*'layers\.\*\.1' \(2 × MLP\)"):
+        attach(model, SMALL)
+    attachment = attach(model, SMALL, layers="layers.*.1")
+    assert attachment.paths == ["layers.0.1", "layers.1.1"]
+    assert not torch.equal(model(x), bare)
+
+
+def test_an_empty_list_is_no_second_row() -> None:
+    model = TimmViT()
+    model.adapters = nn.ModuleList()
+    assert [block.path for block in find_blocks(model)] == ["blocks.0", "blocks.1"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "width"),
+    [
+        ((NORM, nn.PReLU(), named("q", "k", "v")), WIDTH),  # one number scales no features
+        ((NORM, nn.ModuleList([nn.LayerNorm(8)]), named("q", "k", "v")), WIDTH),  # of each head
+        ((nn.MultiheadAttention(WIDTH, 2, kdim=8, vdim=8), linear(8)), WIDTH),
+        ((nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH), named("q")), WIDTH),
+    ],
+    ids=["scalar", "heads", "attention", "square"],
+)
+def test_the_width_is_that_of_the_norms_else_of_the_attention(parts: Any, width: int) -> None:
+    (block, _) = find_blocks(row(*parts), "row.*")
+    assert block.dim == width
+
+
+def test_blocks_on_several_devices_cannot_share_a_memory() -> None:
+    model = TimmViT()
+    model.blocks[1].to("meta")
+    with pytest.raises(ValueError, match=r"several devices \(cpu, meta\); pass share_weights="):
+        attach(model, SMALL)
+    attachment = attach(model, SMALL, share_weights=False)
+    assert [next(layer.parameters()).device.type for layer in attachment.layers] == ["cpu", "meta"]
+
+
+def test_the_type_of_the_memory_is_that_of_the_weights_that_compute() -> None:
+    model = TimmViT().bfloat16()
+    for block in model.blocks:
+        table = nn.Parameter(torch.zeros(4, dtype=torch.int64), requires_grad=False)
+        block.register_parameter("table", table)  # comes first among the block's parameters
+    attachment = attach(model, SMALL)
+    assert {p.dtype for p in attachment.parameters()} == {torch.bfloat16}
