@@ -262,6 +262,8 @@ def test_taking_tokens_out_of_a_cache_is_refused_and_taking_none_is_not() -> Non
     cache = model(tokens, use_cache=True).past_key_values
     with pytest.raises(ValueError, match=r"crop\(-2\) would take tokens out .* rolled back; copy"):
         cache.crop(-2)
+    with pytest.raises(ValueError, match=r"crop\(5\) would take tokens out .* rolled back; copy"):
+        cache.crop(5)
     assert cache.get_seq_length() == 7
     cache.crop(0)
     made = model(tokens[:, :1], past_key_values=cache).logits

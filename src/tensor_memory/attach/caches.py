@@ -244,8 +244,7 @@ class _Carries:
     def crop(self, *args: Any, **kwargs: Any) -> None:
         held = int(self.get_seq_length())  # type: ignore[attr-defined]
         amount = int(next(iter((*args, *kwargs.values())), 0))
-        removed = -amount if amount < 0 else max(held - amount, 0)  # older caches: what stays
-        if held and removed and amount:
+        if held and amount and amount < held:  # below 0: so many go; in older caches: what stays
             raise ValueError(
                 f"attach: crop({amount}) would take tokens out of a cache whose memory has "
                 "already written them, and a memory cannot be rolled back; copy the cache before "

@@ -160,7 +160,6 @@ class Call:
         """Give every holder its states."""
         for holder, slot, state, tokens in self.results:
             holder.put(slot, state, tokens)
-        self.results = []
 
     def slot(self, path: str) -> str:
         """Name of the state that the next run of block `path` uses."""

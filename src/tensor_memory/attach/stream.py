@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -21,9 +21,6 @@ class StreamState(dict[str, MemoryState]):
     def __init__(self, states: Mapping[str, MemoryState], moment: tuple[str, int]) -> None:
         super().__init__(states)
         self.moment = moment
-
-    def __reduce__(self) -> tuple[type[StreamState], tuple[dict[str, MemoryState], Any]]:
-        return StreamState, (dict(self), self.moment)
 
 
 class Stream:
