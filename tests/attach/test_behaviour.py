@@ -70,6 +70,25 @@ def test_detaching_leaves_no_trace(host: Host, freeze: bool) -> None:
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
+def test_detaching_gives_back_no_more_than_attaching_froze(host: Host) -> None:
+    model = host()
+    name, parameter = next(iter(model.named_parameters()))
+    parameter.requires_grad_(False)
+    attach(model, SMALL, freeze_host=True)
+    detach(model)
+    assert [n for n, p in model.named_parameters() if not p.requires_grad] == [name]
+
+
+def test_a_memory_taken_off_while_it_is_disabled_stays_off(host: Host) -> None:
+    model, example = host(), host.example()
+    before, left = outputs(model, example), traces(model)
+    attach(model, SMALL)
+    with memory_disabled(model):
+        detach(model)
+    assert torch.equal(outputs(model, example), before)
+    assert traces(model) == left
+
+
 def test_a_host_in_eval_mode_has_its_memory_in_eval_mode(host: Host) -> None:
     model, example = host(), host.example()
     attach(model, SMALL, dropout=0.5)

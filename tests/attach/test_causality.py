@@ -63,6 +63,12 @@ def test_a_user_who_says_causal_is_believed() -> None:
         attach(bert(), SMALL, scope="depth", causal=True)
 
 
+def test_a_decoder_that_also_looks_at_all_of_an_encoder_is_causal() -> None:
+    config = transformers.BartConfig(d_model=WIDTH, encoder_layers=1, decoder_layers=1)
+    with pytest.raises(ValueError, match=LEAK):
+        attach(transformers.BartModel(config), SMALL, scope="depth", layers="decoder.layers.*")
+
+
 def test_a_bert_built_as_a_decoder_is_causal() -> None:
     with pytest.raises(ValueError, match=LEAK):
         attach(bert(is_decoder=True), SMALL, scope="depth")
@@ -99,6 +105,10 @@ def mask_of(kind: str, added: bool) -> torch.Tensor:
         seen = seen & seen.new_ones(6, 6).tril(1).triu(-1)
     if "padded" in kind:
         seen[1, :, :, :2] = False
+    if "continued" in kind:
+        seen = seen[:, :, 3:]
+    if "first" in kind:
+        seen[..., 1:] = False
     if "documents" in kind:
         seen[:, :, 3:, :3] = False
     return torch.zeros(seen.shape).masked_fill(~seen, -1e4) if added else seen
@@ -106,15 +116,23 @@ def mask_of(kind: str, added: bool) -> torch.Tensor:
 
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize(
-    "kind", ["causal", "causal, padded", "causal, window", "causal, documents"]
+    "kind", ["causal", "causal, padded", "causal, window", "causal, documents", "causal, continued"]
 )
 def test_a_mask_that_hides_what_comes_later_is_refused(kind: str, added: bool) -> None:
+    mask = mask_of(kind, added)
+    for args, kwargs in (((mask,), {}), ((), {"attention_mask": mask})):
+        with pytest.raises(ValueError, match=f"block 'h.0' is called with a causal mask, .*{LEAK}"):
+            refuse_causal_call("h.0", args, kwargs)
+
+
+def test_a_block_told_to_attend_causally_is_refused() -> None:
     with pytest.raises(ValueError, match=f"block 'h.0' is called with a causal mask, .*{LEAK}"):
-        refuse_causal_call("h.0", (), {"attention_mask": mask_of(kind, added)})
+        refuse_causal_call("h.0", (), {"is_causal": True})
+    refuse_causal_call("h.0", (), {"is_causal": False})
 
 
 @pytest.mark.parametrize("added", [False, True])
-@pytest.mark.parametrize("kind", ["all", "padded", "window"])
+@pytest.mark.parametrize("kind", ["all", "padded", "window", "the first token alone"])
 def test_a_mask_that_shows_what_comes_later_is_not_refused(kind: str, added: bool) -> None:
     refuse_causal_call("h.0", (mask_of(kind, added),), {})
 

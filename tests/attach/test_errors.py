@@ -127,10 +127,11 @@ def test_a_star_does_not_reach_into_blocks() -> None:
     ("layers", "every", "paths"),
     [
         (["encoder.layer.1"], 1, ["encoder.layer.1"]),
+        (["encoder.layer.[12]", "encoder.layer.2"], 1, ["encoder.layer.1", "encoder.layer.2"]),
         (lambda path, module: type(module).__name__ == "BertLayer", 1, None),
         ("auto", 2, ["encoder.layer.0", "encoder.layer.2"]),
     ],
-    ids=["list", "predicate", "every second"],
+    ids=["list", "list that names one twice", "predicate", "every second"],
 )
 def test_blocks_can_be_chosen(layers: Any, every: int, paths: list[str] | None) -> None:
     model = bert(num_hidden_layers=4)
@@ -296,6 +297,7 @@ class Strange(nn.Module):
     [
         ("text", TypeError, "return a tensor, a tuple that starts with one or a model output"),
         ((None, 1), TypeError, "got tuple"),
+        ((), TypeError, "got tuple"),
         (torch.zeros(1, 2, 2, WIDTH), ValueError, r"shape \(B, N, d\), got \(1, 2, 2, 16\)"),
     ],
 )

@@ -84,9 +84,11 @@ def test_a_stream_can_start_from_a_state_kept_earlier() -> None:
     tokens = text(1, 12)
     with attachment.stream() as first:
         model(tokens[:, :7], use_cache=False)
-    with attachment.stream(first.state):
-        last = model(tokens[:, 7:], use_cache=False).logits
-    assert_same(last, model(tokens, use_cache=False).logits[:, 7:])
+    kept = first.state
+    for _ in range(2):  # a state that was continued is still there to be continued
+        with attachment.stream(kept):
+            last = model(tokens[:, 7:], use_cache=False).logits
+        assert_same(last, model(tokens, use_cache=False).logits[:, 7:])
 
 
 def test_a_stream_refuses_a_state_of_other_blocks() -> None:
