@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,9 +118,9 @@ def test_an_empty_list_is_no_second_row() -> None:
 @pytest.mark.parametrize(
     ("parts", "width"),
     [
-        ((NORM, nn.PReLU(), named("q", "k", "v")), WIDTH),  # one number scales no features
-        ((NORM, nn.ModuleList([nn.LayerNorm(8)]), named("q", "k", "v")), WIDTH),  # of each head
-        ((nn.MultiheadAttention(WIDTH, 2, kdim=8, vdim=8), linear(8)), WIDTH),
+        ((NORM, nn.PReLU(), linear(24)), WIDTH),  # one number scales no features
+        ((NORM, nn.ModuleList([nn.LayerNorm(8)]), linear(24)), WIDTH),  # of each head
+        ((nn.MultiheadAttention(WIDTH, 2), nn.Linear(8, 8)), WIDTH),
         ((nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH), named("q")), WIDTH),
     ],
     ids=["scalar", "heads", "attention", "square"],
@@ -127,6 +128,14 @@ def test_an_empty_list_is_no_second_row() -> None:
 def test_the_width_is_that_of_the_norms_else_of_the_attention(parts: Any, width: int) -> None:
     (block, _) = find_blocks(row(*parts), "row.*")
     assert block.dim == width
+
+
+def test_a_config_decides_between_norms_of_several_widths() -> None:
+    model: Any = row(NORM, nn.LayerNorm(8), linear(24))
+    with pytest.raises(ValueError, match=r"width of block 'row\.0' .* cannot be inferred"):
+        find_blocks(model, "row.*")
+    model["row"].config = SimpleNamespace(hidden_size=8)  # of a part: the host may be wrapped
+    assert [block.dim for block in find_blocks(model, "row.*")] == [8, 8]
 
 
 def test_blocks_on_several_devices_cannot_share_a_memory() -> None:
