@@ -118,6 +118,10 @@ def test_an_unknown_and_a_missing_tensor_are_named(saved: Path) -> None:
     save_file(weights, path, metadata={"kind": "tensor-memory weights"})
     match = r"unknown tensors layers\.0\.bias, missing tensors layers\.0\.gate"
     refused(attached(), saved, ValueError, match)
+    del weights["layers.0.bias"]
+    save_file(weights, path, metadata={"kind": "tensor-memory weights"})
+    match = r"unknown tensors none, missing tensors layers\.0\.gate"
+    refused(attached(), saved, ValueError, match)
 
 
 def test_a_tensor_of_another_shape_is_named(saved: Path) -> None:
@@ -126,6 +130,15 @@ def test_a_tensor_of_another_shape_is_named(saved: Path) -> None:
     weights["memory.taps"] = weights["memory.taps"][:1]
     save_file(weights, path, metadata={"kind": "tensor-memory weights"})
     match = r"expected memory\.taps of shape \(2, 8, 3\), got \(1, 8, 3\)"
+    refused(attached(), saved, ValueError, match)
+
+
+def test_a_tensor_of_a_type_that_would_lose_half_of_it_is_named(saved: Path) -> None:
+    path = saved / "memory.safetensors"
+    weights = load_file(path)
+    weights["memory.taps"] = weights["memory.taps"].to(torch.complex64)
+    save_file(weights, path, metadata={"kind": "tensor-memory weights"})
+    match = r"expected memory\.taps of a type that fits torch\.float32, got torch\.complex64"
     refused(attached(), saved, ValueError, match)
 
 
@@ -209,6 +222,8 @@ def test_a_memory_of_other_blocks_is_refused_unless_it_is_meant(tmp_path: Path) 
     [
         ({"widths": None}, r"memory\.json: expected widths to be a list of integers, got None"),
         ({"widths": ["16"]}, "expected widths to be a list of integers"),
+        ({"widths": [True, True]}, r"expected widths to be a list of integers, got \[True, True\]"),
+        ({"blocks": []}, r"expected blocks to be a list of module paths, got \[\]; save again"),
         ({"blocks": 3}, "expected blocks to be a list of module paths, got 3"),
         ({"config": []}, r"expected config to be an object of config fields, got \[\]"),
         ({"config": {"channels": "a"}}, r"expected the fields of a MemoryConfig, got .*channels"),
