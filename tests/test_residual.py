@@ -139,13 +139,15 @@ def test_a_half_precision_layer_follows_float64(dtype):
     assert all(p.grad.isfinite().all() for p in layer.parameters())
 
 
-def test_autocast_keeps_the_residual_stream_and_the_state_in_float32():
+@pytest.mark.parametrize("tokens", [torch.float32, torch.bfloat16])
+def test_autocast_keeps_the_residual_stream_as_it_was_and_the_state_in_float32(tokens):
     layer = make_layer().float()
-    x = make_tokens(2, 7, DIM, dtype=torch.float32)
+    x = make_tokens(2, 7, DIM, dtype=tokens)
     with torch.autocast("cpu", torch.bfloat16):
         y, state = layer(x)
         y, state = layer(x, state)
-    assert y.dtype == state.hidden.dtype == state.cell.dtype == torch.float32
+    assert y.dtype == tokens
+    assert state.hidden.dtype == state.cell.dtype == torch.float32
     exact = make_layer()
     assert_same(y, exact(x.double(), exact(x.double())[1])[0], torch.bfloat16)
 
