@@ -101,7 +101,7 @@ def test_a_fused_layer_is_the_plain_one(option, monkeypatch):
 
 
 @pytest.mark.parametrize("reads", ["chunk", "token"])
-@pytest.mark.parametrize(("waiting", "length"), [(0, 5), (1, 1), (2, 4), (2, 1)])
+@pytest.mark.parametrize(("waiting", "length"), [(0, 5), (1, 1), (2, 4), (2, 1), (1, 3)])
 def test_a_fused_layer_continues_an_unfinished_chunk(reads, waiting, length, monkeypatch):
     layer = build(replace(SMALL, reads=reads))
     x = torch.randn(2, waiting + length, DIM).to(HERE)
@@ -505,3 +505,28 @@ def test_a_step_leaves_the_state_it_was_given_as_it_was():
     layer(x[:, 2:3], before)
     for name, copy in zip(("hidden", "cell", "tokens", "fill"), copies, strict=True):
         assert torch.equal(getattr(before, name), copy), name
+
+
+def test_a_single_token_is_learned_from_through_its_state_or_its_memory_alone():
+    layer = build(SMALL)
+    x, state = torch.randn(2, 1, DIM).to(HERE), layer(torch.randn(2, 3, DIM).to(HERE))[1].detach()
+    layer.requires_grad_(False)
+    hidden = state.hidden.clone().requires_grad_()
+    layer(x, replace(state, hidden=hidden))[0].sum().backward()
+    assert hidden.grad.any()
+    weight = layer.memory.output.weight.requires_grad_()
+    other = MemoryResidual(layer.memory, own_memory=False).to(HERE).requires_grad_(False)
+    other(x, state)[0].sum().backward()
+    assert weight.grad.any()
+
+
+@torch.no_grad()
+def test_a_single_token_may_end_a_frame_or_be_dropped():
+    layer = build(SMALL, drop_path=0.5).eval()
+    x, state = torch.randn(16, 1, DIM).to(HERE), layer(torch.randn(16, 3, DIM).to(HERE))[1]
+    _, after = layer(x, state, flush=True)
+    assert after.fill.eq(0).all()
+    assert not torch.equal(after.cell, state.cell)
+    dropped = (layer.train()(x, state)[0] == x).flatten(1).all(1)
+    assert dropped.any()
+    assert not dropped.all()
