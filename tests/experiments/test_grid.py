@@ -71,6 +71,23 @@ def test_a_field_that_comes_twice_is_refused():
         parse_over(["seed=1", "seed=2"])
 
 
+@pytest.mark.parametrize("flags", [["--seed", "3"], ["--seed=3"]])
+def test_a_field_that_is_fixed_and_varied_is_refused(flags):
+    with pytest.raises(
+        ValueError, match=r"^seed: expected a value for all runs or several .* both"
+    ):
+        expand([Stage(["binding"], {"seed": [0, 1]}, flags)])
+
+
+def test_a_field_is_the_same_however_it_is_written(tmp_path):
+    with pytest.raises(ValueError, match="expected each field once, got it twice"):
+        parse_over(["budget.batch_size=8,16", "--budget.batch-size=32"])
+    plan = tmp_path / "plan.toml"
+    plan.write_text('[[stage]]\nrecipes = ["binding"]\nover = { "budget.batch_size" = [8, 16] }\n')
+    with pytest.raises(ValueError, match=r"plan.toml, stage 1: budget.batch_size: .* got both"):
+        expand(read_plan(plan, ["--budget.batch-size", "4"]))
+
+
 def test_the_longest_runs_of_a_stage_come_first_and_stages_stay_in_order():
     stages = [
         Stage([SIGN], {"budget.steps": [2, 8, 4]}),

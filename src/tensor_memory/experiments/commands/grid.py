@@ -97,10 +97,15 @@ def parse_over(texts: Iterable[str]) -> dict[str, list[str]]:
                 f"--over: expected field=value,value such as seed=0,1,2, got {text!r}; "
                 "quote values that hold spaces"
             )
-        if name in over:
+        if _field(name) in map(_field, over):
             raise ValueError(f"--over {name}: expected each field once, got it twice")
         over[name.lstrip("-")] = found
     return over
+
+
+def _field(flag: str) -> str:
+    """The field that a flag or a key of `over` names, however it is written."""
+    return flag.lstrip("-").partition("=")[0].replace("_", "-")
 
 
 def expand(stages: Sequence[Stage]) -> list[PlannedRun]:
@@ -110,6 +115,7 @@ def expand(stages: Sequence[Stage]) -> list[PlannedRun]:
     """
     runs: dict[str, PlannedRun] = {}
     for stage in stages:
+        _refuse_fixed_and_varied(stage)
         planned = [run for name in stage.recipes for run in _runs(name, stage)]
         # The sort is stable: equal ones keep their order.
         for run in sorted(planned, key=lambda run: -run.work):
@@ -120,6 +126,17 @@ def expand(stages: Sequence[Stage]) -> list[PlannedRun]:
                     f"got {first.config.task} and {run.config.task}; use two output folders"
                 )
     return list(runs.values())
+
+
+def _refuse_fixed_and_varied(stage: Stage) -> None:
+    fixed = {_field(flag) for flag in stage.flags if flag.startswith("--")}
+    for name in stage.over:
+        if _field(name) in fixed:
+            where = f"{stage.where}: " if stage.where else ""
+            raise ValueError(
+                f"{where}{name}: expected a value for all runs or several to go over, got both; "
+                f"leave out --{_field(name)}, or what goes over it"
+            )
 
 
 def _runs(name: str, stage: Stage) -> Iterable[PlannedRun]:
