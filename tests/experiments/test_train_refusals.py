@@ -130,13 +130,20 @@ def test_a_broken_pointer_is_refused_by_name_with_the_cure(unfinished, text):
         assert str(error.value).endswith("; train again into another folder")
 
 
-@pytest.mark.parametrize("text", ['{"class', "[]", "{}", '{"class": "os:path"}'])
+@pytest.mark.parametrize("text", ['{"class', "[]", "{}"])
 def test_a_broken_config_is_refused_by_name_with_the_cure(unfinished, text):
     (unfinished / "config.json").write_text(text)
     with pytest.raises(ValueError, match=r"config\.json: expected the config of a run") as error:
         load_run(unfinished, "last")
     assert str(error.value).startswith(str(unfinished))
     assert str(error.value).endswith("or train again into another folder")
+
+
+def test_a_config_of_classes_nobody_made_known_says_how_to_name_them(unfinished):
+    (unfinished / "config.json").write_text('{"class": "os:path"}')
+    with pytest.raises(ValueError, match=r"got 'os:path'; if it is yours, .* register_config") as e:
+        load_run(unfinished, "last")
+    assert str(e.value).startswith(str(unfinished / "config.json"))
 
 
 def test_a_result_that_is_cut_short_is_made_again_as_the_message_says(tmp_path):
