@@ -26,6 +26,12 @@ _TEXT: dict[str, Any] = dict(
 )
 _DECODER = _SIZES | _TEXT | dict(num_key_value_heads=1, max_position_embeddings=4096)
 _ENCODER = _SIZES | _TEXT | dict(pad_token_id=0, max_position_embeddings=64)
+BOTH: dict[str, Any] = dict(vocab_size=VOCABULARY, d_model=WIDTH) | {
+    f"{half}_{name}": size
+    for half in ("encoder", "decoder")
+    for name, size in (("layers", 2), ("attention_heads", 2), ("ffn_dim", 24))
+}
+"""Sizes of an encoder and decoder as BART names them."""
 _IMAGE: dict[str, Any] = dict(image_size=8, patch_size=4)
 
 

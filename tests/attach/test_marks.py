@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hosts import SMALL, VOCABULARY, WIDTH, Custom, encoder, ids, mistral
+from hosts import BOTH, SMALL, VOCABULARY, WIDTH, Custom, encoder, ids, mistral
 from torch import Tensor, nn
 
 from tensor_memory import Attachment, attach
@@ -183,17 +183,7 @@ def test_the_first_real_token_of_a_call_starts_no_document() -> None:
 
 def test_an_encoder_whose_config_is_the_whole_host_s_sees_its_mask() -> None:
     """BART's encoder says of itself, by that config, that it is an encoder and a decoder."""
-    config = transformers.BartConfig(
-        vocab_size=VOCABULARY,
-        d_model=WIDTH,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=24,
-        decoder_ffn_dim=24,
-    )
-    model: Any = transformers.BartModel(config).double().eval()
+    model: Any = transformers.BartModel(transformers.BartConfig(**BOTH)).double().eval()
     seen = watch(attach(model, SMALL, layers="encoder.layers.*"))
     text = ids()
     mask = torch.ones_like(text)

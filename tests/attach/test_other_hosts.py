@@ -9,7 +9,7 @@ import accelerate.hooks
 import pytest
 import torch
 import transformers
-from hosts import SMALL, VOCABULARY, WIDTH, ids, llama
+from hosts import BOTH, SMALL, VOCABULARY, WIDTH, ids, llama
 from torch import nn
 
 from tensor_memory import attach
@@ -321,17 +321,7 @@ def test_a_host_whose_first_layer_leaves_its_place_in_the_cache_empty_generates_
 
 
 def test_a_host_that_drops_whole_layers_trains() -> None:
-    config = transformers.M2M100Config(
-        vocab_size=VOCABULARY,
-        d_model=WIDTH,
-        encoder_layers=1,
-        decoder_layers=2,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=24,
-        decoder_ffn_dim=24,
-        decoder_layerdrop=0.5,
-    )
+    config = transformers.M2M100Config(**BOTH, decoder_layerdrop=0.5)
     model: Any = transformers.M2M100ForConditionalGeneration(config).train()
     attachment = attach(model, SMALL, layers="model.decoder.layers.*")
     ran = set()

@@ -177,9 +177,9 @@ def tokens_in(cache: Any) -> int:
     The first layer may count and hold nothing: one without attention keeps its state elsewhere.
     """
     layers = _layers(cache)
-    counted = [int(layer.get_seq_length()) for layer in layers if hasattr(layer, "get_seq_length")]
     if not layers:
         return int(cache.get_seq_length())
+    counted = [int(layer.get_seq_length()) for layer in layers if hasattr(layer, "get_seq_length")]
     if not counted:
         raise ValueError(
             "attach: no layer of the cache counts its tokens (a host without attention), so the "

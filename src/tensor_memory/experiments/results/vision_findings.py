@@ -79,12 +79,7 @@ def action_finding(frames: int, records: Sequence[Record]) -> str:
     methods = _methods(records)
     if not _comparable(methods, "frames"):
         return ""
-    top1 = _measure("test", "accuracy")
-    gain = _paired(methods[MEMORY], methods["frames"], top1)
-    text = (
-        f"**Actions, T = {frames}: {verdict([gain])}.** Top-1: {_means(methods, top1)}; `spatial` "
-        f"less `frames`: {_plain(gain, 'accuracy')} points."
-    )
+    gain, text = _top1(f"Actions, T = {frames}", methods)
     use = _use(methods[MEMORY], "test", "accuracy")
     if use is not None:
         text += f" What the memory of the trained model adds: {_plain(use, 'accuracy')} points."
@@ -127,12 +122,7 @@ def last_frame_finding(frames: int, records: Sequence[Record]) -> str:
     methods = _methods(records, " (readout last)")
     if not _comparable(methods, "frames"):
         return ""
-    top1 = _measure("test", "accuracy")
-    gain = _paired(methods[MEMORY], methods["frames"], top1)
-    text = (
-        f"**Only the last frame read, T = {frames}: {verdict([gain])}.** Top-1: "
-        f"{_means(methods, top1)}; `spatial` less `frames`: {_plain(gain, 'accuracy')} points."
-    )
+    _, text = _top1(f"Only the last frame read, T = {frames}", methods)
     if (blank := "test@last=1") in records[0]["test"]:
         text += (
             " With that frame blank, so that all there is comes from what was carried or attended "
@@ -223,6 +213,16 @@ def _methods(records: Sequence[Record], departure: str = "") -> dict[str, Runs]:
 def _comparable(methods: Mapping[str, Runs], other: str) -> bool:
     """Whether the memory and another method share a seed."""
     return bool(set(methods.get(MEMORY, {})) & set(methods.get(other, {})))
+
+
+def _top1(title: str, methods: Mapping[str, Runs]) -> tuple[Estimate, str]:
+    """What the memory adds to `frames`, and the sentences that say so beside every method."""
+    top1 = _measure("test", "accuracy")
+    gain = _paired(methods[MEMORY], methods["frames"], top1)
+    return gain, (
+        f"**{title}: {verdict([gain])}.** Top-1: {_means(methods, top1)}; `spatial` less "
+        f"`frames`: {_plain(gain, 'accuracy')} points."
+    )
 
 
 def _measure(split: str, name: str) -> Callable[[Record], float]:
