@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import get_args
 
 import pytest
@@ -25,6 +26,7 @@ from tolerances import assert_same
 METHODS = get_args(LanguageMethod)
 CAUSAL = [method for method in METHODS if method != "tensor-depth"]
 WORDS, LENGTH = 23, 12
+HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAPER_WORDS = 29_999  # of the paper's 30,000 words two share an id
 
 
@@ -303,6 +305,38 @@ def test_the_lean_loss_multiplies_in_autocasts_type_and_sums_in_float32():
     losses.sum().backward()
     assert weight.grad is not None
     assert weight.grad.dtype == torch.float32
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("words", [7, 64, 5000])  # few, no padding, several blocks of a row
+def test_the_kernel_of_the_loss_agrees_with_plain_torch(words, dtype, keep):
+    columns = math.ceil(words / 64) * 64
+    logits = (4 * torch.randn(5, columns, device=HERE)).to(dtype)
+    targets = torch.tensor([0, words - 1, 3, 3, 5], device=HERE)
+    kept, expected_kept = logits.clone(), logits.clone()
+    got = cross_entropy._fused_losses(kept, targets, words, keep=keep)
+    expected = cross_entropy._losses(expected_kept, targets, words, keep=keep)
+    assert got.dtype == expected.dtype == torch.float32
+    assert_same(got, expected)
+    assert_same(kept, expected_kept if keep else logits)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+def test_where_the_kernel_serves_it_makes_the_loss_and_its_gradients(monkeypatch):
+    given = [torch.randn(shape, device=HERE, requires_grad=True) for shape in ((2, 3, 4), (7, 4))]
+    targets = torch.randint(7, (2, 3), device=HERE)
+    found = []
+    for fused in ((), (HERE.type,)):
+        monkeypatch.setattr(cross_entropy, "FUSED", fused)
+        losses = linear_cross_entropy(*given, targets)
+        found.append((losses, *torch.autograd.grad((losses * losses).sum(), given)))
+    for plain, kernel in zip(*found, strict=True):
+        assert_same(kernel, plain)
+    monkeypatch.setattr(cross_entropy, "_fused_losses", None)
+    with pytest.raises(TypeError):
+        linear_cross_entropy(*given, targets)
 
 
 @pytest.mark.parametrize("method", METHODS)
