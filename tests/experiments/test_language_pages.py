@@ -223,9 +223,10 @@ def test_rows_that_were_run_are_not_planned_any_more():
 XL = {"xl": {"segment": 64}}
 
 
-def test_runs_that_shared_their_device_take_the_time_of_one_that_had_it():
+def test_runs_take_the_cost_of_one_that_was_measured_alone():
     runs = [
-        record("base", 100.0),
+        record("base", 100.0, step_ms=99.0),
+        record("linear", 100.0, step_ms=66.0),
         record("local", 120.0, step_ms=99.0, shared=True),
         record("tensor-local", 110.0, step_ms=88.0, shared=True),
         record("tensor-local", 111.0, step_ms=77.0, shared=True, placement="after_attention"),
@@ -233,10 +234,12 @@ def test_runs_that_shared_their_device_take_the_time_of_one_that_had_it():
     costs = [record("local", 999.0, step_ms=20.0), record("tensor-local", 999.0, step_ms=25.0)]
     for run in costs:
         run["config"]["budget"]["steps"] = run["steps"] = 100
+        run["peak_memory_bytes"] = 3 * 2**30
     costs.append(record("base", 999.0, step_ms=5.0))
     found = {line["method"]: line for line in carried_table(timed(runs, costs))}
-    assert found["base"]["step"] == "20.0 ms"  # its own: it was alone
-    assert found["local"]["step"] == "20.0 ms"
+    assert found["base"]["step"] == "5.0 ms"
+    assert found["linear"]["step"] == "66.0 ms"  # its own: it was alone, and nothing else was
+    assert (found["local"]["step"], found["local"]["peak memory"]) == ("20.0 ms", "3.0 GiB")
     assert (found["tensor-local"]["step"], found["tensor-local"]["of local"]) == (
         "25.0 ms",
         "1.25×",
@@ -276,7 +279,7 @@ def test_the_language_page_is_filled_from_records(tmp_path, capsys):
     text = page.read_text()
     for shown in ("110.00", "120.00", "121.00", "+0.1000 ± 0.0196", "not run yet", "20.5 ms"):
         assert shown in text
-    assert "Step times of runs that shared the GPU: 100 steps of the same alone." in text
+    assert "Step and peak memory: 100 steps of the same alone, commit " in text
     assert "130.00" in text.partition("<!-- carried -->")[2].partition("<!-- /carried -->")[0]
     assert (tmp_path / "images" / "language-positions.svg").is_file()
 

@@ -125,12 +125,30 @@ def test_what_the_readme_says_of_the_leak_was_measured():
     assert "causal models score 6.00" in text
 
 
+def test_what_is_said_of_the_leak_in_real_text_was_measured():
+    readme, page = words_of("README.md"), words_of("docs/leak.md")
+    (seeing,), (causal,) = (
+        text_runs("leak", "language-leak")[m] for m in ("tensor-depth", "tensor")
+    )
+    (window, prefix), (honest, cut) = (
+        [run["test"][split]["score"] for split in ("test@window", "test@prefix")]
+        for run in (seeing, causal)
+    )
+    assert f"{honest - window:.2f} better than the causal one" in page
+    assert f"it is {prefix - cut:.2f} worse" in page
+    assert f"rises by {100 * (prefix / window - 1):.1f} %" in page
+    assert abs(cut - honest) < 0.02
+    assert f"{window:.2f} with the future and {prefix:.2f} without" in readme
+    assert f"the causal memory {cut:.2f} either way" in readme
+
+
 def test_the_rate_of_the_language_recipes_is_the_best_on_valid():
     tried = read_results([ROOT / "results" / "language" / "rate"])
-    windows = [run for run in tried if run["recipe"] == "language-paper"]
-    assert len(windows) == 3
-    best = min(windows, key=lambda run: run["valid"]["perplexity"])
-    assert best["config"]["optimizer"]["lr"] == language().optimizer.lr
+    for recipe, rates in (("language-paper", 3), ("language-carried", 4)):
+        runs = [run for run in tried if run["recipe"] == recipe]
+        assert len(runs) == rates
+        best = min(runs, key=lambda run: run["valid"]["perplexity"])
+        assert best["config"]["optimizer"]["lr"] == language().optimizer.lr
     page = (ROOT / "docs" / "language.md").read_text(encoding="utf-8")
     assert "AdamW, 1e-3 after 200 steps" in page
     assert language().optimizer.lr == 1e-3
@@ -183,6 +201,19 @@ def test_what_is_said_of_text_was_measured():
     assert f"has {use[0]:.0f}, {use[1]:.0f} and {use[2]:.0f} % of the norm" in page
     assert max(use[3:]) < 2
     assert f"takes {cost['base']}" in page
+
+
+def test_what_is_said_of_text_with_the_standard_words_was_measured():
+    readme, page = words_of("README.md"), words_of("docs/language.md")
+    runs = text_runs("fresh", "language")
+    assert len(runs["tensor-local"]) == 1
+    base, local, memory = (
+        runs[method][0]["test"]["test"]["perplexity"]
+        for method in ("base", "local", "tensor-local")
+    )
+    assert f"{memory:.2f} between {local:.2f} for the narrow window and {base:.2f} for" in readme
+    assert f"{local - memory:.2f} of the {local - base:.2f} that the narrow window loses" in page
+    assert f"loses, {100 * (local - memory) / (local - base):.0f} %" in page
 
 
 def test_what_is_said_of_text_with_the_state_carried_was_measured():

@@ -18,9 +18,11 @@ from tensor_memory.experiments.results.vision_findings import (
     missing_finding,
     published_finding,
     reconstruction_finding,
+    variants_finding,
     verdict,
 )
 from tensor_memory.experiments.results.vision_page import blocks
+from tensor_memory.experiments.results.wording import estimate_text
 
 ROOT = Path(__file__).parents[2]
 
@@ -92,6 +94,25 @@ def test_a_head_that_sees_the_last_frame_alone_is_compared_with_its_like():
     assert text.endswith("attended to: `frames` 37.5 ± 0.0 % and `spatial` 47.5 ± 0.0 %.")
     assert last_frame_finding(4, others) == ""
     assert text in " ".join(findings({"video": [*others, *runs]}).replace("\n- ", "\n").split())
+
+
+def test_other_memories_are_compared_with_what_carries_nothing_beside_them():
+    last, memory = {"readout": "last"}, ucf101_nine().model.memory
+    starts = [{"scope": "depth"}, last | {"memory": replace(memory, forget_bias=5.0)}]
+    runs = [video_record("frames", 4, 0.5, s, model=m) for m in ({}, last) for s in (0, 1)]
+    runs += [video_record("joint", 4, 0.9, seed) for seed in (0, 1)]
+    runs += [video_record("spatial", 4, 0.7, seed, model=last) for seed in (0, 1)]  # the plain one
+    runs += [video_record("spatial", 4, 0.6, seed, model=starts[0]) for seed in (0, 1)]
+    runs += [video_record("spatial", 4, 0.4 + seed, seed, model=starts[1]) for seed in (0, 1)]
+    text = variants_finding("Four", "Top-1", runs, "test", "accuracy")
+    assert text == (
+        "**Four, other memories: a gain is shown.** Top-1: `spatial (readout last, forget_bias 5)` "
+        "less `frames (readout last)` +40.0 ± 635.3 and `spatial (scope depth)` less `frames` "
+        "+10.0 ± 0.0."
+    )
+    assert "- **Actions, T = 4, other memories: a gain" in findings({"video": runs})
+    assert variants_finding("Four", "Top-1", runs[:8], "test", "accuracy") == ""
+    assert variants_finding("Four", "Top-1", runs[-4:], "test", "accuracy") == ""
 
 
 def test_cost_is_called_linear_only_where_time_and_memory_are():
@@ -171,18 +192,32 @@ def test_what_the_page_says_in_short_is_so_in_the_records():
 
 def test_what_the_page_says_of_the_last_frame_alone_is_so_in_the_records():
     found = read_results([ROOT / "results" / "vision" / "video"])
-    read = {run["method"]: {} for run in found}
+    read, started = {run["method"]: {} for run in found}, []
     for run in found:
         model = run["config"]["model"]
         if model["readout"] == "last" and model["memory"]["forget_bias"] == 0:
             read[run["method"]][run["seed"]] = run
+        elif model["readout"] == "last":
+            started.append(run)
     joint, memory = read["joint"], read["spatial"]
     more = estimate([100 * (whole(joint[seed]) - whole(memory[seed])) for seed in (0, 1, 2)])
     page = " ".join((ROOT / "docs" / "vision.md").read_text(encoding="utf-8").split())
     assert f"has {more.mean:.1f} ± {more.half_width:.1f} points more than the memory" in page
     assert "with that frame blank the memory's model gives every clip the same class" in page
-    blank = {run["test"]["test@last=1"]["accuracy"] for run in memory.values()}
-    assert blank == {43 / 341}  # the clips of one class, whichever of the nine has as many
+    assert {blank(run) for run in memory.values()} == {43 / 341}  # clips of one of the nine classes
+    assert "a head that sees nothing has 12.6," in page
+    shown = [estimate_text(estimate(map(of, started)), "accuracy") for of in (blank, whole)]
+    assert f"carries a little: {shown[0]} with that frame blank" in page
+    frames, all_frames = (
+        estimate_text(estimate(map(whole, read[method].values())), "accuracy").removesuffix(" %")
+        for method in ("frames", "joint")
+    )
+    assert f"{shown[1]} with it, where `frames` has {frames} and attention over all frames" in page
+    assert f"over all frames {all_frames}. No difference to `frames` is shown." in page
+
+
+def blank(run):
+    return run["test"]["test@last=1"]["accuracy"]
 
 
 def whole(run):

@@ -218,10 +218,12 @@ def test_variants_are_held_against_what_they_can_be_compared_with():
         video_record("frames", 8, 0.4, model={"readout": "last"}),
         video_record("spatial", 8, 0.5, model={"readout": "last"}),
         video_record("spatial", 8, 0.5, model={"scope": "depth"}),
+        video_record("spatial", 8, 0.6, model={"readout": "last", "scope": "depth"}),
     ]
     table = gains(runs, {"top-1": ("test", "accuracy")})
     assert [(line["method"], line["against"], line["top-1"]) for line in table] == [
         ("spatial (readout last)", "frames (readout last)", "+10.0"),
+        ("spatial (readout last, scope depth)", "frames (readout last)", "+20.0"),
         ("spatial (scope depth)", "frames", "+0.0"),
     ]
 

@@ -40,7 +40,7 @@ from tensor_memory.experiments.results.positions import (
 )
 from tensor_memory.experiments.results.records import read_finished
 from tensor_memory.experiments.results.rows import Row
-from tensor_memory.experiments.results.tables import Table, caption, markdown
+from tensor_memory.experiments.results.tables import Table, caption, commits, markdown
 from tensor_memory.experiments.results.wording import bytes_text, estimate_text, listing
 
 PLANS = {
@@ -204,10 +204,11 @@ def _whole(table: Table) -> Table:
 
 def _with_caption(table: Table, records: Sequence[Record]) -> str:
     notes = [caption(comparison) for comparison in compare(records, split_budgets=True)]
-    apart = sorted({run["timed_apart"] for run in records if run.get("timed_apart")})
-    if apart:
-        steps = listing([f"{count:,}" for count in apart])
-        notes.append(f"Step times of runs that shared the GPU: {steps} steps of the same alone.")
+    lenders = [run["timed_by"] for run in records if "timed_by" in run]
+    if lenders:
+        steps = listing(sorted({f"{run['steps']:,}" for run in lenders}))
+        at = listing(commits(lenders))
+        notes.append(f"Step and peak memory: {steps} steps of the same alone, commit {at}.")
     return markdown(table) + "\n" + "\n".join(notes) + "\n"
 
 

@@ -22,6 +22,9 @@ from tensor_memory.experiments.results.planned import planned_values, with_value
 from tensor_memory.experiments.results.records import config_dict, current
 from tensor_memory.experiments.results.rows import Row, grouped
 
+COSTS = ("step_ms", "steps_per_second", "peak_memory_bytes")
+"""What a run measured alone lends to others."""
+
 RECIPE_METHODS = {
     "language-carried": "tensor-local",
     "language-streams": "tensor-local",
@@ -71,14 +74,17 @@ def planned_runs(plan: Path, recipe: str) -> list[Record]:
 
 
 def timed(records: Iterable[Record], costs: Iterable[Record]) -> list[Record]:
-    """Records with the step time of a run of the same model that had the device to itself."""
+    """Records with what a step of the same model costs alone on the device, where that is known.
+
+    Also those that were alone: what a table compares is then measured by the same code.
+    """
     alone = {_work(run): run for run in costs if not run["shared_device"] and run["step_ms"]}
     found = []
     for record in records:
-        lender = alone.get(_work(record)) if record["shared_device"] else None
+        lender = alone.get(_work(record))
         if lender is not None:
-            lent = {name: lender[name] for name in ("step_ms", "steps_per_second")}
-            record = {**record, **lent, "shared_device": False, "timed_apart": lender["steps"]}
+            lent = {name: lender[name] for name in COSTS}
+            record = {**record, **lent, "shared_device": False, "timed_by": lender}
         found.append(record)
     return found
 

@@ -10,7 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tensor_memory.experiments.results.intervals import Estimate, estimate
 from tensor_memory.experiments.results.rows import grouped
-from tensor_memory.experiments.results.vision_gains import MEMORY, difference_text
+from tensor_memory.experiments.results.vision_gains import (
+    MEMORY,
+    alike,
+    baselines,
+    difference_text,
+)
 from tensor_memory.experiments.results.vision_runs import (
     Record,
     by_frames,
@@ -30,7 +35,12 @@ def findings(found: Mapping[str, Sequence[Record]], planned: Sequence[int] = ())
     """A list of what was found, by kinds of runs; `planned` are the T there will be in the end."""
     lines = []
     if images := found.get("images"):
-        lines.append(reconstruction_finding(images))
+        lines += [
+            reconstruction_finding(images),
+            variants_finding(
+                "Masked birds", "PSNR at 75 % hidden, in dB", images, "test@75%", "psnr"
+            ),
+        ]
     if video := found.get("video"):
         lengths = by_frames(video)
         for frames, part in lengths.items():
@@ -38,6 +48,9 @@ def findings(found: Mapping[str, Sequence[Record]], planned: Sequence[int] = ())
                 action_finding(frames, part),
                 missing_finding(frames, part),
                 last_frame_finding(frames, part),
+                variants_finding(
+                    f"Actions, T = {frames}", "Top-1, in points", part, "test", "accuracy"
+                ),
             ]
         if later := [str(frames) for frames in sorted(set(planned)) if frames not in lengths]:
             lines.append(f"Accuracy at T = {listing(later)}: not run yet.")
@@ -131,6 +144,25 @@ def last_frame_finding(frames: int, records: Sequence[Record]) -> str:
     return text
 
 
+def variants_finding(
+    title: str, heading: str, records: Sequence[Record], split: str, measure: str
+) -> str:
+    """Memories that are not the plain one, each against what carries nothing beside it."""
+    rows = dict(grouped(records))
+    told, gains = [], []
+    for label, runs in rows.items():
+        if runs[0]["method"] != MEMORY or alike(label, rows):
+            continue
+        for other, against in baselines(label, rows).items():
+            ours, theirs = _by_seed(runs), _by_seed(against)
+            if set(ours) & set(theirs):
+                gains.append(_paired(ours, theirs, _measure(split, measure)))
+                told.append(f"`{label}` less `{other}` {_plain(gains[-1], measure)}")
+    if not gains:
+        return ""
+    return f"**{title}, other memories: {verdict(gains)}.** {heading}: {listing(told)}."
+
+
 def cost_finding(records: Sequence[Record]) -> str:
     """How time and memory grow with T, and how many times `frames` and `joint` at each T."""
     methods = measured_alone(records)
@@ -204,10 +236,14 @@ def verdict(gains: Sequence[Estimate]) -> str:
 def _methods(records: Sequence[Record], departure: str = "") -> dict[str, Runs]:
     """Methods with this departure in their label and no other, their runs by seed."""
     return {
-        runs[0]["method"]: {run["seed"]: run for run in runs}
+        runs[0]["method"]: _by_seed(runs)
         for label, runs in grouped(records)
         if label == runs[0]["method"] + departure
     }
+
+
+def _by_seed(runs: Sequence[Record]) -> Runs:
+    return {run["seed"]: run for run in runs}
 
 
 def _comparable(methods: Mapping[str, Runs], other: str) -> bool:

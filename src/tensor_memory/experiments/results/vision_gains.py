@@ -7,6 +7,7 @@ counts. Bold is what is shown: a difference whose 95 % interval leaves zero out.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tensor_memory.experiments.results.comparison import Record
 from tensor_memory.experiments.results.intervals import Estimate, estimate
@@ -18,18 +19,24 @@ MEMORY = "spatial"
 BASELINES = ("base", "frames")
 """What a variant of the memory is held against; the plain memory, against every method."""
 
+MEMORYS_OWN = ("method", "memory", "memory_layers", "scope", "gate_init")
+"""Fields of a model that are nothing to one without a memory."""
+
+Rows = Mapping[str, Sequence[Record]]
+"""Runs by the label of their row."""
+
 Columns = Mapping[str, tuple[str, str]]
 """Split and measure by the heading of their column."""
 
 
 def gains(records: Sequence[Record], columns: Columns) -> Table:
     """A line per pair of methods, their mean difference and its interval in each cell."""
-    groups = dict(grouped(records))
+    rows = dict(grouped(records))
     table = []
-    for label, runs in groups.items():
+    for label, runs in rows.items():
         if runs[0]["method"] != MEMORY:
             continue
-        for other, against in _opponents(label, groups):
+        for other, against in (alike(label, rows) or baselines(label, rows)).items():
             pairs = _paired(runs, against)
             if pairs:
                 line = {"method": label, "against": other, "seeds": str(len(pairs))}
@@ -72,17 +79,30 @@ def difference_text(difference: Estimate, measure: str) -> str:
     return f"**{text}**" if abs(difference.mean) > difference.half_width else text
 
 
-def _opponents(
-    label: str, groups: Mapping[str, Sequence[Record]]
-) -> list[tuple[str, Sequence[Record]]]:
-    """Other methods with the same departures, such as a readout; else the baseline as it is."""
+def alike(label: str, rows: Rows) -> Rows:
+    """Rows of other methods that depart from their defaults just as this row of the memory does."""
     apart = label.removeprefix(MEMORY)
-    alike = [
-        (other, runs)
-        for other, runs in groups.items()
+    return {
+        other: runs
+        for other, runs in rows.items()
         if runs[0]["method"] != MEMORY and other.removeprefix(runs[0]["method"]) == apart
-    ]
-    return alike or [(name, groups[name]) for name in BASELINES if name in groups]
+    }
+
+
+def baselines(label: str, rows: Rows) -> Rows:
+    """Rows that carry nothing, and are in all but the memory's own like this row of the memory."""
+    around = _around(rows[label][0])
+    return {
+        other: runs
+        for other, runs in rows.items()
+        if runs[0]["method"] in BASELINES and _around(runs[0]) == around
+    }
+
+
+def _around(record: Record) -> dict[str, Any]:
+    """A model's config without what is the memory's own."""
+    model = record["config"]["model"]
+    return {name: value for name, value in model.items() if name not in MEMORYS_OWN}
 
 
 def _paired(runs: Sequence[Record], others: Sequence[Record]) -> list[tuple[Record, Record]]:
