@@ -9,7 +9,10 @@ from tensor_memory import bench
 
 ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "results" / "bench"
-ON_DEVICE = tuple(f"{name}-nvidia-h200.json" for name in ("scan", "train-step", "decode"))
+HOSTS = ("base", "memory")
+SCAN, STEP, FASTER_HOST, DECODE = ON_DEVICE = tuple(
+    f"{name}-nvidia-h200.json" for name in ("scan", "train-step", "train-step-cf19c3b", "decode")
+)
 
 
 def result(name):
@@ -49,48 +52,58 @@ def test_a_record_agreed_with_the_reference_and_names_no_machines_path(name):
     assert not any(place in text for place in ('"/', "/root", "/home", "/tmp"))
 
 
-def test_all_that_is_needed_is_reached_and_no_aim():
-    judged = [aim for name in ON_DEVICE for aim in result(name)["aims"]]
-    assert len(judged) == 15
-    assert all(aim["meets_needed"] for aim in judged)
-    assert not any(aim["meets_aim"] for aim in judged)
-    step = result("train-step-nvidia-h200.json")["models"]["language"]
-    added, graph, alone = (
-        step["added_ms"],
-        step["graph"]["added_ms"],
-        step["one_thread"]["added_ms"],
-    )
-    most, median = (step["ms"]["memory"][share] for share in ("p90", "median"))
+def test_all_that_is_needed_is_reached_but_for_launches_on_a_slow_host():
+    judged = {name: result(name)["aims"] for name in ON_DEVICE}
+    assert [len(aims) for aims in judged.values()] == [8, 7, 7, 0]
+    assert not any(aim["meets_aim"] for aims in judged.values() for aim in aims)
+    missed = {
+        name: [(aim["work"], aim["how"]) for aim in aims if not aim["meets_needed"]]
+        for name, aims in judged.items()
+    }
+    work = ("language step, time added by the memory", "language step, ratio over base")
+    waiting = [(what, way) for what in work for way in ("eager", "one thread")]
+    assert missed == {SCAN: [], STEP: waiting, FASTER_HOST: [], DECODE: []}
+
+
+def test_the_language_step_is_quoted_from_both_hosts():
+    slow, fast = (result(name)["models"]["language"] for name in (STEP, FASTER_HOST))
     page = " ".join(section("docs/benchmarks.md", "## Results").split())
-    assert "All that is needed is reached, no aim is." in page
-    assert f"the memory adds {added:.1f} ms to it, 12 needed" in page
-    assert f"take more than {most:.1f} ms where the median is {median:.1f}." in page
-    assert f"on the thread that calls it {alone:.2f} ms are added" in page
-    assert f"where it can, {graph:.2f}." in page
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert (
-        f"add {added:.1f} ms to the language step where 12 were allowed ({graph:.1f} as" in readme
-    )
+    added = f"{slow['added_ms']:.1f} ms to the language step where 12"
+    assert f"{added} are needed, on the faster one (cf19c3b) {fast['added_ms']:.1f}" in page
+    alone = [step["one_thread"]["added_ms"] for step in (slow, fast)]
+    assert f"on the thread that calls it {alone[0]:.2f} and {alone[1]:.2f}." in page
+    graph = {f"{step['graph']['added_ms']:.2f}" for step in (slow, fast)}
+    assert f"where it can, it adds {graph.pop()} on both." in page
+    assert not graph
+    assert f"add {added} were allowed ({slow['graph']['added_ms']:.1f} as a CUDA graph)" in readme
+    assert f"they added {fast['added_ms']:.1f}, {fast['ratio']:.2f} times" in readme
     assert "Of the project's further aims none is reached" in readme
-    binding = result("scan-nvidia-h200.json")["shapes"]["binding"]["ms"]["forward_backward"]
+
+
+def test_the_rest_of_what_is_quoted_of_steps_and_scans_was_measured():
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    binding = result(SCAN)["shapes"]["binding"]["ms"]["forward_backward"]
     assert f"with its backward takes {binding['graph']['median']:.2f} ms where" in readme
-    video = result("train-step-nvidia-h200.json")["models"]["video"]
-    assert f"takes {video['graph']['ratio']:.1f} times the one without" in readme
+    video = result(STEP)["models"]["video"]["graph"]["ratio"]
+    assert f"takes {video:.1f} times the one without" in readme
     vision = " ".join((ROOT / "docs" / "vision.md").read_text(encoding="utf-8").split())
-    commit = json.loads((RECORDS / "train-step-nvidia-h200.json").read_text())["commit"][:7]
-    ratio = f"{video['graph']['ratio']:.2f} times"
-    assert f"[the benchmark](benchmarks.md#results) of `{commit}` has it at {ratio}." in vision
+    commit = json.loads((RECORDS / STEP).read_text())["commit"][:7]
+    assert f"(benchmarks.md#results) of `{commit}` has it at {video:.2f} times." in vision
 
 
 def test_what_one_thread_saves_is_quoted_as_it_was_measured():
-    step = result("train-step-nvidia-h200.json")["models"]["language"]
+    step = result(FASTER_HOST)["models"]["language"]
     both, one = (timed["ms"]["memory"]["median"] for timed in (step, step["one_thread"]))
     assert f"went from {both:.1f} to {one:.1f} ms" in (ROOT / "docs" / "howto.md").read_text()
     assert 0.15 < 1 - one / both < 0.25  # "a fifth" in docs/training.md and in train/steps.py
+    slow = result(STEP)["models"]["language"]
+    both, one = (timed["ms"]["memory"]["median"] for timed in (slow, slow["one_thread"]))
+    assert 0.25 < 1 - one / both < 0.3  # "and more"
 
 
 def test_the_compiled_loop_is_quoted_as_it_was_measured():
-    loop = result("scan-nvidia-h200.json")["shapes"]["language"]["compiled_plain_loop"]
+    loop = result(SCAN)["shapes"]["language"]["compiled_plain_loop"]
     ratio = f"{loop['ratio']['forward_backward']:.0f} times"
     log = " ".join(section("docs/kernel-log.md", "## What is left").split())
     assert f"takes {loop['ms']['forward_backward']['median']:.1f} ms" in log
@@ -100,7 +113,7 @@ def test_the_compiled_loop_is_quoted_as_it_was_measured():
 
 
 def test_the_older_sweeps_are_set_beside_todays_scan():
-    now = result("scan-nvidia-h200.json")["shapes"]["language"]
+    now = result(SCAN)["shapes"]["language"]
     (then,) = (
         row
         for row in result("scan-sweeps-nvidia-h200.json")["sweeps"]["batch"]
@@ -112,8 +125,8 @@ def test_the_older_sweeps_are_set_beside_todays_scan():
 
 
 def test_the_log_ends_with_what_was_measured():
-    shapes = result("scan-nvidia-h200.json")["shapes"]
-    step = result("train-step-nvidia-h200.json")["models"]
+    shapes = result(SCAN)["shapes"]
+    step, before = result(STEP)["models"], result(FASTER_HOST)["models"]["language"]
     language, video = step["language"], step["video"]
 
     def median(name, kind="forward_backward", how="graph"):
@@ -128,9 +141,10 @@ def test_the_log_ends_with_what_was_measured():
         f"binding {median('binding'):.2f}",
         f"a language step of {language['graph']['added_ms']:.2f} ms more",
         f"{language['graph']['ratio']:.2f} times the base as a graph",
-        f"{language['ratio']:.2f} times with launches",
         f"extra peak memory {language['extra_peak_gib']:.2f} GiB",
-        f"on the host: {language['added_ms']:.1f} ms more (12 needed)",
+        f"on the host: {language['added_ms']:.1f} ms more (12 needed) and",
+        f"{language['ratio']:.2f} times on this one, {before['added_ms']:.1f} and",
+        f"{before['ratio']:.2f} on that of 22.",
         f"take more than {language['ms']['memory']['p90']:.1f} ms",
         f"the device needs {language['graph']['ms']['memory']['median']:.1f};",
         f"A step of the scan stands at {median('language', 'forward') / 32 * 1e3:.1f} µs",
@@ -138,7 +152,7 @@ def test_the_log_ends_with_what_was_measured():
     ):
         assert quoted in left
     floor = " ".join((ROOT / "src/tensor_memory/ops/README.md").read_text().split())
-    ceilings = result("scan-nvidia-h200.json")["ceilings"]
+    ceilings = result(SCAN)["ceilings"]
     matrix, copy = ceilings["matmul_bfloat16_tflops"], ceilings["copy_gbytes_per_s"] / 1e3
     assert f"({matrix:.0f} TFLOP/s and {copy:.2f} TB/s measured in the same run)" in floor
     step_us = median("language", "forward") / 32 * 1e3
@@ -146,11 +160,33 @@ def test_the_log_ends_with_what_was_measured():
     assert f"0.05 ms), measured {median('language'):.2f}." in floor
 
 
-def test_the_log_sets_todays_records_beside_the_last_ones():
-    scan, steps = (
-        json.loads((RECORDS / name).read_text())
-        for name in ("scan-nvidia-h200.json", "train-step-nvidia-h200.json")
+def test_the_log_sets_the_faster_base_beside_the_last_one():
+    log = section(
+        "docs/kernel-log.md",
+        "## 23. A faster language model to stand beside, and what float32 does not gain",
     )
+    before, now = (result(name)["models"] for name in (FASTER_HOST, STEP))
+
+    def pairs(model, *way):
+        found = []
+        for models in (before, now):
+            timed = models[model][way[0]] if way else models[model]
+            found.append("{:.2f}, {:.2f}".format(*(timed["ms"][m]["median"] for m in HOSTS)))
+        return f"| {found[0]} | {found[1]} |"
+
+    for line in (
+        pairs("language", "graph"),
+        pairs("language"),
+        pairs("language", "one_thread"),
+        pairs("video", "graph"),
+    ):
+        assert line in log
+    added, ratio = (now["language"]["graph"][name] for name in ("added_ms", "ratio"))
+    assert f"adds what it did, {added:.2f}, to less: {ratio:.2f} times" in log
+
+
+def test_the_log_sets_todays_records_beside_the_last_ones():
+    scan, steps = (json.loads((RECORDS / name).read_text()) for name in (SCAN, FASTER_HOST))
     assert scan["commit"] == steps["commit"]
     shapes, models = scan["result"]["shapes"], steps["result"]["models"]
     log = section(

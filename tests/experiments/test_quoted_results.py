@@ -127,12 +127,10 @@ def test_what_the_readme_says_of_the_leak_was_measured():
 
 def test_what_is_said_of_the_leak_in_real_text_was_measured():
     readme, page = words_of("README.md"), words_of("docs/leak.md")
-    (seeing,), (causal,) = (
-        text_runs("leak", "language-leak")[m] for m in ("tensor-depth", "tensor")
-    )
+    runs = {run["method"]: run for run in read_results([ROOT / "results" / "language" / "leak"])}
     (window, prefix), (honest, cut) = (
         [run["test"][split]["score"] for split in ("test@window", "test@prefix")]
-        for run in (seeing, causal)
+        for run in (runs["tensor-depth"], runs["tensor"])
     )
     assert f"{honest - window:.2f} better than the causal one" in page
     assert f"it is {prefix - cut:.2f} worse" in page
