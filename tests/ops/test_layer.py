@@ -64,22 +64,23 @@ def plainly(monkeypatch) -> None:
     monkeypatch.setattr("tensor_memory.module.fused_layer", lambda *_: None)
 
 
-def in_float64(layer: MemoryResidual) -> MemoryResidual:
-    """The same layer by the reference."""
-    memory = TensorMemory(DIM, replace(layer.memory.config, backend="reference"))
-    exact = MemoryResidual(memory).to(HERE)
-    exact.load_state_dict(layer.state_dict())
-    return exact.double()
+def twin(layer: MemoryResidual, backend: str) -> MemoryResidual:
+    """The same layer by another backend, around which nothing is fused."""
+    memory = TensorMemory(DIM, replace(layer.memory.config, backend=backend))
+    other = MemoryResidual(memory).to(HERE)
+    other.load_state_dict(layer.state_dict())
+    for mine, theirs in zip(other.parameters(), layer.parameters(), strict=True):
+        mine.requires_grad_(theirs.requires_grad)
+    return other
 
 
-def assert_fused_is_plain(layer, monkeypatch, x, state=None, **call) -> None:
+def assert_fused_is_plain(layer, x, state=None, **call) -> None:
     """Equal states, and nothing further from float64 than the plain layer, which sums that nearly
     cancel may take beyond the bound."""
     got = everything(layer, x, state, **call)
-    plainly(monkeypatch)
-    plain = everything(layer, x, state, **call)
+    plain = everything(twin(layer, "torch"), x, state, **call)
     before = None if state is None else state.to(torch.float64)
-    exact = everything(in_float64(layer), x.double(), before, **call)
+    exact = everything(twin(layer, "reference").double(), x.double(), before, **call)
     assert_same_state(got.pop("state"), plain.pop("state"))
     del exact["state"]
     for name, value in exact.items():
@@ -95,29 +96,29 @@ def assert_fused_is_plain(layer, monkeypatch, x, state=None, **call) -> None:
 
 
 @pytest.mark.parametrize("option", SERVED)
-def test_a_fused_layer_is_the_plain_one(option, monkeypatch):
+def test_a_fused_layer_is_the_plain_one(option):
     x = torch.randn(2, 2 * SERVED[option].chunk_size, DIM).to(HERE)  # a first chunk reads nothing
-    assert_fused_is_plain(build(SERVED[option]), monkeypatch, x)
+    assert_fused_is_plain(build(SERVED[option]), x)
 
 
 @pytest.mark.parametrize("reads", ["chunk", "token"])
 @pytest.mark.parametrize(("waiting", "length"), [(0, 5), (1, 1), (2, 4), (2, 1), (1, 3)])
-def test_a_fused_layer_continues_an_unfinished_chunk(reads, waiting, length, monkeypatch):
+def test_a_fused_layer_continues_an_unfinished_chunk(reads, waiting, length):
     layer = build(replace(SMALL, reads=reads))
     x = torch.randn(2, waiting + length, DIM).to(HERE)
     state = None
     if waiting:
         state = layer(x[:, :waiting])[1].detach()
-    assert_fused_is_plain(layer, monkeypatch, x[:, waiting:], state)
+    assert_fused_is_plain(layer, x[:, waiting:], state)
 
 
 @pytest.mark.parametrize(
     ("reads", "flush"), [("chunk", 4), ("token", 4), ("chunk", 2), ("token", True)]
 )
-def test_a_fused_layer_flushes_frames(reads, flush, monkeypatch):
+def test_a_fused_layer_flushes_frames(reads, flush):
     layer = build(replace(SMALL, reads=reads))
     x = torch.randn(2, 8, DIM).to(HERE)
-    assert_fused_is_plain(layer, monkeypatch, x, flush=flush)
+    assert_fused_is_plain(layer, x, flush=flush)
 
 
 def test_under_autocast_a_fused_layer_is_as_exact_as_the_plain_one(monkeypatch):
@@ -225,9 +226,9 @@ def shared(layer: MemoryResidual) -> None:
 
 @pytest.mark.parametrize("change", [swapped, overwritten, narrowed, shared])
 def test_a_layer_sees_its_weights_as_they_are_now(change):
-    config = replace(SERVED["separate coordinates"], read_heads=2, write_heads=2)
+    config = replace(SERVED["separate coordinates"], read_heads=1, write_heads=1)
     used, fresh = build(config), build(config)
-    x = torch.randn(2, 6, DIM).to(HERE)
+    x = torch.randn(1, 6, DIM).to(HERE)
     everything(used, x, None)
     for layer in (used, fresh):
         torch.manual_seed(1)
@@ -270,7 +271,7 @@ def test_a_call_keeps_no_copy_of_weights_that_need_no_cast(dtype, part_by_part):
 
 
 def test_a_layer_that_keeps_fewer_states_learns_the_same():
-    x = torch.randn(2, 12, DIM).to(HERE)
+    x = torch.randn(1, 12, DIM).to(HERE)
     expected = everything(build(SMALL), x, None)
     got = everything(build(replace(SMALL, checkpoint_every=3)), x, None)
     assert_same_state(got.pop("state"), expected.pop("state"))
@@ -287,15 +288,15 @@ def test_under_autocast_too_a_layer_may_keep_fewer_states():
         assert_same_rms(name, got[name], expected[name].double(), torch.bfloat16)
 
 
-def test_a_frozen_memory_passes_gradients_on(monkeypatch):
+def test_a_frozen_memory_passes_gradients_on():
     layer, x = build(SMALL), torch.randn(2, 6, DIM).to(HERE)
     layer.memory.requires_grad_(False)
-    assert_fused_is_plain(layer, monkeypatch, x)
+    assert_fused_is_plain(layer, x)
 
 
 def test_dropout_drops_its_share_and_keeps_the_mean():
     layer = build(SMALL, dropout=0.25)
-    x = torch.randn(3, 48, DIM).to(HERE)
+    x = torch.randn(3, 24, DIM).to(HERE)
     added = layer.eval()(x)[0] - x
     dropped = layer.train()(x)[0] - x
     ratio = dropped / added
@@ -309,19 +310,19 @@ def test_dropout_drops_its_share_and_keeps_the_mean():
 
 def test_a_dropped_path_drops_whole_rows():
     layer = build(SMALL, drop_path=0.5)
-    x = torch.randn(32, 6, DIM).to(HERE)
+    x = torch.randn(16, 6, DIM).to(HERE)
     added = layer.eval()(x)[0] - x
     dropped = layer.train()(x)[0] - x
     kept = (dropped[:, -1] - 2 * added[:, -1]).abs().amax(1) < 1e-4
     gone = dropped.abs().amax((1, 2)) < 1e-5
     assert (kept | gone).all()
-    assert 8 < gone.sum() < 24
+    assert 2 < gone.sum() < 14
 
 
 def test_the_backward_drops_what_the_forward_dropped():
     """Linear in the output weight: f(w) = ⟨∇f, w⟩ holds for the same draw alone."""
     layer = build(SMALL, dropout=0.5, drop_path=0.2)
-    x = torch.randn(4, 12, DIM).to(HERE)
+    x = torch.randn(4, 6, DIM).to(HERE)
     out, _ = layer(x)
     weight = torch.randn(out.shape).to(HERE)
     value = ((out - x) * weight).sum()
@@ -395,7 +396,7 @@ CHANGES = [
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("length", [6, 5])  # in one function, and part by part
 def test_biases_that_were_taken_away_or_added_count(change, length, monkeypatch):
-    layer, x = build(SMALL), torch.randn(2, length, DIM).to(HERE)
+    layer, x = build(SMALL), torch.randn(1, length, DIM).to(HERE)
     change(layer)
     got = everything(layer, x, None)
     plainly(monkeypatch)
@@ -434,13 +435,13 @@ def scatter(layer: MemoryResidual) -> None:
 
 
 @pytest.mark.parametrize("length", [6, 5])  # in one function, and part by part
-def test_weights_need_not_be_contiguous(length, monkeypatch):
+def test_weights_need_not_be_contiguous(length):
     layer, x = (
         build(replace(SMALL, read_heads=2, write_heads=2)),
         torch.randn(2, length, DIM).to(HERE),
     )
     scatter(layer)
-    assert_fused_is_plain(layer, monkeypatch, x)
+    assert_fused_is_plain(layer, x)
 
 
 def test_types_and_backends_that_are_not_served_take_the_plain_code():

@@ -33,10 +33,10 @@ def arguments(case: Case, backend: str, checkpoint_every: int, grad: bool) -> tu
 
 
 @pytest.mark.parametrize("backend", ["torch", FUSED])
-@pytest.mark.parametrize(("case", "checkpoint_every"), [(CASES[0], 2), (CASES[1], 0)], ids=str)
+@pytest.mark.parametrize(("case", "checkpoint_every"), [(CASES[0], 1), (CASES[1], 0)], ids=str)
 def test_the_operators_are_registered_as_pytorch_wants_them(backend, case, checkpoint_every):
-    if backend == "triton":
-        case = replace(case, B=1, S=3, C=16, grid=(3, 2))  # interpreted, every program counts
+    if backend == "triton":  # interpreted, every program counts
+        case = replace(case, B=1, S=2, Q=min(case.Q, 1), M=1, C=16, grid=(2,))
     torch.library.opcheck(operator.scan, arguments(case, backend, checkpoint_every, grad=True))
     inputs = arguments(case, backend, checkpoint_every, grad=False)
     *results, kept = operator.scan(*inputs)
@@ -89,7 +89,7 @@ def test_a_second_derivative_is_refused_with_the_remedy():
 @pytest.mark.parametrize("checkpoint_every", [0, 2])
 @pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 1), (0, 2)], ids=str)
 def test_outputs_that_nobody_uses_send_nothing_back(backend, checkpoint_every, used):
-    case = Case(B=2, S=3, Q=1, M=1, C=16, grid=(2,), resets=False)
+    case = Case(B=1, S=3, Q=1, M=1, C=16, grid=(2,), resets=False)
 
     def gradients(scan, *args) -> list[Tensor]:
         results = scan(*args)
@@ -162,7 +162,7 @@ def test_an_exported_memory_takes_batches_and_lengths_it_has_not_seen():
 @pytest.mark.parametrize("backend", ["torch", FUSED])
 @pytest.mark.parametrize("checkpoint_every", [None, 2])
 def test_eager_code_gets_what_the_operator_gives(backend, checkpoint_every, monkeypatch):
-    case = Case(B=2, S=3, C=16, grid=(3, 2), Q=1, M=1)
+    case = Case(B=2, S=3, C=16, grid=(2,), Q=1, M=1)
     request = case.make(torch.float32)
     direct_results = run(request, backend, checkpoint_every)
     monkeypatch.setattr(direct, "serves", lambda request: False)
