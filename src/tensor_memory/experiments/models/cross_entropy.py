@@ -6,6 +6,7 @@ one-hot, in place and in the type of the product. That is kept; the logits thems
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ WORDS_MULTIPLE = 64
 """Columns of the products: matrix units are slow on rows that do not begin at aligned addresses, as
 those of WikiText-2's 33,278 words would not. Words that are none have no probability."""
 
-FUSED = ("cuda",)
+FUSED = ("cuda",) if find_spec("triton") else ()
 """Kinds of device on which one kernel makes losses of logits: of a step of `base` on one H200 the
 passes of plain PyTorch take a fifth."""
 

@@ -16,6 +16,7 @@ from torch import Tensor
 NO_WORD = tl.constexpr(-1e30)  # its difference to itself is a number, unlike that of infinity
 
 BLOCK = 4096
+"""Logits that a program holds at a time."""
 
 
 @triton.jit
@@ -51,9 +52,10 @@ def losses_in_place(logits: Tensor, targets: Tensor, words: int, *, keep: bool) 
 
     With `keep` the logits become softmax minus one-hot, zero in the other columns.
     """
-    losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     rows, columns = logits.shape
-    loss_kernel[(rows,)](
-        logits, targets, losses, words, columns, KEEP=keep, BLOCK=BLOCK, num_warps=8
-    )
+    losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    with torch.cuda.device_of(logits):
+        loss_kernel[(rows,)](
+            logits, targets, losses, words, columns, KEEP=keep, BLOCK=BLOCK, num_warps=8
+        )
     return losses
