@@ -1,6 +1,8 @@
 """CUB and plain folders: lists, splits, decoding once, crops where the pixels lie."""
 
+import io
 import json
+import sys
 import threading
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -288,11 +290,23 @@ def test_two_who_decode_at_once_leave_one_cache(cub, tmp_path):
     assert torch.equal(load_images(source, images, side=24, cache=tmp_path).pixels, first.pixels)
 
 
-def test_of_two_who_want_a_cache_one_decodes_and_the_other_waits(
-    cub, tmp_path, monkeypatch, capsys
-):
+class Heard(io.StringIO):
+    """A place to print to that knows at once whether some words were printed."""
+
+    def __init__(self, words):
+        super().__init__()
+        self.words, self.event = words, threading.Event()
+
+    def write(self, text):
+        if self.words in text:
+            self.event.set()
+        return super().write(text)
+
+
+def test_of_two_who_want_a_cache_one_decodes_and_the_other_waits(cub, tmp_path, monkeypatch):
     source, decoded = Source(cub), []
     begun, go_on = threading.Event(), threading.Event()
+    said = Heard("another process is decoding, waiting for it")
 
     def slowly(*arguments, **options):
         decoded.append(arguments)
@@ -301,14 +315,14 @@ def test_of_two_who_want_a_cache_one_decodes_and_the_other_waits(
         decode_images(*arguments, **options)
 
     monkeypatch.setattr(images_module, "decode_images", slowly)
+    monkeypatch.setattr(sys, "stderr", said)
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(load_images, source, cub_images(source), side=24, cache=tmp_path)
         assert begun.wait(120)
         second = pool.submit(load_images, source, cub_images(source), side=24, cache=tmp_path)
-        said = ""
-        while "another process is decoding, waiting for it" not in said and not second.done():
-            said += capsys.readouterr().err
+        waited = said.event.wait(60)
         go_on.set()
         assert torch.equal(first.result().pixels, second.result().pixels)
+    assert waited
     assert len(decoded) == 1
     assert len(list(tmp_path.iterdir())) == 1  # nothing but the cache is left
