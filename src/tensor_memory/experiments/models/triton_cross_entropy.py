@@ -8,6 +8,8 @@ twice, the second time from the cache, and written once. Letters: B tokens.
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import triton
 import triton.language as tl
@@ -54,7 +56,7 @@ def losses_in_place(logits: Tensor, targets: Tensor, words: int, *, keep: bool) 
     """
     rows, columns = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    with torch.cuda.device_of(logits):
+    with torch.cuda.device(logits.device) if logits.is_cuda else nullcontext():
         loss_kernel[(rows,)](
             logits, targets, losses, words, columns, KEEP=keep, BLOCK=BLOCK, num_warps=8
         )
