@@ -35,11 +35,11 @@ def findings(found: Mapping[str, Sequence[Record]], planned: Sequence[int] = ())
     """A list of what was found, by kinds of runs; `planned` are the T there will be in the end."""
     lines = []
     if images := found.get("images"):
+        *_, split = images[0]["test"]
+        heading = f"PSNR with {_hidden(split)} % hidden, in dB"
         lines += [
             reconstruction_finding(images),
-            variants_finding(
-                "Masked birds", "PSNR at 75 % hidden, in dB", images, "test@75%", "psnr"
-            ),
+            variants_finding("Masked birds", heading, images, split, "psnr"),
         ]
     if video := found.get("video"):
         lengths = by_frames(video)
@@ -73,7 +73,7 @@ def reconstruction_finding(records: Sequence[Record]) -> str:
     text = (
         f"**Masked birds: {verdict(gains)}.** `spatial` less `base` in PSNR: "
         f"{listing([_plain(gain, 'psnr') for gain in gains])} dB at "
-        f"{listing([split.removeprefix('test@').removesuffix('%') for split in splits])} % hidden; "
+        f"{listing([_hidden(split) for split in splits])} % hidden; "
         f"the means of all {len(methods)} methods lie within {spread:.2f} dB of each other."
     )
     uses = [_use(with_memory, split, "psnr") for split in splits]
@@ -259,6 +259,11 @@ def _top1(title: str, methods: Mapping[str, Runs]) -> tuple[Estimate, str]:
         f"**{title}: {verdict([gain])}.** Top-1: {_means(methods, top1)}; `spatial` less "
         f"`frames`: {_plain(gain, 'accuracy')} points."
     )
+
+
+def _hidden(split: str) -> str:
+    """Percent of the patches that a split hides."""
+    return split.removeprefix("test@").removesuffix("%")
 
 
 def _measure(split: str, name: str) -> Callable[[Record], float]:
