@@ -137,7 +137,7 @@ def test_what_is_said_of_the_leak_in_real_text_was_measured():
     assert f"rises by {100 * (prefix / window - 1):.1f} %" in page
     assert abs(cut - honest) < 0.02
     assert f"{window:.2f} with the future and {prefix:.2f} without" in readme
-    assert f"the causal memory {cut:.2f} either way" in readme
+    assert f"the causal memory {honest:.2f} and {cut:.2f}" in readme
 
 
 def test_the_rate_of_the_language_recipes_is_the_best_on_valid():
