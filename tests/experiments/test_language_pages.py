@@ -282,6 +282,11 @@ def test_the_language_page_is_filled_from_records(tmp_path, capsys):
     assert "Step and peak memory: 100 steps of the same alone, commit " in text
     assert "130.00" in text.partition("<!-- carried -->")[2].partition("<!-- /carried -->")[0]
     assert (tmp_path / "images" / "language-positions.svg").is_file()
+    figure = tmp_path / "images" / "language-search.svg"
+    assert not figure.exists()  # the ends of the gap alone
+    write_result(results / "search", record("tensor-local", 111.0))
+    assert language_page.main([str(results), str(page)]) == 0
+    assert figure.is_file()
 
 
 def test_the_leak_page_shows_scores_with_the_future_and_without(tmp_path):

@@ -26,6 +26,29 @@ def text_runs(folder, recipe):
     return {method: sorted(runs, key=lambda run: run["seed"]) for method, runs in found}
 
 
+def told(values):
+    """Mean ± half width."""
+    shown = estimate(values)
+    return f"{shown.mean:.2f} ± {shown.half_width:.2f}"
+
+
+def less(values, others):
+    """Differences, seed by seed."""
+    return [a - b for a, b in zip(values, others, strict=True)]
+
+
+def shares(back, lost):
+    """What is given back of what was lost, seed by seed."""
+    first, second, third = (f"{100 * b / a:.0f}" for a, b in zip(lost, back, strict=True))
+    return f"{first}, {second} and {third} %"
+
+
+def emptied(runs):
+    """What runs score more with nothing carried."""
+    scores = [run["test"] for run in runs]
+    return [score["test@fresh"]["perplexity"] - score["test"]["perplexity"] for score in scores]
+
+
 def test_what_the_readme_says_of_the_diagnostics_was_measured():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     quoted = text.partition("## Does it help?")[2].partition("\n## ")[0]
@@ -181,16 +204,12 @@ def test_what_is_said_of_text_was_measured():
         for method, members in runs.items()
     }
     for method in ("base", "local", "tensor", "tensor-local"):
-        shown = estimate(test[method])
-        assert f"{shown.mean:.2f} ± {shown.half_width:.2f}" in readme
+        assert told(test[method]) in readme
         assert cost[method] in readme
-    lost = [local - base for local, base in zip(test["local"], test["base"], strict=True)]
-    back = [a - b for a, b in zip(test["local"], test["tensor-local"], strict=True)]
+    lost, back = less(test["local"], test["base"]), less(test["local"], test["tensor-local"])
     assert f"loses {estimate(lost).mean:.2f} to attention over the whole window" in page
-    first, second, third = (f"{100 * b / a:.0f}" for a, b in zip(lost, back, strict=True))
-    assert f"{first}, {second} and {third} % of the gap" in page
-    worth = estimate([a - b for a, b in zip(test["base"], test["tensor"], strict=True)])
-    assert f"is worth {worth.mean:.2f} ± {worth.half_width:.2f}" in page
+    assert f"{shares(back, lost)} of the gap" in page
+    assert f"the memory is worth {told(less(test['base'], test['tensor']))}" in page
     off = [
         run["memory"]["test_without_memory"]["test"]["perplexity"] for run in runs["tensor-local"]
     ]
@@ -204,14 +223,16 @@ def test_what_is_said_of_text_was_measured():
 def test_what_is_said_of_text_with_the_standard_words_was_measured():
     readme, page = words_of("README.md"), words_of("docs/language.md")
     runs = text_runs("fresh", "language")
-    assert len(runs["tensor-local"]) == 1
-    base, local, memory = (
-        runs[method][0]["test"]["test"]["perplexity"]
-        for method in ("base", "local", "tensor-local")
-    )
-    assert f"{memory:.2f} between {local:.2f} for the narrow window and {base:.2f} for" in readme
-    assert f"{local - memory:.2f} of the {local - base:.2f} that the narrow window loses" in page
-    assert f"loses, {100 * (local - memory) / (local - base):.0f} %" in page
+    test = {
+        method: [run["test"]["test"]["perplexity"] for run in members]
+        for method, members in runs.items()
+    }
+    base, local, memory = (told(test[method]) for method in ("base", "local", "tensor-local"))
+    assert f"{memory} between {local} for the narrow window and {base} for full" in readme
+    lost, back = less(test["local"], test["base"]), less(test["local"], test["tensor-local"])
+    assert f"{told(back)} of the {estimate(lost).mean:.2f} that the narrow window loses" in page
+    assert f"{shares(back, lost)} of the gap" in page
+    assert f"whole window it is worth {told(less(test['base'], test['tensor']))}" in page
 
 
 def test_what_is_said_of_text_with_the_state_carried_was_measured():
@@ -221,14 +242,45 @@ def test_what_is_said_of_text_with_the_state_carried_was_measured():
         [run["test"]["test"]["perplexity"] for run in runs[method]]
         for method in ("base", "local", "tensor-local")
     )
-    for shown in (estimate(memory), estimate(local), estimate(base)):
-        assert f"{shown.mean:.2f} ± {shown.half_width:.2f}" in readme
-    lost = [a - b for a, b in zip(local, base, strict=True)]
-    back = [a - b for a, b in zip(local, memory, strict=True)]
-    shown = estimate(back)
-    assert f"{shown.mean:.2f} ± {shown.half_width:.2f} of {estimate(lost).mean:.2f}" in page
-    first, second, third = (f"{100 * b / a:.0f}" for a, b in zip(lost, back, strict=True))
-    assert f"{first}, {second} and {third} % of the gap" in page
-    emptied = [run["test"]["test@fresh"]["perplexity"] for run in runs["tensor-local"]]
-    worth = estimate([a - b for a, b in zip(emptied, memory, strict=True)])
-    assert f"score {worth.mean:.2f} ± {worth.half_width:.2f} more" in page
+    assert f"{told(memory)} between {told(local)} and {told(base)}" in readme
+    lost, back = less(local, base), less(local, memory)
+    assert f"{told(back)} of {estimate(lost).mean:.2f}" in page
+    assert f"{shares(back, lost)} of the gap" in page
+    assert f"the same models score {told(emptied(runs['tensor-local']))} more" in page
+    cached = runs["xl (segment 64)"]
+    assert f"comes to {told([run['test']['test']['perplexity'] for run in cached])}" in readme
+    assert f"emptied before each window it scores {told(emptied(cached))} more" in page
+
+
+def searched(label):
+    """Validation, test, and test with nothing carried, of a row of the search."""
+    (run,) = text_runs("search", "language-carried")[label]
+    scores = run["valid"], run["test"]["test"], run["test"]["test@fresh"]
+    return [score["perplexity"] for score in scores]
+
+
+def test_what_is_said_of_the_search_was_measured():
+    readme, page = words_of("README.md"), words_of("docs/language.md")
+    base, local = searched("base"), searched("local")
+
+    def closed(label):
+        return f"{100 * (local[0] - searched(label)[0]) / (local[0] - base[0]):.0f} %"
+
+    published, four, one = (f"tensor-local ({k}layers 0+1)" for k in ("", "K 4, ", "K 1, "))
+    assert f"two memories close {closed(published)} of the gap" in page
+    assert f"a chunk of 4 tokens {closed(four)}, of one token {closed(one)}" in page
+    gone = [f"{after - test:.2f}" for _, test, after in map(searched, (one, four, published))]
+    assert f"K 1 loses {gone[0]} and K 4 {gone[1]}, less than the published" in page
+    assert f"published form ({gone[2]})" in page
+    bare, cached = "xl (segment 64, cache 0)", "xl (layers 0+1, segment 64)"
+    assert f"without a cache is at {closed(bare)}" in page
+    leads = [base[1] - searched(label)[1] for label in (cached, bare)]
+    assert f"by {leads[0]:.2f} with a cache of 21 tokens and by {leads[1]:.2f} with none" in page
+    beside = searched("tensor-xl (layers 0+1, segment 64)")
+    assert f"{searched(bare)[0]:.2f} to {beside[0]:.2f}, where a cache" in page
+    assert f"the same bytes comes to {searched(cached)[0]:.2f}" in page
+    assert f"{searched(four)[1]:.2f} to {base[1]:.2f}, and of one token further" in readme
+    assert f"further, {searched(one)[1]:.2f}" in readme
+    assert f"({searched(bare)[1]:.2f} with 64 tokens in sight)" in readme
+    forms = [m for m in text_runs("search", "language-carried") if m.startswith("tensor")]
+    assert f"Of {len(forms)} forms of the memory" in readme
