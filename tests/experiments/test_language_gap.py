@@ -35,6 +35,20 @@ def test_shares_are_measured_against_local_of_the_same_window():
     assert found["tensor-local (placement=after_attention)"]["gap closed"] == "150 %"
 
 
+def test_both_ends_of_the_gap_have_the_rows_positions():
+    runs = [
+        ("base", record("base", 100.0)),
+        ("local", record("local", 120.0)),
+        ("base rotary", record("base", 80.0, positions="rotary")),
+        ("local rotary", record("local", 90.0, positions="rotary")),
+        ("tensor-local rotary", record("tensor-local", 85.0, positions="rotary")),
+        ("tensor-local", record("tensor-local", 115.0)),
+    ]
+    del runs[0][1]["config"]["model"]["positions"]  # as recorded before there was a choice
+    rows = gap_rows([(label, [run]) for label, run in runs])
+    assert [row.share for row in rows] == [1.0, 0.0, 1.0, 0.0, 0.5, 0.25]
+
+
 def test_the_first_of_several_locals_of_a_window_is_the_end_of_the_gap():
     runs = {"base": 100.0, "local": 120.0, "local (blocks 4)": 140.0, "tensor-local": 110.0}
     groups = [(label, [record(label.split()[0], value)]) for label, value in runs.items()]

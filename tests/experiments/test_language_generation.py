@@ -29,7 +29,7 @@ CAUSAL = [method for method in METHODS if method != "tensor-depth"]
 WORDS, LENGTH = 23, 10
 
 
-def decoder(method, *, carried):
+def decoder(method, *, carried, positions="learned"):
     """Small, with weights large enough for a wrong past to be noticed; chunks cross windows."""
     config = LanguageModelConfig(
         method=method,
@@ -43,6 +43,7 @@ def decoder(method, *, carried):
         segment=4 if method in ("xl", "tensor-xl", "recurrent-slots") else None,
         cache=5 if method == "xl" else None,
         non_causal=method == "tensor-depth",
+        positions=positions,
     )
     torch.manual_seed(0)
     model = LanguageModel(config, WORDS, LENGTH, carried)
@@ -75,10 +76,13 @@ def test_greedy_text_is_what_whole_windows_predict(method):
         assert method in ("base", "base-sln", "wide", "local", "wide-local")
 
 
-@pytest.mark.parametrize("method", CAUSAL)
+@pytest.mark.parametrize(
+    ("method", "positions"),
+    [*((method, "learned") for method in CAUSAL), ("base", "rotary"), ("tensor-local", "rotary")],
+)
 @pytest.mark.parametrize("step", [1, 3, 13])
-def test_reading_in_parts_gives_the_logits_of_whole_windows(method, step):
-    model = decoder(method, carried=True)
+def test_reading_in_parts_gives_the_logits_of_whole_windows(method, positions, step):
+    model = decoder(method, carried=True, positions=positions)
     ids = torch.randint(WORDS, (26,)).tolist()
     stream, expected = TextStream(model), teacher_forced(model, ids)
     if not stream.carries:

@@ -207,7 +207,7 @@ def test_the_search_varies_all_that_was_asked_for():
     memories = [m.memory for m in local]
     assert {m.reads for m in memories} == {"chunk", "token"}
     assert {m.read_heads for m in memories} == {1, 4}
-    assert {m.chunk_size for m in memories} == {1, 4, 16}
+    assert {m.chunk_size for m in memories} == {1, 2, 4, 16}
     assert {m.state_values for m in memories} == {2 * 32 * 8**3}  # equal bytes
     assert len({(m.channels, m.grid) for m in memories}) == 4
     assert {m.forget_bias for m in memories} == {0, 1, 3, 5}
@@ -228,6 +228,9 @@ def test_the_search_varies_all_that_was_asked_for():
         for m in (c.model.memory for c in first)
     )
     others = {c.model.method for c in configs} - {"tensor-local"}
-    assert others == {"base", "local", "linear-local", "xl", "tensor-xl", "recurrent-slots"}
+    rivals = {"linear-local", "xl", "recurrent-slots"}
+    assert others == rivals | {"base", "local", "tensor-xl", "tensor"}
+    turned = [c.model for c in configs if c.model.positions == "rotary"]
+    assert {m.method for m in turned} >= {"base", "local", "tensor-local"}  # both ends of their gap
     caches = [c.model.cache for c in configs if c.model.method == "xl" and c.model.window == 64]
     assert caches == [None, 0]  # what relative positions are worth without one

@@ -121,6 +121,7 @@ def test_the_search_keeps_every_row_the_best_on_valid_first():
             record("tensor-local", 110.0, memory_layers=(0, 1), placement="after_attention"),
             lucky,
             record("local", 115.0, window=128),
+            record("local", 90.0, positions="rotary"),
         ]
     )
     assert [line["variant"] for line in table] == [
@@ -130,8 +131,9 @@ def test_the_search_keeps_every_row_the_best_on_valid_first():
         "tensor-local (layers 0+1, gate_init -2)",
         "tensor-local (layers 0+1)",
         "local (window 128)",
+        "local (positions rotary)",
     ]
-    shares = ["100 %", "50 %", "0 %", "150 %", "-25 %", "0 %"]
+    shares = ["100 %", "50 %", "0 %", "150 %", "-25 %", "0 %", "–"]
     assert [line["gap closed"] for line in table] == shares
     assert table[3]["gap closed, valid"] == "-5 %"
 
@@ -154,6 +156,9 @@ def test_the_search_says_what_loosening_each_limit_is_worth(tmp_path):
         variant(119.0, layers=(3,)),
         record("tensor-local", 105.0, window=128, memory_layers=(0, 1)),
         record("local", 115.0, window=128),
+        record("local", 90.0, positions="rotary"),
+        record("base", 80.0, positions="rotary"),
+        record("tensor-local", 85.0, positions="rotary", memory_layers=(0,)),
     ]
     found = language_page.searched(runs)
     table = limits_table(found)
@@ -169,8 +174,10 @@ def test_the_search_says_what_loosening_each_limit_is_worth(tmp_path):
         del run["config"]["model"]["memory"]["input_bias"]  # as recorded before there was one
     assert limits_table(language_page.searched(runs)) == table
     drawn = draw_search(found, tmp_path / "search")[1].read_text()
-    for shown in ("tensor-local", "step time over that of local attention", "aim"):
+    told = ("tensor-local", "step time over that of local attention", "aim", "wider window")
+    for shown in (*told, "rotary positions"):
         assert shown in drawn
+    assert "rotary positions" not in draw_search(found[:3], tmp_path / "few")[1].read_text()
 
 
 def plan(name):
@@ -178,7 +185,7 @@ def plan(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["0-rate", "1-fresh", "2-carried", "3-search", "4-rest", "5-leak", "cost"]
+    "name", ["0-rate", "1-fresh", "2-carried", "3-search", "3-best", "4-rest", "5-leak", "cost"]
 )
 def test_what_a_plan_holds_is_what_a_sweep_would_run(name):
     path = plan(f"language-{name}")
@@ -230,6 +237,8 @@ def test_runs_take_the_cost_of_one_that_was_measured_alone():
         record("local", 120.0, step_ms=99.0, shared=True),
         record("tensor-local", 110.0, step_ms=88.0, shared=True),
         record("tensor-local", 111.0, step_ms=77.0, shared=True, placement="after_attention"),
+        record("tensor-local", 112.0, step_ms=66.0, shared=True, memory=memory(forget_bias=3.0)),
+        record("tensor-local", 113.0, step_ms=55.0, shared=True, memory=memory(chunk_size=4)),
     ]
     costs = [record("local", 999.0, step_ms=20.0), record("tensor-local", 999.0, step_ms=25.0)]
     for run in costs:
@@ -245,6 +254,8 @@ def test_runs_take_the_cost_of_one_that_was_measured_alone():
         "1.25×",
     )
     assert found["tensor-local (placement after_attention)"]["step"] == "–"
+    assert found["tensor-local (forget_bias 3)"]["step"] == "25.0 ms"  # another start alone
+    assert found["tensor-local (K 4)"]["step"] == "–"
     assert found["tensor-local"]["test"] == "110.00"
 
 

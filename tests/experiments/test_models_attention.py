@@ -52,6 +52,36 @@ def test_a_window_is_attention_under_its_mask(monkeypatch, length, window):
     assert_same(elsewhere(x)[0], expected)  # a mask made on the spot
 
 
+def turned(x):
+    """Rotary positions by definition: pairs (a, b) at place p turned by p · 10,000^(-i / e)."""
+    places, width = torch.arange(x.shape[-2]), x.shape[-1]
+    rates = [10_000.0 ** (-i / width) for i in range(0, width, 2)]
+    angle = places[:, None] * torch.tensor(rates, dtype=DOUBLE)
+    a, b = x[..., 0::2], x[..., 1::2]
+    made = torch.empty_like(x)
+    made[..., 0::2] = a * angle.cos() - b * angle.sin()
+    made[..., 1::2] = a * angle.sin() + b * angle.cos()
+    return made
+
+
+@pytest.mark.parametrize("window", [None, 3, 64])
+def test_rotary_positions_turn_queries_and_keys_before_the_product(monkeypatch, window):
+    monkeypatch.setattr(attention_module, "SMALL", 0)
+    module = drawn(SelfAttention(12, 2, window=window, length=150, rotary=True))
+    x = torch.randn(2, 150, 12, dtype=DOUBLE)
+    q, k, v = split_heads(module.qkv(x), 3, module.heads)
+    scores = turned(q) @ turned(k).transpose(-1, -2) / math.sqrt(q.shape[-1])
+    mixed = softmax_attention(scores, v, visible(150, window=window))
+    assert_same(module(x)[0], module.project(mixed.transpose(1, 2).flatten(2)))
+
+
+def test_rotary_positions_need_an_even_width():
+    with pytest.raises(
+        ValueError, match="expected an even width of a head for rotary positions, got 3"
+    ):
+        SelfAttention(6, 2, rotary=True)
+
+
 def test_gradients_through_blocks_are_those_under_the_mask(monkeypatch):
     monkeypatch.setattr(attention_module, "SMALL", 0)
     module = drawn(SelfAttention(4, 2, window=5, length=150))

@@ -79,6 +79,37 @@ def test_no_causal_model_sees_the_future(method):
     assert not report, str(report)
 
 
+@pytest.mark.parametrize("method", ["base", "local", "tensor", "tensor-local", "linear-local"])
+def test_no_model_with_rotary_positions_sees_the_future(method):
+    model = tiny(method, positions="rotary")
+    assert model.position is None
+    report = find_leak(Logits(model), torch.randint(WORDS, (2, LENGTH)), vocab_size=WORDS)
+    assert not report, str(report)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 4])
+def test_no_model_with_short_chunks_sees_the_future(chunk_size):
+    memory = MemoryConfig(channels=4, grid=(3, 3), chunk_size=chunk_size)
+    model = Logits(tiny("tensor-local", memory=memory))
+    report = find_leak(model, torch.randint(WORDS, (2, LENGTH)), vocab_size=WORDS)
+    assert not report, str(report)
+
+
+def test_rotary_positions_tell_order_where_there_is_no_table():
+    model = Logits(tiny("base", positions="rotary")).double()
+    ids = torch.tensor([[1, 2, 3, 4], [2, 1, 3, 4]])
+    first, second = model(ids)[:, -1]
+    assert (first - second).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("method", ["xl", "tensor-xl", "linear", "recurrent-slots"])
+def test_rotary_positions_are_refused_where_nothing_can_be_turned(method):
+    with pytest.raises(ValueError, match=f"expected learned for {method}, got rotary"):
+        config(method, positions="rotary")
+    with pytest.raises(ValueError, match="expected one of learned, rotary, got 'sinusoidal'"):
+        config("base", positions="sinusoidal")
+
+
 def test_the_depth_threaded_model_sees_the_future():
     model = Logits(tiny("tensor-depth"))
     report = find_leak(model, torch.randint(WORDS, (2, LENGTH)), vocab_size=WORDS)

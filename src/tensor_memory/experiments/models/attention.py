@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tensor_memory.experiments.models.repeated import Linear
+from tensor_memory.experiments.models.rotary import turned, turns_for
 
 SMALLEST_BLOCK = 64
 """Queries per block at least: smaller products leave a GPU idle."""
@@ -36,6 +37,7 @@ class SelfAttention(nn.Module):
         length: tokens to prepare a mask for, or several; other lengths make theirs on the device.
         read_slots, write_slots: how many of the first and last positions are slots, which see and
             are seen as `visible` says.
+        rotary: turn queries and keys by their place; else the tokens must tell it themselves.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class SelfAttention(nn.Module):
         length: int | tuple[int, ...] = (),
         read_slots: int = 0,
         write_slots: int = 0,
+        rotary: bool = False,
     ) -> None:
         super().__init__()
         check_heads(dim, heads)
@@ -56,7 +59,13 @@ class SelfAttention(nn.Module):
                 f"window: expected 1 or more tokens of a causal model, got {window} and "
                 f"causal={causal}; None sees everything"
             )
-        self.heads, self.causal, self.window = heads, causal, window
+        width = dim // heads
+        if rotary and width % 2:
+            raise ValueError(
+                f"heads: expected an even width of a head for rotary positions, got {width}; "
+                "change the number of heads or the width"
+            )
+        self.heads, self.causal, self.window, self.rotary = heads, causal, window, rotary
         self.read_slots, self.write_slots = read_slots, write_slots
         self.qkv = Linear(dim, 3 * dim)
         self.project = Linear(dim, dim)
@@ -73,6 +82,7 @@ class SelfAttention(nn.Module):
         if cache is not None:
             mixed, cache = self._attend_further(q, k, v, cache)
             return self.project(merge_heads(mixed)), cache
+        q, k = self._placed(q, k)
         N = x.shape[1] - self.read_slots - self.write_slots
         if not self._needs_mask(N):
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
@@ -101,9 +111,17 @@ class SelfAttention(nn.Module):
         k = torch.cat([cache["keys"].to(k.dtype), k], dim=2)
         v = torch.cat([cache["values"].to(v.dtype), v], dim=2)
         seen = visible(k.shape[2], self.causal, self.window, device=q.device)[-q.shape[2] :]
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        # Keys are kept as they are: from which of them places are counted makes no difference.
+        mixed = F.scaled_dot_product_attention(*self._placed(q, k), v, attn_mask=seen)
         first = 0 if self.window is None else max(k.shape[2] - self.window + 1, 0)
         return mixed, {"keys": k[:, :, first:], "values": v[:, :, first:]}
+
+    def _placed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys that know their places; the last of each are the same tokens."""
+        if not self.rotary:
+            return q, k
+        turns = turns_for(k)
+        return turned(q, turns[k.shape[2] - q.shape[2] :]), turned(k, turns)
 
     def _needs_mask(self, N: int) -> bool:
         slots = self.read_slots + self.write_slots

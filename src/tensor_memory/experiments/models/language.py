@@ -1,7 +1,9 @@
 """One decoder for text, the mechanism a config value.
 
-Learned positions count within a call, also where calls continue each other; xl has relative ones
-instead. The head is tied to the embedding. Letters: B batch, N tokens, d width.
+Positions count within a call, also where calls continue each other: learned ones, as the paper has
+them, or rotary ones; xl has its own. The head is tied to the embedding.
+
+Letters: B batch, N tokens, d width.
 """
 
 from __future__ import annotations
@@ -44,8 +46,13 @@ LanguageMethod = Literal[
     "tensor-depth",
 ]
 
+Positions = Literal["learned", "rotary"]
+
 NARROW = 128
 """Width below which weights start from the larger values that narrow models need."""
+
+NOT_TURNED = ("linear", "recurrent-slots")
+"""Methods without rotary positions, beside those with relative ones."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,10 @@ class LanguageModelConfig:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     memory_layers: tuple[int, ...] | None = None
     """Layers with a side path (tensor, linear-local); None takes all."""
+    positions: Positions = "learned"
+    """learned: a table that is added to the words, as in the paper; rotary: queries and keys are
+    turned by their place, so that attention knows distances. xl and tensor-xl have relative ones of
+    their own."""
     gate_init: float = 0.0
     """Initial γ of the side paths."""
     placement: Place = "after_mlp"
@@ -108,7 +119,22 @@ class LanguageModelConfig:
             raise ValueError(
                 f"model.non_causal: expected False for {self.method}, which is causal, got True"
             )
+        if self.positions not in get_args(Positions):
+            raise ValueError(
+                f"model.positions: expected one of {', '.join(get_args(Positions))}, "
+                f"got {self.positions!r}"
+            )
+        if self.positions == "rotary" and (self.relative or self.method in NOT_TURNED):
+            raise ValueError(
+                f"model.positions: expected learned for {self.method}, got rotary, which only "
+                "softmax attention over tokens alone can have; leave it out or take another method"
+            )
         check_memory_layers(self.with_memory, self.layers)
+
+    @property
+    def relative(self) -> bool:
+        """Whether attention is that of xl."""
+        return self.method.endswith("xl")
 
     @property
     def with_memory(self) -> tuple[int, ...]:
@@ -139,6 +165,7 @@ class LanguageModelConfig:
             mlp_ratio=self.mlp_ratio,
             dropout=self.dropout,
             window=self.window if method.endswith("local") else None,
+            rotary=self.positions == "rotary",
             attention_out_norm=method == "base-sln",
             carried=carried and method != "tensor-depth",
         )
@@ -149,7 +176,7 @@ class LanguageModelConfig:
             changes["mlp_ratio"] = wide_ratio(self.dim, self.layers, self.mlp_ratio, extra)
         elif method == "linear":
             changes["attention"] = "linear"
-        elif method.endswith("xl"):
+        elif self.relative:
             matched = budget // (FLOAT_BYTES * self.dim * self.layers) if method == "xl" else 0
             cache = matched if self.cache is None else self.cache
             changes |= {"attention": "relative", "segment": self.segment, "cache": cache}
@@ -188,8 +215,8 @@ class LanguageModel(Model):
         super().__init__()
         self.config, self.length = config, length
         self.word = nn.Embedding(words, config.dim)
-        relative = config.method.endswith("xl")
-        self.position = None if relative else nn.Parameter(torch.empty(length, config.dim))
+        learned = config.positions == "learned" and not config.relative
+        self.position = nn.Parameter(torch.empty(length, config.dim)) if learned else None
         self.norm = nn.LayerNorm(config.dim)
         self.stack = Stack(config.stack(length, carried))
         initialise(self, narrow=config.dim < NARROW)
@@ -250,7 +277,7 @@ class LanguageModel(Model):
         if stack.window is not None:
             context = f"{stack.window} per layer within {context}"  # no token before the window
         segment = stack.segment or self.length
-        if method.endswith("xl") and (stack.carried or segment < self.length):
+        if self.config.relative and (stack.carried or segment < self.length):
             context = f"segment {segment}, {stack.cache} before it per layer"
         if method == "recurrent-slots":
             context = f"segment {stack.segment}, {stack.recurrent_slots} slots before it"

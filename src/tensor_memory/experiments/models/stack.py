@@ -50,6 +50,8 @@ class StackConfig:
     attention_out_norm: bool = False
     window: int | None = None
     """Tokens that softmax attention sees, itself included; None sees the whole past."""
+    rotary: bool = False
+    """Whether softmax attention turns queries and keys by their place."""
     segment: int | None = None
     """Tokens that relative attention or recurrent slots take at once; None takes a whole call."""
     cache: int = 0
@@ -229,6 +231,7 @@ class Stack(nn.Module):
             length=self._lengths() if slots else config.length,
             read_slots=slots + config.registers,
             write_slots=slots,
+            rotary=config.rotary,
         )
 
     def _lengths(self) -> tuple[int, ...]:

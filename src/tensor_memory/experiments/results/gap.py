@@ -1,8 +1,8 @@
 """How much of the gap between local and full attention a method closes, and at what step time.
 
-Of `local` with the same window and `base`, whose attention sees everything: the share is
-(local - row) / (local - base) in perplexity, 0 % for local and 100 % for base. Variants are chosen
-by their share on "valid", so that the one on test stays clean.
+Of `local` with the same window and `base`, whose attention sees everything, both with positions of
+the same kind: the share is (local - row) / (local - base) in perplexity, 0 % for local and 100 %
+for base. Variants are chosen by their share on "valid", so that the one on test stays clean.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tensor_memory.experiments.models.language import LanguageModelConfig
 from tensor_memory.experiments.results.comparison import Comparison, Record
 from tensor_memory.experiments.results.intervals import estimate
 from tensor_memory.experiments.results.tables import Table
@@ -40,19 +41,22 @@ class GapRow:
     @property
     def window(self) -> int:
         """Tokens that local attention sees."""
-        return self.runs[0]["config"]["model"]["window"]
+        return _window(self.runs)
 
 
 def gap_rows(groups: Sequence[Group]) -> list[GapRow]:
-    """Every group beside `base` and the `local` of its window."""
-    base = next((runs for _, runs in groups if runs[0]["method"] == "base"), None)
-    locals_: dict[int, Sequence[Record]] = {}
+    """Every group beside `base` and the `local` of its window, both with its positions."""
+    bases: dict[str, Sequence[Record]] = {}
+    locals_: dict[tuple[str, int], Sequence[Record]] = {}
     for _, runs in groups:
+        if runs[0]["method"] == "base":
+            bases.setdefault(_positions(runs), runs)
         if runs[0]["method"] == "local":
-            locals_.setdefault(runs[0]["config"]["model"]["window"], runs)
+            locals_.setdefault((_positions(runs), _window(runs)), runs)
     rows = []
     for label, runs in groups:
-        local = locals_.get(runs[0]["config"]["model"]["window"])
+        base = bases.get(_positions(runs))
+        local = locals_.get((_positions(runs), _window(runs)))
         time, local_time = step_ms(runs), None if local is None else step_ms(local)
         rows.append(
             GapRow(
@@ -115,6 +119,14 @@ def ratio_text(ratio: float | None) -> str:
 def _apart(setting: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, Any], ...]:
     """A row's setting less the window, which `gap_rows` matches itself."""
     return tuple(pair for pair in setting if pair[0] != "model.window")
+
+
+def _window(runs: Sequence[Record]) -> int:
+    return runs[0]["config"]["model"]["window"]
+
+
+def _positions(runs: Sequence[Record]) -> str:
+    return runs[0]["config"]["model"].get("positions", LanguageModelConfig.positions)
 
 
 def _share(row: float | None, local: float | None, base: float | None) -> float | None:

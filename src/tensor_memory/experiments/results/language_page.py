@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tensor_memory.experiments.results.comparison import Record, compare, show
 from tensor_memory.experiments.results.gap import (
@@ -46,7 +47,7 @@ from tensor_memory.experiments.results.wording import bytes_text, estimate_text,
 PLANS = {
     "language-paper": ("language-1-fresh", "language-4-rest"),
     "language": ("language-1-fresh", "language-4-rest"),
-    "language-carried": ("language-2-carried", "language-4-rest"),
+    "language-carried": ("language-2-carried", "language-3-best", "language-4-rest"),
     "language-streams": ("language-2-streams",),
     "search": ("language-3-search",),
 }
@@ -137,9 +138,13 @@ def search_table(records: Sequence[Record], planned: Sequence[Record] = ()) -> T
 def searched(
     records: Sequence[Record], planned: Sequence[Record] = ()
 ) -> list[tuple[Row, GapRow | None]]:
-    """Variants by window, then by the share of the gap they close on "valid"."""
-    found = _gaps(table_rows(records, planned))
-    return sorted(found, key=lambda pair: (pair[0].model["window"], *_worst_last(pair[1])))
+    """Variants by positions and window, then by the share of the gap they close on "valid"."""
+
+    def order(pair: tuple[Row, GapRow | None]) -> tuple[Any, ...]:
+        model = pair[0].model
+        return model["positions"], model["window"], *_worst_last(pair[1])
+
+    return sorted(_gaps(table_rows(records, planned)), key=order)
 
 
 def blocks(folder: Path, figures: Path) -> dict[str, str]:

@@ -25,6 +25,16 @@ from tensor_memory.experiments.results.rows import Row, grouped
 COSTS = ("step_ms", "steps_per_second", "peak_memory_bytes")
 """What a run measured alone lends to others."""
 
+STARTS = (
+    "model.gate_init",
+    "model.memory.spread_bias",
+    "model.memory.forget_bias",
+    "model.memory.input_bias",
+    "model.memory.feedback",
+    "model.memory.gain",
+)
+"""Values that weights start from: a step takes as long from any."""
+
 RECIPE_METHODS = {
     "language-carried": "tensor-local",
     "language-streams": "tensor-local",
@@ -101,6 +111,7 @@ def _work(record: Record) -> tuple[Any, ...]:
     kept = {
         name: value
         for name, value in flat.items()
-        if name in names or (name.startswith(("task.", "model.")) and name not in NEUTRAL)
+        if name in names
+        or (name.startswith(("task.", "model.")) and name not in (*NEUTRAL, *STARTS))
     }
     return tuple(sorted(kept.items(), key=lambda item: item[0]))

@@ -30,6 +30,9 @@ LIMITS = {
 }
 """What may hold a memory back, and the fields that loosen it."""
 
+KIND = ("method", "window", "positions")
+"""What a row must share with the published form to be compared with it."""
+
 PUBLISHED_LAYERS = (0, 1)
 """Where the published form stands that the others are compared with."""
 
@@ -48,7 +51,7 @@ def limits_table(found: Found) -> Table:
     start, before = published[0].model, _valid(published[0])
     lines: list[tuple[tuple[Any, ...], dict[str, str]]] = []
     for row, gap in found:
-        same_kind = row.model["method"] == "tensor-local" and row.model["window"] == start["window"]
+        same_kind = all(row.model[name] == start[name] for name in KIND)
         changed = {k: v for k, v in row.model.items() if v != start[k]}
         limits = [limit for limit, fields in LIMITS.items() if changed.keys() & set(fields)]
         if gap is None or not same_kind or not limits:
@@ -71,8 +74,9 @@ def limits_table(found: Found) -> Table:
 def draw_search(found: Found, path: Path) -> list[Path]:
     """The share of the gap on "valid" against the step time over that of local; the files written.
 
-    Hollow marks have a window of their own, wider than the others'. The corner between the dashed
-    lines is the aim.
+    Hollow marks have a window of their own, wider than the others'; marks with a black rim have
+    rotary positions, and so have both ends of their gap. The corner between the dashed lines is the
+    aim.
     """
     rows = [(row, gap) for row, gap in found if gap and gap.valid_share is not None]
     narrow = min((row.model["window"] for row, _ in rows), default=0)
@@ -85,10 +89,16 @@ def draw_search(found: Found, path: Path) -> list[Path]:
             method = row.model["method"]
             colour, _, marker = LOOKS[method]
             hollow = row.model["window"] != narrow
+            rim = "black" if row.model["positions"] == "rotary" else colour
             axis.plot(gap.step_ratio, 100 * gap.valid_share, marker, color=colour, markersize=6,
+                      markeredgecolor=rim,
                       fillstyle="none" if hollow else "full", linestyle="none",
                       label=None if method in named else method)  # fmt: skip
             named.add(method)
+        if any(row.model["positions"] == "rotary" for row, _ in rows):
+            axis.plot([], [], "o", color="white", markeredgecolor="black", label="rotary positions")
+        if any(row.model["window"] != narrow for row, _ in rows):
+            axis.plot([], [], "o", color="#555555", fillstyle="none", label="wider window")
         axis.axhline(100 * AIM_SHARE, color="#555555", linestyle=(0, (4, 3)), linewidth=0.8)
         axis.axvline(AIM_TIME, color="#555555", linestyle=(0, (4, 3)), linewidth=0.8)
         axis.annotate("aim", (AIM_TIME, 100 * AIM_SHARE), (-4, 4), textcoords="offset points",
