@@ -19,7 +19,9 @@ from tensor_memory.experiments.train.steps import Step
 
 WORDS, N, ROWS = 11, 6, 3
 CPU = torch.device("cpu")
-CARRIES = ["tensor-local", "linear", "linear-local", "xl", "tensor-xl", "recurrent-slots"]
+CARRIES = [
+    "tensor-local", "linear", "linear-local", "conv-local", "xl", "tensor-xl", "recurrent-slots",
+]  # fmt: skip
 
 
 def made(method, *, tokens=70):

@@ -228,7 +228,7 @@ def test_the_search_varies_all_that_was_asked_for():
         for m in (c.model.memory for c in first)
     )
     others = {c.model.method for c in configs} - {"tensor-local"}
-    rivals = {"linear-local", "xl", "recurrent-slots"}
+    rivals = {"linear-local", "conv-local", "xl", "recurrent-slots"}
     assert others == rivals | {"base", "local", "tensor-xl", "tensor"}
     turned = [c.model for c in configs if c.model.positions == "rotary"]
     assert {m.method for m in turned} >= {"base", "local", "tensor-local"}  # both ends of their gap

@@ -15,6 +15,7 @@ from tensor_memory.experiments.models.linear_attention import (
     linear_attention,
     sizes_for,
 )
+from tensor_memory.experiments.models.side import ShortConvolution
 from tensor_memory.experiments.models.xl import PositionBias, RelativeAttention
 from tolerances import assert_same
 
@@ -73,6 +74,20 @@ def test_rotary_positions_turn_queries_and_keys_before_the_product(monkeypatch, 
     scores = turned(q) @ turned(k).transpose(-1, -2) / math.sqrt(q.shape[-1])
     mixed = softmax_attention(scores, v, visible(150, window=window))
     assert_same(module(x)[0], module.project(mixed.transpose(1, 2).flatten(2)))
+
+
+@pytest.mark.parametrize("cuts", [(7,), (1, 6), (2, 2, 3)])
+def test_a_short_convolution_is_the_sum_over_four_tokens(cuts):
+    module = ShortConvolution(3).double()
+    x, state, made = torch.randn(2, 7, 3, dtype=DOUBLE), None, []
+    for part in x.split(cuts, dim=1):
+        m, state = module(part, state)
+        made.append(m)
+    padded = torch.cat([torch.zeros(2, 3, 3, dtype=DOUBLE), x], dim=1)
+    summed = torch.stack(
+        [sum(module.taps[k] * padded[:, n + k] for k in range(4)) for n in range(7)], dim=1
+    )
+    assert_same(torch.cat(made, dim=1), summed @ module.output.weight.T)
 
 
 def test_rotary_positions_need_an_even_width():

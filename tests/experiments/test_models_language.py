@@ -79,7 +79,9 @@ def test_no_causal_model_sees_the_future(method):
     assert not report, str(report)
 
 
-@pytest.mark.parametrize("method", ["base", "local", "tensor", "tensor-local", "linear-local"])
+@pytest.mark.parametrize(
+    "method", ["base", "local", "tensor", "tensor-local", "linear-local", "conv-local"]
+)
 def test_no_model_with_rotary_positions_sees_the_future(method):
     model = tiny(method, positions="rotary")
     assert model.position is None
@@ -242,6 +244,12 @@ def test_compared_states_have_the_memorys_bytes(method):
         model = LanguageModel(LanguageModelConfig(method=method), 100, 512)
     memory = 8 * 2 * 32 * 8**3 * 4
     assert 0.99 * memory <= model.state_bytes() <= memory
+
+
+def test_a_convolution_over_four_tokens_holds_next_to_nothing():
+    with torch.device("meta"):
+        model = LanguageModel(LanguageModelConfig(method="conv-local"), 100, 512)
+    assert model.state_bytes() == 8 * 3 * 384 * 4
 
 
 @pytest.mark.parametrize("method", METHODS)

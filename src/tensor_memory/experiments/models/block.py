@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tensor_memory.experiments.models.linear_attention import LinearMemory
 from tensor_memory.experiments.models.repeated import LayerNorm, Linear
+from tensor_memory.experiments.models.side import SideMemory
 from tensor_memory.module import TensorMemory
 from tensor_memory.residual import MemoryResidual
 
@@ -167,8 +167,8 @@ def initialise(model: nn.Module, std: float = 0.02, *, narrow: bool = False) -> 
     tokens from 0.3. Otherwise what a memory adds at the start drowns its input, and windowed
     binding takes twice the steps.
 
-    Memories are what a side path holds, linear attention as well as the tensor memory: both project
-    a normalised input, and weights of 0.02 would start one of them much weaker than the other.
+    Memories are what a side path holds, linear attention as well as the tensor memory: all project
+    a normalised input, and weights of 0.02 would start one of them much weaker than another.
 
     A weight is drawn by its name and the seed torch was given, so that under one seed models of all
     methods start from the same values wherever they share a name and a shape, whatever else was
@@ -181,7 +181,7 @@ def initialise(model: nn.Module, std: float = 0.02, *, narrow: bool = False) -> 
     (True, False)
     """
     seed = torch.initial_seed() % 2**31  # a draw would depend on what building has drawn before
-    keeps = (TensorMemory, LinearMemory, MemoryResidual, nn.LayerNorm)
+    keeps = (TensorMemory, SideMemory, MemoryResidual, nn.LayerNorm)
     kept = {
         id(parameter)
         for module in model.modules()

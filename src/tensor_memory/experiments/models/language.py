@@ -38,6 +38,7 @@ LanguageMethod = Literal[
     "wide-local",
     "linear",
     "linear-local",
+    "conv-local",
     "xl",
     "recurrent-slots",
     "tensor",
@@ -51,6 +52,9 @@ Positions = Literal["learned", "rotary"]
 NARROW = 128
 """Width below which weights start from the larger values that narrow models need."""
 
+RIVALS = {"linear-local": "linear", "conv-local": "convolution"}
+"""What stands in the memory's place, by method."""
+
 NOT_TURNED = ("linear", "recurrent-slots")
 """Methods without rotary positions, beside those with relative ones."""
 
@@ -62,7 +66,8 @@ class LanguageModelConfig:
     method: LanguageMethod = "base"
     """base; base-sln: a LayerNorm on what attention adds; wide: the weights of `tensor` in the MLP;
     local, wide-local: attention within `window`; linear: ELU + 1 attention; linear-local: local and
-    a linear-attention state of the memory's bytes; xl: relative attention with a cache; recurrent-
+    a linear-attention state of the memory's bytes; conv-local: local and a convolution over four
+    tokens; xl: relative attention with a cache; recurrent-
     slots: tokens carried from segment to segment; tensor, tensor-local: the memory beside full or
     local attention; tensor-xl: beside xl's attention, in place of its cache; tensor-depth: the
     published form, which sees the future."""
@@ -80,7 +85,7 @@ class LanguageModelConfig:
     """Tokens that local attention sees, itself included."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     memory_layers: tuple[int, ...] | None = None
-    """Layers with a side path (tensor, linear-local); None takes all."""
+    """Layers with a side path (tensor, linear-local, conv-local); None takes all."""
     positions: Positions = "learned"
     """learned: a table that is added to the words, as in the paper; rotary: queries and keys are
     turned by their place, so that attention knows distances. xl and tensor-xl have relative ones of
@@ -185,9 +190,9 @@ class LanguageModelConfig:
             slots = check_slots(matched if self.slots is None else self.slots, method)
             segment = self.window if self.segment is None else self.segment
             changes |= {"segment": segment, "recurrent_slots": slots}
-        if method.startswith("tensor") or method == "linear-local":
+        if method.startswith("tensor") or method in RIVALS:
             changes |= {
-                "side": "linear" if method == "linear-local" else "tensor",
+                "side": RIVALS.get(method, "tensor"),
                 "memory": self.memory,
                 "side_layers": layers,
                 "side_place": self.placement,

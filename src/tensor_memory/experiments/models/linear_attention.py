@@ -2,7 +2,8 @@
 
 out_t = φ(q_t)·S_t / φ(q_t)·z_t with S_t = Σ φ(k_s) v_sᵀ and z_t = Σ φ(k_s) over s ≤ t. Within a
 chunk the sums are one masked product; between chunks they are one running state, so memory grows
-with N and not with N². z is kept as one more column of S, the values' column of ones.
+with N and not with N². z is kept as one more column of S, the values' column of ones. What is
+carried is {"state": (B, h, e, f + 1)}, in float32 or better.
 
 Letters: B batch, h heads, N tokens, S chunks, c tokens per chunk, e width of a key, f of a value.
 """
@@ -16,13 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tensor_memory.experiments.models.attention import check_heads, merge_heads, split_heads
+from tensor_memory.experiments.models.side import SideMemory, State
 from tensor_memory.wording import counted
 
 CHUNK = 64
 EPSILON = 1e-6
-
-State = dict[str, Tensor]
-"""{"state": (B, h, e, f + 1)} in float32 or better."""
 
 
 def linear_attention(
@@ -70,7 +69,7 @@ class LinearAttention(nn.Module):
         return {"state": _zeros(rows, self.heads, self.width, self.width, like)}
 
 
-class LinearMemory(nn.Module):
+class LinearMemory(SideMemory):
     """Linear attention beside softmax attention, its state of a chosen size.
 
     Args:
@@ -92,32 +91,9 @@ class LinearMemory(nn.Module):
         mixed, after = linear_attention(q, k, v, None if state is None else state["state"])
         return self.output(merge_heads(mixed)), {"state": after}
 
-
-class LinearResidual(nn.Module):
-    """x + σ(γ)·D(memory(LayerNorm(x))), as `MemoryResidual` does it; one per layer."""
-
-    def __init__(
-        self, memory: LinearMemory, *, gate_init: float, dropout: float, own_memory: bool
-    ) -> None:
-        super().__init__()
-        if own_memory:
-            self.memory = memory
-        else:  # shared, and registered where it is shared
-            self.__dict__["memory"] = memory
-        self.norm = nn.LayerNorm(memory.dim)
-        self.gate = nn.Parameter(torch.tensor([float(gate_init)]))
-        self.dropout = dropout
-
-    def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """x (B, N, d) -> x (B, N, d), state."""
-        m, after = self.memory(self.norm(x), state)
-        m = F.dropout(m, self.dropout, self.training)
-        return x + (self.gate.sigmoid() * m).to(x.dtype), after
-
     def zeros(self, rows: int, like: Tensor) -> State:
         """An empty state."""
-        memory = self.memory
-        return {"state": _zeros(rows, memory.heads, memory.key, memory.value, like)}
+        return {"state": _zeros(rows, self.heads, self.key, self.value, like)}
 
 
 def sizes_for(values: int, heads: int) -> tuple[int, int]:

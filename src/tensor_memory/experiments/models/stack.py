@@ -22,10 +22,15 @@ from tensor_memory.experiments.models.block import Block, LayerState, Place
 from tensor_memory.experiments.models.linear_attention import (
     LinearAttention,
     LinearMemory,
-    LinearResidual,
     sizes_for,
 )
 from tensor_memory.experiments.models.repeated import repeated
+from tensor_memory.experiments.models.side import (
+    TAPS,
+    ShortConvolution,
+    SideMemory,
+    SideResidual,
+)
 from tensor_memory.experiments.models.slots import RecurrentSlots, Registers
 from tensor_memory.experiments.models.xl import PositionBias, RelativeAttention
 from tensor_memory.module import TensorMemory
@@ -56,7 +61,7 @@ class StackConfig:
     """Tokens that relative attention or recurrent slots take at once; None takes a whole call."""
     cache: int = 0
     """Tokens before the segment that relative attention sees."""
-    side: Literal["none", "tensor", "linear"] = "none"
+    side: Literal["none", "tensor", "linear", "convolution"] = "none"
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     """The memory, or for the linear side path the size of its state."""
     side_layers: tuple[int, ...] = ()
@@ -158,7 +163,7 @@ class Stack(nn.Module):
         for block in self.blocks:
             assert isinstance(block, Block)
             side: Any = block.side
-            if isinstance(side, LinearResidual):
+            if isinstance(side, SideResidual):
                 side = side.zeros(rows, like)
             elif isinstance(side, MemoryResidual):
                 side = MemoryState.zeros(
@@ -179,6 +184,8 @@ class Stack(nn.Module):
         if config.side == "linear":
             key, value = sizes_for(config.memory.state_values, heads)
             values += len(config.side_layers) * heads * key * (value + 1)
+        if config.side == "convolution":
+            values += len(config.side_layers) * (TAPS - 1) * width
         if config.attention == "linear":
             head = width // heads
             values += layers * heads * head * (head + 1)
@@ -239,17 +246,19 @@ class Stack(nn.Module):
         segment = self.config.segment or self.config.length
         return min(segment, self.config.length), self.config.length % segment or segment
 
-    def _memory(self) -> TensorMemory | LinearMemory:
+    def _memory(self) -> TensorMemory | SideMemory:
         config = self.config
         if config.side == "tensor":
             return TensorMemory(config.dim, config.memory)
+        if config.side == "convolution":
+            return ShortConvolution(config.dim)
         sizes = sizes_for(config.memory.state_values, config.heads)
         return LinearMemory(config.dim, config.heads, *sizes)
 
-    def _side(self, shared: TensorMemory | LinearMemory | None) -> nn.Module:
+    def _side(self, shared: TensorMemory | SideMemory | None) -> nn.Module:
         config = self.config
         memory = self._memory() if shared is None else shared
-        kind: Any = MemoryResidual if config.side == "tensor" else LinearResidual
+        kind: Any = MemoryResidual if config.side == "tensor" else SideResidual
         return kind(
             memory,
             gate_init=config.gate_init,

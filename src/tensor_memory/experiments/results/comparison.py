@@ -32,8 +32,8 @@ FUTURE = "sees the future"
 
 METHODS = (
     "base", "joint", "frames", "base-sln", "wide", "local", "wide-local", "linear", "linear-local",
-    "xl", "registers", "slots", "slots-matched", "recurrent-slots", "tensor", "spatial",
-    "tensor-local", "tensor-xl", "tensor-depth",
+    "conv-local", "xl", "registers", "slots", "slots-matched", "recurrent-slots", "tensor",
+    "spatial", "tensor-local", "tensor-xl", "tensor-depth",
 )  # fmt: skip
 """The order of methods in tables and plots; others come after, by name."""
 

@@ -28,6 +28,7 @@ LOOKS = {
     "wide-local": (GREY, "--", ">"),
     "linear": (ORANGE, "-.", "^"),
     "linear-local": (ORANGE, ":", ">"),
+    "conv-local": (VERMILLION, "--", "1"),
     "xl": (GREEN, "--", "v"),
     "slots": (VERMILLION, "-.", "D"),
     "slots-matched": (VERMILLION, ":", "d"),
