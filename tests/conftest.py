@@ -1,7 +1,9 @@
 """What every test runs under: one thread per worker, no deadlines, a known seed."""
 
+import functools
 import gc
 import importlib.util
+import inspect
 import os
 import signal
 
@@ -41,8 +43,34 @@ def seed() -> int:
 
 def pytest_collection_finish() -> None:
     """No collection of garbage looks through what was imported: every run of a test begins one."""
+    remember_builtins()
     gc.collect()
     gc.freeze()
+
+
+def remember_builtins() -> None:
+    """Let Triton's interpreter look for its builtins once, not at every call within a kernel.
+
+    It goes through all members of the language each time, a quarter of what the tests of kernels
+    took. Which of them are builtins does not change.
+    """
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    from triton.runtime import interpreter
+
+    is_builtin, patch = interpreter.tl.core.is_builtin, interpreter._patch_attr
+
+    @functools.cache
+    def builtins(package: object) -> list[str]:  # at first sight, before any of them is replaced
+        return [name for name, member in inspect.getmembers(package) if is_builtin(member)]
+
+    def patch_builtin(package: object, *how: object) -> None:
+        for name in builtins(package):
+            member = getattr(package, name)
+            if is_builtin(member):
+                patch(package, name, member, *how)
+
+    interpreter._patch_builtin = patch_builtin
 
 
 def pytest_unconfigure() -> None:
