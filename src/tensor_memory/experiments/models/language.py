@@ -67,10 +67,9 @@ class LanguageModelConfig:
     """base; base-sln: a LayerNorm on what attention adds; wide: the weights of `tensor` in the MLP;
     local, wide-local: attention within `window`; linear: ELU + 1 attention; linear-local: local and
     a linear-attention state of the memory's bytes; conv-local: local and a convolution over four
-    tokens; xl: relative attention with a cache; recurrent-
-    slots: tokens carried from segment to segment; tensor, tensor-local: the memory beside full or
-    local attention; tensor-xl: beside xl's attention, in place of its cache; tensor-depth: the
-    published form, which sees the future."""
+    tokens; xl: relative attention with a cache; recurrent-slots: tokens carried from segment to
+    segment; tensor, tensor-local: the memory beside full or local attention; tensor-xl: beside xl's
+    attention, in place of its cache; tensor-depth: the published form, which sees the future."""
     dim: int = 384
     """d, width of the tokens."""
     layers: int = 8
