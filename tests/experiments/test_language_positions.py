@@ -214,6 +214,7 @@ def test_the_command_measures_draws_and_records(tmp_path, capsys):
     assert {record["method"] for record in records} == {"local", "tensor-local"}
     assert all(len(record["windows"]) == 16 for record in records)
     assert all(record["step"] == 2 for record in records)
+    assert {record["config"]["task"]["data_dir"] for record in records} == {"data"}  # no path
     assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".json", ".png", ".svg"}
     again = draw_positions(records, tmp_path / "again")[1].read_text()
     assert "training length" in again

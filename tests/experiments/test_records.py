@@ -21,6 +21,7 @@ from tensor_memory.experiments.results import (
     run_name,
     write_result,
 )
+from tensor_memory.experiments.results.positions import read_positions
 from tensor_memory.experiments.results.records import current, local_places
 from tensor_memory.experiments.run_config import BudgetConfig, OptimizerConfig, RunConfig
 
@@ -171,7 +172,8 @@ def test_a_result_keeps_of_a_place_its_name_alone(tmp_path, place):
 
 def test_no_committed_result_says_where_somebody_keeps_data():
     results = Path(__file__).parents[2] / "results"
-    found = read_results([results])
+    found = [*read_results([results]), *read_positions(results / "language" / "positions")]
+    assert len(found) > 200
     assert [r["config"]["task"] for r in found if local_places(r["config"]) != r["config"]] == []
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tensor_memory.experiments.results.plots import LOOKS, OTHERS, _figure, _legend, _save
+from tensor_memory.experiments.results.records import local_places
 from tensor_memory.experiments.results.tables import Table
 from tensor_memory.experiments.results.wording import bytes_text
 from tensor_memory.files import read_json, write_text
@@ -19,7 +20,8 @@ PARTS = "parts of a window"
 
 
 def write_positions(path: Path, record: Record) -> None:
-    """Write a record of kind "positions" as JSON, whole or not at all."""
+    """Write a record of kind "positions" as JSON, whole or not at all, places as in results."""
+    record = dict(record) | {"config": local_places(record["config"])}
     text = json.dumps(record, ensure_ascii=False, indent=1) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text)
