@@ -16,7 +16,7 @@ from tensor_memory.config import MemoryConfig
 from tensor_memory.experiments.models import Carry, Model
 from tensor_memory.experiments.models.attention import SelfAttention
 from tensor_memory.experiments.models.block import Block, check_memory_layers, initialise
-from tensor_memory.experiments.models.stack import memory_bytes
+from tensor_memory.experiments.models.matched import memory_bytes
 from tensor_memory.experiments.models.vision import (
     GATE,
     LocalAttention,

@@ -19,15 +19,14 @@ from tensor_memory.config import MemoryConfig
 from tensor_memory.experiments.models import Carry, Model
 from tensor_memory.experiments.models.block import Place, check_memory_layers, initialise
 from tensor_memory.experiments.models.cross_entropy import linear_cross_entropy
-from tensor_memory.experiments.models.slots import check_slots
-from tensor_memory.experiments.models.stack import (
+from tensor_memory.experiments.models.matched import (
     FLOAT_BYTES,
-    Stack,
-    StackConfig,
     memory_bytes,
     side_parameters,
     wide_ratio,
 )
+from tensor_memory.experiments.models.slots import check_slots
+from tensor_memory.experiments.models.stack import Stack, StackConfig
 from tensor_memory.experiments.tasks import Batch, Task
 
 LanguageMethod = Literal[

@@ -24,6 +24,7 @@ from tensor_memory.experiments.models.linear_attention import (
     LinearMemory,
     sizes_for,
 )
+from tensor_memory.experiments.models.matched import FLOAT_BYTES
 from tensor_memory.experiments.models.repeated import repeated
 from tensor_memory.experiments.models.side import (
     TAPS,
@@ -36,8 +37,6 @@ from tensor_memory.experiments.models.xl import PositionBias, RelativeAttention
 from tensor_memory.module import TensorMemory
 from tensor_memory.residual import MemoryResidual
 from tensor_memory.state import MemoryState
-
-FLOAT_BYTES = 4  # what is carried is float32
 
 
 @dataclass(frozen=True)
@@ -318,34 +317,3 @@ def _inside(carry: Carry, prefix: str) -> Carry:
 
 def _emptied(tensor: Tensor, rows: Tensor) -> Tensor:
     return tensor.masked_fill(rows.reshape(-1, *[1] * (tensor.ndim - 1)), 0)
-
-
-def memory_bytes(memory: MemoryConfig, layers: int) -> int:
-    """Bytes of hidden and cell of one row over the layers that hold a memory.
-
-    >>> memory_bytes(MemoryConfig(), 8)  # the paper's language model: 1 MiB
-    1048576
-    """
-    return FLOAT_BYTES * layers * memory.state_values
-
-
-def side_parameters(dim: int, memory: MemoryConfig, layers: int) -> int:
-    """Weights that a shared memory, its norms and its gates add.
-
-    >>> side_parameters(384, MemoryConfig(), 8)
-    2400457
-    """
-    with torch.device("meta"):
-        shared = TensorMemory(dim, memory)
-    return sum(p.numel() for p in shared.parameters()) + layers * (2 * dim + 1)
-
-
-def wide_ratio(dim: int, layers: int, ratio: float, extra: int) -> float:
-    """MLP ratio at which as many weights are added as `extra`, rounded to what products like.
-
-    >>> 384 * wide_ratio(384, 8, 4.0, 2_400_457)  # 1536 wide before
-    1928.0
-    """
-    hidden, per_unit = round(dim * ratio), layers * (2 * dim + 1)
-    unit = 8 if 8 * per_unit < extra / 8 else 1  # coarse only where the error stays far below 1 %
-    return (hidden + unit * round(extra / per_unit / unit)) / dim

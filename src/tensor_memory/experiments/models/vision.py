@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tensor_memory.config import MemoryConfig
 from tensor_memory.experiments.models.attention import SelfAttention, merge_heads, split_heads
 from tensor_memory.experiments.models.block import Block
-from tensor_memory.experiments.models.stack import side_parameters, wide_ratio
+from tensor_memory.experiments.models.matched import side_parameters, wide_ratio
 from tensor_memory.module import TensorMemory
 from tensor_memory.residual import MemoryResidual
 
