@@ -1,5 +1,6 @@
 """Numbers that the README quotes of runs are those of their committed records."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -19,6 +20,7 @@ def words_of(page):
     return " ".join((ROOT / page).read_text(encoding="utf-8").split())
 
 
+@functools.cache
 def text_runs(folder, recipe):
     """Runs of a recipe by method, each method's by seed."""
     records = read_results([ROOT / "results" / "language" / folder])
@@ -271,16 +273,32 @@ def test_what_is_said_of_the_search_was_measured():
     assert f"a chunk of 4 tokens {closed(four)}, of one token {closed(one)}" in page
     gone = [f"{after - test:.2f}" for _, test, after in map(searched, (one, four, published))]
     assert f"K 1 loses {gone[0]} and K 4 {gone[1]}, less than the published" in page
+    assert max(searched(four)[1], searched(one)[1]) < base[1]  # "ahead of attention that sees all"
     assert f"published form ({gone[2]})" in page
     bare, cached = "xl (segment 64, cache 0)", "xl (layers 0+1, segment 64)"
     assert f"without a cache is at {closed(bare)}" in page
     leads = [base[1] - searched(label)[1] for label in (cached, bare)]
     assert f"by {leads[0]:.2f} with a cache of 21 tokens and by {leads[1]:.2f} with none" in page
     beside = searched("tensor-xl (layers 0+1, segment 64)")
-    assert f"{searched(bare)[0]:.2f} to {beside[0]:.2f}, where a cache" in page
+    assert f"{searched(bare)[0]:.2f} to {beside[0]:.2f} (one seed), where a cache" in page
     assert f"the same bytes comes to {searched(cached)[0]:.2f}" in page
     assert f"{searched(four)[1]:.2f} to {base[1]:.2f}, and of one token further" in readme
     assert f"further, {searched(one)[1]:.2f}" in readme
     assert f"({searched(bare)[1]:.2f} with 64 tokens in sight)" in readme
+    long = [
+        closed(f"tensor-local (reads token, {start}forget_bias 5, feedback 0, gain 4, layers 0+1)")
+        for start in ("", "spread_bias -1.5, ")
+    ]
+    assert f"worse than no memory ({long[0].removesuffix(' %')} and {long[1]})" in page
+    slots = closed("recurrent-slots (layers 0+1, slots 32)")
+    linear = closed("linear-local (layers 0+1)")
+    assert f"`linear-local` closes {linear}, slots {slots} (a fifth of the bytes)" in page
+    wide = searched("local (window 128)")[0]
+    best = searched("tensor-local (window 128, reads token, layers 0+1)")[0]
+    assert f"closes more than {100 * (wide - best) / (wide - base[0]):.0f} %." in page
+    whole = text_runs("carried", "language-carried")
+    ends = [[run["test"]["test"]["perplexity"] for run in whole[m]] for m in ("local", "base")]
+    spread = (max(ends[0]) - min(ends[0])) / estimate(less(*ends)).mean
+    assert 0.3 < spread < 0.37  # "over a third of the gap"
     forms = [m for m in text_runs("search", "language-carried") if m.startswith("tensor")]
     assert f"Of {len(forms)} forms of the memory" in readme
