@@ -62,6 +62,19 @@ def test_a_missing_end_of_the_gap_leaves_the_share_out():
     assert gap_table(comparison) == []
 
 
+@pytest.mark.parametrize("local", [100.0, 99.0])
+def test_where_full_attention_is_no_better_there_is_no_gap_to_close(local):
+    rows = gap_rows(
+        [
+            ("base", [record("base", 100.0)]),
+            ("local", [record("local", local, step_ms=20.0)]),
+            ("tensor-local", [record("tensor-local", 95.0, step_ms=30.0)]),
+        ]
+    )
+    assert [(row.share, row.valid_share) for row in rows] == 3 * [(None, None)]
+    assert rows[2].step_ratio == 1.5
+
+
 def test_runs_too_short_to_be_timed_have_no_step_time():
     short = record("local", 120.0) | {"step_ms": None}
     assert step_ms([short]) is None

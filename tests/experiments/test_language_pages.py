@@ -122,6 +122,8 @@ def test_the_search_keeps_every_row_the_best_on_valid_first():
             lucky,
             record("local", 115.0, window=128),
             record("local", 90.0, positions="rotary"),
+            record("base", 92.0, positions="rotary"),
+            record("tensor-local", 88.0, positions="rotary"),
         ]
     )
     assert [line["variant"] for line in table] == [
@@ -131,9 +133,11 @@ def test_the_search_keeps_every_row_the_best_on_valid_first():
         "tensor-local (layers 0+1, gate_init -2)",
         "tensor-local (layers 0+1)",
         "local (window 128)",
+        "tensor-local (positions rotary)",  # nothing to close, and in order all the same
         "local (positions rotary)",
+        "base (positions rotary)",
     ]
-    shares = ["100 %", "50 %", "0 %", "150 %", "-25 %", "0 %", "–"]
+    shares = ["100 %", "50 %", "0 %", "150 %", "-25 %", "0 %", "–", "–", "–"]
     assert [line["gap closed"] for line in table] == shares
     assert table[3]["gap closed, valid"] == "-5 %"
 
@@ -174,10 +178,19 @@ def test_the_search_says_what_loosening_each_limit_is_worth(tmp_path):
         del run["config"]["model"]["memory"]["input_bias"]  # as recorded before there was one
     assert limits_table(language_page.searched(runs)) == table
     drawn = draw_search(found, tmp_path / "search")[1].read_text()
-    told = ("tensor-local", "step time over that of local attention", "aim", "wider window")
-    for shown in (*told, "rotary positions"):
+    told = ("tensor-local", "step time over that of local attention", "wider window")
+    for shown in (*told, "learned positions", "rotary positions"):
         assert shown in drawn
-    assert "rotary positions" not in draw_search(found[:3], tmp_path / "few")[1].read_text()
+    assert drawn.count(">aim ") == 2
+    few = draw_search(found[:3], tmp_path / "few")[1].read_text()
+    assert "rotary positions" not in few
+
+
+def test_the_search_shows_an_aim_where_there_is_a_gap_alone(tmp_path):
+    runs = [record("base", 100.0), record("local", 99.0), record("tensor-local", 98.0)]
+    drawn = draw_search(language_page.searched(runs), tmp_path / "search")[1].read_text()
+    assert "tensor-local" in drawn
+    assert ">aim " not in drawn
 
 
 def plan(name):
@@ -291,7 +304,13 @@ def test_the_language_page_is_filled_from_records(tmp_path, capsys):
     for shown in ("110.00", "120.00", "121.00", "+0.1000 ± 0.0196", "not run yet", "20.5 ms"):
         assert shown in text
     assert "Step and peak memory: 100 steps of the same alone, commit " in text
-    assert "130.00" in text.partition("<!-- carried -->")[2].partition("<!-- /carried -->")[0]
+    carried, search = (
+        text.partition(f"<!-- {name} -->")[2].partition(f"<!-- /{name} -->")[0]
+        for name in ("carried", "search")
+    )
+    assert "130.00" in carried
+    assert "or where there are none the run itself" in carried  # of the slots
+    assert "the run itself" not in search
     assert (tmp_path / "images" / "language-positions.svg").is_file()
     figure = tmp_path / "images" / "language-search.svg"
     assert not figure.exists()  # the ends of the gap alone

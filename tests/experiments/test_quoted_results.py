@@ -8,7 +8,9 @@ import pytest
 
 from tensor_memory.experiments.recipes.language import language
 from tensor_memory.experiments.results import diagnostics_page, read_results
+from tensor_memory.experiments.results.gap import gap_rows
 from tensor_memory.experiments.results.intervals import estimate
+from tensor_memory.experiments.results.language_rows import table_rows, timed
 from tensor_memory.experiments.results.rows import grouped
 from tensor_memory.experiments.results.wording import estimate_text
 
@@ -254,6 +256,46 @@ def test_what_is_said_of_text_with_the_state_carried_was_measured():
     assert f"emptied before each window it scores {told(emptied(cached))} more" in page
 
 
+def test_what_is_said_of_the_best_of_the_search_was_measured():
+    readme, page = words_of("README.md"), words_of("docs/language.md")
+    runs = text_runs("carried", "language-carried")
+    times = step_ratios("carried")
+
+    def scores(label):
+        return [run["test"]["test"]["perplexity"] for run in runs[label]]
+
+    four = "tensor-local (K 4, layers 0+1)"
+    chunks = "tensor-local (K 1, layers 0+1, positions rotary)"
+    convolution, narrow = "conv-local (layers 0+1, positions rotary)", "local (positions rotary)"
+    local, alone, one, near = map(scores, ("local", narrow, chunks, convolution))
+    for label in (four, chunks, convolution, narrow):
+        assert told(scores(label)) in readme
+
+    assert f"chunks of 4 tokens in two layers come to {told(scores(four))}" in readme
+    back = shares(less(local, scores(four)), less(local, scores("base")))
+    assert f"{back}, at {times[four]:.2f} times" in page
+    assert f"They lose {told(emptied(runs[four]))} with nothing carried" in page
+
+    assert f"alone comes to {told(alone)}, {told(less(scores('base'), alone))} better" in page
+    assert f"gains {told(less(alone, one))} on it, at {times[chunks]:.2f} times" in page
+    assert f"gains {told(less(alone, near))}, at {times[convolution]:.2f} times" in page
+    assert f"{told(one)} at {times[chunks]:.1f} times the step" in readme
+    assert f"{told(near)} at {times[convolution]:.1f} times" in readme
+    assert f"the two differ by {told(less(near, one))}" in page
+    assert f"emptied before each window it loses {told(emptied(runs[chunks]))}" in page
+    full = scores("base (positions rotary)")
+    first, second = less(alone[: len(full)], full)
+    assert f"leads it by {first:.2f} and {second:.2f} (two seeds)" in page
+
+
+def step_ratios(folder):
+    """Step times over that of local attention, by the label of a row."""
+    text = ROOT / "results" / "language"
+    runs, costs = read_results([text / folder]), read_results([text / "cost"])
+    rows = table_rows([run for run in timed(runs, costs) if run["recipe"] == "language-carried"])
+    return {row.label: row.step_ratio for row in gap_rows([(row.label, row.runs) for row in rows])}
+
+
 def searched(label):
     """Validation, test, and test with nothing carried, of a row of the search."""
     (run,) = text_runs("search", "language-carried")[label]
@@ -268,23 +310,24 @@ def test_what_is_said_of_the_search_was_measured():
     def closed(label):
         return f"{100 * (local[0] - searched(label)[0]) / (local[0] - base[0]):.0f} %"
 
-    published, four, one = (f"tensor-local ({k}layers 0+1)" for k in ("", "K 4, ", "K 1, "))
-    assert f"two memories close {closed(published)} of the gap" in page
-    assert f"a chunk of 4 tokens {closed(four)}, of one token {closed(one)}" in page
+    chunks = ("", "K 4, ", "K 2, ", "K 1, ")
+    published, four, two, one = (f"tensor-local ({k}layers 0+1)" for k in chunks)
+    shorter = f"a chunk of 4 tokens {closed(four)}, of two {closed(two)}, of one {closed(one)}"
+    assert f"two memories close {closed(published)} of the gap; {shorter}" in page
+    times, near = step_ratios("search"), "conv-local (layers 0+1)"
+    assert f"closes {closed(near)} at {times[near]:.2f} times the step of `local`" in page
+    assert f"where one-token chunks cost {times[one]:.2f}." in page
+    assert f"among them ({closed(published)}, {times[published]:.2f} times; one seed each)" in page
     gone = [f"{after - test:.2f}" for _, test, after in map(searched, (one, four, published))]
     assert f"K 1 loses {gone[0]} and K 4 {gone[1]}, less than the published" in page
     assert max(searched(four)[1], searched(one)[1]) < base[1]  # "ahead of attention that sees all"
     assert f"published form ({gone[2]})" in page
     bare, cached = "xl (segment 64, cache 0)", "xl (layers 0+1, segment 64)"
-    assert f"without a cache is at {closed(bare)}" in page
     leads = [base[1] - searched(label)[1] for label in (cached, bare)]
     assert f"by {leads[0]:.2f} with a cache of 21 tokens and by {leads[1]:.2f} with none" in page
     beside = searched("tensor-xl (layers 0+1, segment 64)")
-    assert f"{searched(bare)[0]:.2f} to {beside[0]:.2f} (one seed), where a cache" in page
+    assert f"{searched(bare)[0]:.2f} to {beside[0]:.2f}, where a cache" in page
     assert f"the same bytes comes to {searched(cached)[0]:.2f}" in page
-    assert f"{searched(four)[1]:.2f} to {base[1]:.2f}, and of one token further" in readme
-    assert f"further, {searched(one)[1]:.2f}" in readme
-    assert f"({searched(bare)[1]:.2f} with 64 tokens in sight)" in readme
     long = [
         closed(f"tensor-local (reads token, {start}forget_bias 5, feedback 0, gain 4, layers 0+1)")
         for start in ("", "spread_bias -1.5, ")
@@ -302,3 +345,27 @@ def test_what_is_said_of_the_search_was_measured():
     assert 0.3 < spread < 0.37  # "over a third of the gap"
     forms = [m for m in text_runs("search", "language-carried") if m.startswith("tensor")]
     assert f"Of {len(forms)} forms of the memory" in readme
+
+
+def test_what_is_said_of_the_search_with_rotary_positions_was_measured():
+    page = words_of("docs/language.md")
+    base, local = searched("base (positions rotary)"), searched("local (positions rotary)")
+    published, four, one, linear, near = (
+        searched(f"{kind}layers 0+1, positions rotary)")
+        for kind in ("tensor-local (", "tensor-local (K 4, ", "tensor-local (K 1, ",
+                     "linear-local (", "conv-local (")
+    )  # fmt: skip
+    assert f"`local` has {local[0]:.2f} on the validation text and `base`" in page
+    assert f"which sees everything, {base[0]:.2f}: there is no gap" in page
+    learned = [
+        label
+        for label in text_runs("search", "language-carried")
+        if label.startswith("tensor") and "xl" not in label and "rotary" not in label
+    ]
+    best = min(searched(label)[0] for label in learned)
+    assert f"No memory beside learned positions comes near ({best:.2f})" in page
+    assert f"{published[0]:.2f} with two memories, {local[0]:.2f} without" in page
+    assert f"Chunks of 4 have {four[0]:.2f}" in page
+    assert f"linear attention of the same bytes {linear[0]:.2f}" in page
+    assert f"one-token chunks have {one[0]:.2f}, the convolution {near[0]:.2f}" in page
+    assert f"{four[2]:.2f} on the test text with nothing carried and {four[1]:.2f} with it" in page

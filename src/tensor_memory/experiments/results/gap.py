@@ -2,7 +2,8 @@
 
 Of `local` with the same window and `base`, whose attention sees everything, both with positions of
 the same kind: the share is (local - row) / (local - base) in perplexity, 0 % for local and 100 %
-for base. Variants are chosen by their share on "valid", so that the one on test stays clean.
+for base. Where full attention is no better than local there is no gap, and no share. Variants are
+chosen by their share on "valid", so that the one on test stays clean.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class GapRow:
     label: str
     runs: Sequence[Record]
     share: float | None
-    """Part of the gap that is closed; None where one of its ends was not run."""
+    """Part of the gap that is closed; None where there is none, or an end of it was not run."""
     valid_share: float | None
     """The same on "valid"."""
     step_ms: float | None
@@ -130,7 +131,7 @@ def _positions(runs: Sequence[Record]) -> str:
 
 
 def _share(row: float | None, local: float | None, base: float | None) -> float | None:
-    if row is None or local is None or base is None or local == base:
+    if row is None or local is None or base is None or local <= base:
         return None
     return (local - row) / (local - base)
 

@@ -11,6 +11,7 @@ plans in `grids`, two folders up, hold and no record answers say so.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,12 @@ from tensor_memory.experiments.results.language_rows import (
     table_rows,
     timed,
 )
-from tensor_memory.experiments.results.language_search import draw_search, limits_table
+from tensor_memory.experiments.results.language_search import (
+    ENDS,
+    draw_search,
+    limits_table,
+    valid_perplexity,
+)
 from tensor_memory.experiments.results.pages import fill_page
 from tensor_memory.experiments.results.paper import published
 from tensor_memory.experiments.results.planned import NOT_RUN
@@ -52,9 +58,6 @@ PLANS = {
     "search": ("language-3-search",),
 }
 """Plans whose runs a table shows."""
-
-ENDS = ("base", "local")
-"""The two ends of the gap, which alone make no figure."""
 
 
 def rate_table(records: Sequence[Record]) -> Table:
@@ -116,8 +119,7 @@ def carried_table(records: Sequence[Record], planned: Sequence[Record] = ()) -> 
 
 
 def search_table(records: Sequence[Record], planned: Sequence[Record] = ()) -> Table:
-    """Every variant, by the share of the gap it closes on "valid", the best first; then those that
-    were not run."""
+    """Every variant, by its perplexity on "valid", the best first; then those that were not run."""
     table = []
     for row, gap in searched(records, planned):
         line = {"variant": row.label, "seeds": row.seeds}
@@ -138,11 +140,12 @@ def search_table(records: Sequence[Record], planned: Sequence[Record] = ()) -> T
 def searched(
     records: Sequence[Record], planned: Sequence[Record] = ()
 ) -> list[tuple[Row, GapRow | None]]:
-    """Variants by positions and window, then by the share of the gap they close on "valid"."""
+    """Variants by positions and window, then by their perplexity on "valid"."""
 
     def order(pair: tuple[Row, GapRow | None]) -> tuple[Any, ...]:
-        model = pair[0].model
-        return model["positions"], model["window"], *_worst_last(pair[1])
+        row = pair[0]
+        valid = valid_perplexity(row) if row.runs else math.inf
+        return row.model["positions"], row.model["window"], valid
 
     return sorted(_gaps(table_rows(records, planned)), key=order)
 
@@ -166,7 +169,7 @@ def blocks(folder: Path, figures: Path) -> dict[str, str]:
         found = searched(search)
         if any(gap and gap.step_ratio and row.model["method"] not in ENDS for row, gap in found):
             file = draw_search(found, figures / "language-search")[0]
-            title = "Share of the gap closed against the time of a step"
+            title = "Perplexity against the time of a step, by kind of positions"
             texts["search"] = f"![{title}](images/{file.name})\n\n{texts['search']}"
         if limits := limits_table(found):
             texts["limits"] = markdown(limits)
@@ -198,11 +201,6 @@ def _gaps(rows: Sequence[Row]) -> list[tuple[Row, GapRow | None]]:
     return [(row, next(gaps) if row.runs else None) for row in rows]
 
 
-def _worst_last(gap: GapRow | None) -> tuple[bool, bool, float]:
-    share = None if gap is None else gap.valid_share
-    return gap is None, share is None, -(share or 0.0)
-
-
 def _whole(table: Table) -> Table:
     """The table with every column in every row, and the missing ones named."""
     columns = max((list(line) for line in table), key=len)
@@ -216,7 +214,9 @@ def _with_caption(table: Table, records: Sequence[Record]) -> str:
     if lenders:
         steps = listing(sorted({f"{run['steps']:,}" for run in lenders}))
         at = listing(commits(lenders))
-        notes.append(f"Step and peak memory: {steps} steps of the same alone, commit {at}.")
+        others = any("timed_by" not in r and not r["shared_device"] for r in records)
+        own = ", or where there are none the run itself" if others else ""
+        notes.append(f"Step and peak memory: {steps} steps of the same alone, commit {at}{own}.")
     return markdown(table) + "\n" + "\n".join(notes) + "\n"
 
 

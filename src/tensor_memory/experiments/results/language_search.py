@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,9 @@ KIND = ("method", "window", "positions")
 PUBLISHED_LAYERS = (0, 1)
 """Where the published form stands that the others are compared with."""
 
+ENDS = ("base", "local")
+"""The two ends of the gap, which alone make no figure."""
+
 AIM_SHARE, AIM_TIME = 0.5, 1.3
 """Half of the gap, at no more than so many times the step of local attention."""
 
@@ -48,7 +51,7 @@ def limits_table(found: Found) -> Table:
     published = next((pair for pair in found if _is_published(pair)), None)
     if published is None:
         return []
-    start, before = published[0].model, _valid(published[0])
+    start, before = published[0].model, valid_perplexity(published[0])
     lines: list[tuple[tuple[Any, ...], dict[str, str]]] = []
     for row, gap in found:
         same_kind = all(row.model[name] == start[name] for name in KIND)
@@ -56,7 +59,7 @@ def limits_table(found: Found) -> Table:
         limits = [limit for limit, fields in LIMITS.items() if changed.keys() & set(fields)]
         if gap is None or not same_kind or not limits:
             continue
-        gain = before - _valid(row)
+        gain = before - valid_perplexity(row)
         line = {
             "limit": limits[0] if len(limits) == 1 else "several",
             "change": ", ".join(
@@ -71,52 +74,60 @@ def limits_table(found: Found) -> Table:
     return [line for _, line in sorted(lines, key=lambda entry: entry[0])]
 
 
-def draw_search(found: Found, path: Path) -> list[Path]:
-    """The share of the gap on "valid" against the step time over that of local; the files written.
+def valid_perplexity(row: Row) -> float:
+    """Mean over a row's runs of the perplexity on "valid"."""
+    values = [run["valid"][PERPLEXITY] for run in row.runs]
+    return sum(values) / len(values)
 
-    Hollow marks have a window of their own, wider than the others'; marks with a black rim have
-    rotary positions, and so have both ends of their gap. The corner between the dashed lines is the
-    aim.
+
+def draw_search(found: Found, path: Path) -> list[Path]:
+    """Perplexity on "valid" against the step time over that of local; the files written.
+
+    A panel per kind of positions. Faint marks have a wider window than the others. The corner below
+    the dashed lines is the aim.
     """
-    rows = [(row, gap) for row, gap in found if gap and gap.valid_share is not None]
+    rows = [(row, gap) for row, gap in found if gap and gap.step_ratio is not None]
     narrow = min((row.model["window"] for row, _ in rows), default=0)
-    with _figure(1) as (figure, (axis,)):
-        figure.set_size_inches(7, 3.6)
-        named: set[str] = set()
-        for row, gap in rows:
-            if gap.step_ratio is None or gap.valid_share is None:
-                continue
-            method = row.model["method"]
-            colour, _, marker = LOOKS[method]
-            hollow = row.model["window"] != narrow
-            rim = "black" if row.model["positions"] == "rotary" else colour
-            axis.plot(gap.step_ratio, 100 * gap.valid_share, marker, color=colour, markersize=6,
-                      markeredgecolor=rim,
-                      fillstyle="none" if hollow else "full", linestyle="none",
-                      label=None if method in named else method)  # fmt: skip
-            named.add(method)
-        if any(row.model["positions"] == "rotary" for row, _ in rows):
-            axis.plot([], [], "o", color="white", markeredgecolor="black", label="rotary positions")
-        if any(row.model["window"] != narrow for row, _ in rows):
-            axis.plot([], [], "o", color="#555555", fillstyle="none", label="wider window")
-        axis.axhline(100 * AIM_SHARE, color="#555555", linestyle=(0, (4, 3)), linewidth=0.8)
-        axis.axvline(AIM_TIME, color="#555555", linestyle=(0, (4, 3)), linewidth=0.8)
-        axis.annotate("aim", (AIM_TIME, 100 * AIM_SHARE), (-4, 4), textcoords="offset points",
-                      ha="right", color="#555555")  # fmt: skip
-        axis.set_xlabel("step time over that of local attention")
-        axis.set_ylabel("gap to full attention closed, valid, %")
-        _legend(figure, [axis])
+    kinds = sorted({row.model["positions"] for row, _ in rows})
+    with _figure(len(kinds), height=3.4) as (figure, axes):
+        for axis in axes[1:]:
+            axis.sharex(axes[0])
+            axis.sharey(axes[0])
+        for axis, kind in zip(axes, kinds, strict=True):
+            ends: dict[str, float] = {}
+            for row, gap in rows:
+                if row.model["positions"] != kind:
+                    continue
+                method, faint = row.model["method"], row.model["window"] != narrow
+                colour, _, marker = LOOKS[method]
+                axis.plot(gap.step_ratio, valid_perplexity(row), marker, color=colour, markersize=6,
+                          linestyle="none", alpha=0.3 if faint else 1.0,
+                          label="wider window" if faint else method)  # fmt: skip
+                if method in ENDS and not faint:
+                    ends[method] = valid_perplexity(row)
+            _draw_aim(axis, ends)
+            axis.set_title(f"{kind} positions", fontsize=9)
+            axis.set_xlabel("step time over that of local attention")
+        axes[0].set_ylabel("perplexity on valid")
+        _legend(figure, axes)
         return _save(figure, path)
+
+
+def _draw_aim(axis: Any, ends: Mapping[str, float]) -> None:
+    """The corner of rows that pay, where there is a gap to close."""
+    if len(ends) < len(ENDS) or ends["local"] <= ends["base"]:
+        return
+    half = ends["local"] - AIM_SHARE * (ends["local"] - ends["base"])
+    look = {"color": "#555555", "linestyle": (0, (4, 3)), "linewidth": 0.8}
+    axis.axhline(half, **look)
+    axis.axvline(AIM_TIME, **look)
+    low = axis.get_xaxis_transform()  # steps across, the panel's height up
+    axis.text(AIM_TIME, 0.02, "aim ", transform=low, ha="right", color="#555555")
 
 
 def _is_published(pair: tuple[Row, GapRow | None]) -> bool:
     model = LanguageModelConfig(method="tensor-local", memory_layers=PUBLISHED_LAYERS)
     return pair[1] is not None and pair[0].model == flatten(config_dict(model))
-
-
-def _valid(row: Row) -> float:
-    values = [run["valid"][PERPLEXITY] for run in row.runs]
-    return sum(values) / len(values)
 
 
 def _short(name: str) -> str:
