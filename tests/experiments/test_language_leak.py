@@ -211,7 +211,7 @@ def test_the_search_varies_all_that_was_asked_for():
     assert {m.state_values for m in memories} == {2 * 32 * 8**3}  # equal bytes
     assert len({(m.channels, m.grid) for m in memories}) == 4
     assert {m.forget_bias for m in memories} == {0, 1, 3, 5}
-    assert len({m.spread_bias for m in memories}) == 2
+    assert {m.spread_bias for m in memories} == {1, -1, -1.5}
     assert {(m.forget_bias, m.gain) for m in memories if m.feedback == 0} == {(5, 4)}
     first = configs[:20]  # what a sweep cut short must have told
     assert {c.model.method for c in first} == {
@@ -232,5 +232,7 @@ def test_the_search_varies_all_that_was_asked_for():
     assert others == rivals | {"base", "local", "tensor-xl", "tensor"}
     turned = [c.model for c in configs if c.model.positions == "rotary"]
     assert {m.method for m in turned} >= {"base", "local", "tensor-local"}  # both ends of their gap
+    above = [m for m in turned if m.memory.chunk_size == 1 and 0 not in (m.memory_layers or ())]
+    assert {m.memory.feedback for m in above} == {0, 1}  # for long gaps, and as published
     caches = [c.model.cache for c in configs if c.model.method == "xl" and c.model.window == 64]
     assert caches == [None, 0]  # what relative positions are worth without one

@@ -1,4 +1,4 @@
-"""What the search for a memory that pays says: the gap against its price, limit by limit."""
+"""What the search for a memory that pays says: what forms are worth and cost, limit by limit."""
 
 from __future__ import annotations
 
