@@ -82,7 +82,7 @@ class LanguageTask:
         self.splits = corpus.splits
         self.carries = config.carried
         self.metric = "score" if config.leak else "perplexity"
-        # A carried run is also measured without what it carries, in the same windows.
+        # A carried run is also measured without what it carries, in the windows of a fresh one.
         self.test_splits: tuple[str, ...] = ("test",)
         if config.carried:
             self.test_splits = ("test", "test@fresh")
