@@ -28,7 +28,7 @@ def test_shares_are_measured_against_local_of_the_same_window():
     found = {row["method"]: row for row in gap_table(comparison)}
     assert found["base"]["gap closed"] == "100 %"
     assert found["local"]["gap closed"] == "0 %"
-    assert found["tensor-local"]["gap closed"] == "45 %"  # (120 - 111) / (120 - 100)
+    assert found["tensor-local"]["gap closed"] == "50 %"  # (120 - 110) / (120 - 100), of seed 0
     assert found["tensor-local"]["step time of local"] == "1.30×"
     assert found["tensor-local (window=128)"]["gap closed"] == "-10 %"
     assert found["tensor-local (placement=after_attention)"]["step time of local"] == "–"
@@ -53,6 +53,17 @@ def test_the_first_of_several_locals_of_a_window_is_the_end_of_the_gap():
     runs = {"base": 100.0, "local": 120.0, "local (blocks 4)": 140.0, "tensor-local": 110.0}
     groups = [(label, [record(label.split()[0], value)]) for label, value in runs.items()]
     assert [row.share for row in gap_rows(groups)] == [1.0, 0.0, -1.0, 0.5]
+
+
+def test_shares_are_of_the_seeds_that_the_row_and_both_ends_have():
+    def runs(method, **values):
+        return method, [record(method, v, seed=int(name[1:])) for name, v in values.items()]
+
+    groups = [runs("base", s0=100.0, s1=102.0), runs("local", s0=120.0, s1=122.0, s2=200.0)]
+    memory = runs("tensor-local", s1=112.0, s2=190.0)
+    assert [row.share for row in gap_rows([*groups, memory])] == [1.0, 0.0, 0.5]
+    (*_, row) = gap_rows([*groups, runs("tensor-local", s2=190.0)])
+    assert (row.share, row.valid_share) == (None, None)
 
 
 def test_a_missing_end_of_the_gap_leaves_the_share_out():
@@ -84,7 +95,7 @@ def test_runs_too_short_to_be_timed_have_no_step_time():
 def test_a_report_shows_the_gap_where_both_ends_were_run(tmp_path):
     text = write_report(table(), tmp_path)
     assert "What is closed of the gap between local and full attention" in text
-    assert "45 %" in text
+    assert "50 %" in text
     assert "gap" not in write_report(table()[1:2], tmp_path)
 
 

@@ -286,7 +286,8 @@ def test_what_is_said_of_the_best_of_the_search_was_measured():
     assert f"{told(one)} at {times[chunks]:.1f} times the step" in readme
     assert f"{told(near)} at {times[convolution]:.1f} times" in readme
     assert f"and the memory {told(less(near, one))} beyond it" in page
-    assert f"emptied before each window it loses {told(emptied(runs[chunks]))}" in page
+    assert f"before each window the memory loses {told(emptied(runs[chunks]))}, the" in page
+    assert f"misses three tokens, {told(emptied(runs[convolution]))}." in page
     full = scores("base (positions rotary)")
     first, second = less(alone[: len(full)], full)
     assert f"leads it by {first:.2f} and {second:.2f}: a gap that two seeds" in page

@@ -172,7 +172,8 @@ def initialise(model: nn.Module, std: float = 0.02, *, narrow: bool = False) -> 
 
     A weight is drawn by its name and the seed torch was given, so that under one seed models of all
     methods start from the same values wherever they share a name and a shape, whatever else was
-    drawn while they were built.
+    drawn while they were built. Memories are drawn while they are built, and the same where all of
+    their shapes are.
 
     >>> a, b = (nn.ModuleDict({"x": nn.Linear(2, 2), "y": nn.Linear(2, n)}) for n in (3, 4))
     >>> for model in (a, b):

@@ -2,8 +2,9 @@
 
 Of `local` with the same window and `base`, whose attention sees everything, both with positions of
 the same kind: the share is (local - row) / (local - base) in perplexity, 0 % for local and 100 %
-for base. Where full attention is no better than local there is no gap, and no share. Variants are
-chosen by their share on "valid", so that the one on test stays clean.
+for base, over the seeds that all three have. Where full attention is no better than local there is
+no gap, and no share. Variants are chosen by their share on "valid", so that the one on test stays
+clean.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class GapRow:
     label: str
     runs: Sequence[Record]
     share: float | None
-    """Part of the gap that is closed; None where there is none, or an end of it was not run."""
+    """Part of the gap that is closed; None where there is none, or an end of it was not run with a
+    seed of the row."""
     valid_share: float | None
     """The same on "valid"."""
     step_ms: float | None
@@ -63,8 +65,8 @@ def gap_rows(groups: Sequence[Group]) -> list[GapRow]:
             GapRow(
                 label,
                 runs,
-                _share(*(_mean(found, "test") for found in (runs, local, base))),
-                _share(*(_mean(found, "valid") for found in (runs, local, base))),
+                _share(runs, local, base, "test"),
+                _share(runs, local, base, "valid"),
                 time,
                 time / local_time if time and local_time else None,
             )
@@ -130,15 +132,19 @@ def _positions(runs: Sequence[Record]) -> str:
     return runs[0]["config"]["model"].get("positions", LanguageModelConfig.positions)
 
 
-def _share(row: float | None, local: float | None, base: float | None) -> float | None:
-    if row is None or local is None or base is None or local <= base:
+def _share(
+    runs: Sequence[Record],
+    local: Sequence[Record] | None,
+    base: Sequence[Record] | None,
+    split: str,
+) -> float | None:
+    found = runs, local or (), base or ()
+    common = set.intersection(*({run["seed"] for run in some} for some in found))
+    values = [_values([run for run in some if run["seed"] in common], split) for some in found]
+    if not all(values):
         return None
-    return (local - row) / (local - base)
-
-
-def _mean(runs: Sequence[Record] | None, split: str) -> float | None:
-    found = _values(runs or (), split)
-    return sum(found) / len(found) if found else None
+    row, low, high = (sum(some) / len(some) for some in values)
+    return (low - row) / (low - high) if low > high else None
 
 
 def _values(runs: Sequence[Mapping[str, Any]], split: str) -> list[float]:
