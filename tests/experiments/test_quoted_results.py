@@ -249,13 +249,17 @@ def test_what_is_said_of_text_with_the_state_carried_was_measured():
         [run["test"]["test"]["perplexity"] for run in runs[method]]
         for method in ("base", "local", "tensor-local")
     )
-    assert f"{told(memory)} between {told(local)} and {told(base)}" in readme
+    times = step_ratios("carried")
+    assert f"narrow window alone | {told(local)} |" in readme
+    assert f"as published | {told(memory)} ({times['tensor-local']:.2f})" in readme
+    assert f"512 tokens | {told(base)} ({times['base']:.2f})" in readme
     lost, back = less(local, base), less(local, memory)
     assert f"{told(back)} of {estimate(lost).mean:.2f}" in page
     assert f"{shares(back, lost)} of the gap" in page
     assert f"the same models score {told(emptied(runs['tensor-local']))} more" in page
     cached = runs["xl (segment 64)"]
-    assert f"comes to {told([run['test']['test']['perplexity'] for run in cached])}" in readme
+    scores = told([run["test"]["test"]["perplexity"] for run in cached])
+    assert f"comes to {scores} at {times['xl (segment 64)']:.2f} times the step" in readme
     assert f"emptied before each window it scores {told(emptied(cached))} more" in page
 
 
@@ -271,10 +275,11 @@ def test_what_is_said_of_the_best_of_the_search_was_measured():
     chunks = "tensor-local (K 1, layers 0+1, positions rotary)"
     convolution, narrow = "conv-local (layers 0+1, positions rotary)", "local (positions rotary)"
     local, alone, one, near = map(scores, ("local", narrow, chunks, convolution))
-    for label in (four, chunks, convolution, narrow):
-        assert told(scores(label)) in readme
+    assert f"| {told(alone)} |" in readme
+    assert f"4 tokens: {told(scores(four))} ({times[four]:.2f})" in readme
+    assert f"1 token: {told(one)} ({times[chunks]:.2f})" in readme
+    assert f"{told(near)} ({times[convolution]:.2f})" in readme
 
-    assert f"chunks of 4 tokens in two layers come to {told(scores(four))}" in readme
     back = shares(less(local, scores(four)), less(local, scores("base")))
     assert f"{back}, at {times[four]:.2f} times" in page
     assert f"They lose {told(emptied(runs[four]))} with nothing carried" in page
@@ -283,13 +288,13 @@ def test_what_is_said_of_the_best_of_the_search_was_measured():
     assert f"gains {told(less(alone, one))} on the narrow window" in page
     assert f"on the narrow window, at {times[chunks]:.2f} times the step" in page
     assert f"gains {told(less(alone, near))}, at {times[convolution]:.2f} times" in page
-    assert f"{told(one)} at {times[chunks]:.1f} times the step" in readme
-    assert f"{told(near)} at {times[convolution]:.1f} times" in readme
     assert f"and the memory {told(less(near, one))} beyond it" in page
     assert f"before each window the memory loses {told(emptied(runs[chunks]))}, the" in page
     assert f"misses three tokens, {told(emptied(runs[convolution]))}." in page
     full = scores("base (positions rotary)")
     first, second = less(alone[: len(full)], full)
+    turned = times["base (positions rotary)"]
+    assert f"{full[0]:.2f} and {full[1]:.2f}, two seeds ({turned:.2f})" in readme
     assert f"leads it by {first:.2f} and {second:.2f}: a gap that two seeds" in page
     nats = [math.log(a / b) for a, b in zip(alone, full, strict=False)]
     assert f"some {sum(nats) / len(nats):.2f} nats to layers that see 64 tokens each" in page
