@@ -11,7 +11,13 @@ from tensor_memory import MemoryConfig
 from tensor_memory.experiments.commands.grid import expand, read_plan
 from tensor_memory.experiments.recipes import find_recipe
 from tensor_memory.experiments.recipes.leak_demo import leak_demo
-from tensor_memory.experiments.results import config_dict, language_page, leak_page, write_result
+from tensor_memory.experiments.results import (
+    config_dict,
+    language_page,
+    language_search,
+    leak_page,
+    write_result,
+)
 from tensor_memory.experiments.results.comparison import compare
 from tensor_memory.experiments.results.language_page import (
     carried_table,
@@ -184,6 +190,25 @@ def test_the_search_says_what_loosening_each_limit_is_worth(tmp_path):
     assert drawn.count(">aim ") == 2
     few = draw_search(found[:3], tmp_path / "few")[1].read_text()
     assert "rotary positions" not in few
+
+
+def test_the_search_draws_a_row_among_those_with_its_positions(tmp_path, monkeypatch):
+    runs = [
+        record("local", 120.0, step_ms=20.0),
+        record("tensor-local", 118.0, step_ms=25.0),
+        record("local", 90.0, positions="rotary", step_ms=30.0),
+    ]
+    drawn = []
+    monkeypatch.setattr(language_search, "_save", lambda figure, _: drawn.append(figure))
+    draw_search(language_page.searched(runs), tmp_path / "search")
+    (figure,) = drawn
+    panels = {
+        axis.get_title(): {tuple(map(float, mark.get_xydata()[0])) for mark in axis.lines}
+        for axis in figure.axes
+    }
+    learned = {(run["step_ms"] / 20, run["valid"]["perplexity"]) for run in runs[:2]}
+    rotary = {(1.0, runs[2]["valid"]["perplexity"])}
+    assert panels == {"learned positions": learned, "rotary positions": rotary}
 
 
 def test_the_search_shows_an_aim_where_there_is_a_gap_alone(tmp_path):
