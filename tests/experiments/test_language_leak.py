@@ -233,6 +233,10 @@ def test_the_search_varies_all_that_was_asked_for():
     turned = [c.model for c in configs if c.model.positions == "rotary"]
     assert {m.method for m in turned} >= {"base", "local", "tensor-local"}  # both ends of their gap
     above = [m for m in turned if m.memory.chunk_size == 1 and 0 not in (m.memory_layers or ())]
-    assert {m.memory.feedback for m in above} == {0, 1}  # for long gaps, and as published
+    assert {(m.memory.feedback, m.memory.share_coordinates) for m in above} == {
+        (1, True),  # as published
+        (0, True),  # for long gaps
+        (0, False),
+    }
     caches = [c.model.cache for c in configs if c.model.method == "xl" and c.model.window == 64]
     assert caches == [None, 0]  # what relative positions are worth without one
