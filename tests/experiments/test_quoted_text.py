@@ -1,0 +1,284 @@
+"""Numbers that README and docs quote of runs on text are those of their committed records."""
+
+import functools
+import json
+import math
+from itertools import chain
+
+from quoted import ROOT, words_of
+
+from tensor_memory.experiments.recipes.language import language
+from tensor_memory.experiments.results import read_results
+from tensor_memory.experiments.results.gap import gap_rows
+from tensor_memory.experiments.results.intervals import estimate
+from tensor_memory.experiments.results.language_rows import table_rows, timed
+from tensor_memory.experiments.results.rows import grouped
+
+
+@functools.cache
+def text_runs(folder, recipe):
+    """Runs of a recipe by method, each method's by seed."""
+    records = read_results([ROOT / "results" / "language" / folder])
+    found = grouped([record for record in records if record["recipe"] == recipe])
+    return {method: sorted(runs, key=lambda run: run["seed"]) for method, runs in found}
+
+
+def told(values):
+    """Mean ± half width."""
+    shown = estimate(values)
+    return f"{shown.mean:.2f} ± {shown.half_width:.2f}"
+
+
+def less(values, others):
+    """Differences, seed by seed."""
+    return [a - b for a, b in zip(values, others, strict=True)]
+
+
+def shares(back, lost):
+    """What is given back of what was lost, seed by seed."""
+    first, second, third = (f"{100 * b / a:.0f}" for a, b in zip(lost, back, strict=True))
+    return f"{first}, {second} and {third} %"
+
+
+def emptied(runs):
+    """What runs score more with nothing carried."""
+    scores = [run["test"] for run in runs]
+    return [score["test@fresh"]["perplexity"] - score["test"]["perplexity"] for score in scores]
+
+
+def step_ratios(folder):
+    """Step times over that of local attention, by the label of a row."""
+    text = ROOT / "results" / "language"
+    runs, costs = read_results([text / folder]), read_results([text / "cost"])
+    rows = table_rows([run for run in timed(runs, costs) if run["recipe"] == "language-carried"])
+    return {row.label: row.step_ratio for row in gap_rows([(row.label, row.runs) for row in rows])}
+
+
+def searched(label):
+    """Validation, test, and test with nothing carried, of a row of the search."""
+    (run,) = text_runs("search", "language-carried")[label]
+    scores = run["valid"], run["test"]["test"], run["test"]["test@fresh"]
+    return [score["perplexity"] for score in scores]
+
+
+def test_the_rate_of_the_language_recipes_is_the_best_on_valid():
+    tried = read_results([ROOT / "results" / "language" / "rate"])
+    for recipe, rates in (("language-paper", 3), ("language-carried", 4)):
+        runs = [run for run in tried if run["recipe"] == recipe]
+        assert len(runs) == rates
+        best = min(runs, key=lambda run: run["valid"]["perplexity"])
+        assert best["config"]["optimizer"]["lr"] == language().optimizer.lr
+    page = (ROOT / "docs" / "language.md").read_text(encoding="utf-8")
+    assert "AdamW, 1e-3 after 200 steps" in page
+    assert language().optimizer.lr == 1e-3
+
+
+def test_streams_were_still_learning_at_the_end_where_windows_had_stopped():
+    def last_fall(folder, recipe):  # of base on valid, from the last evaluation but one to the last
+        curves = [run["curve"][-2:] for run in text_runs(folder, recipe)["base"]]
+        assert {(before["step"], after["step"]) for before, after in curves} == {(2000, 2400)}
+        return [
+            1 - after["valid"]["perplexity"] / before["valid"]["perplexity"]
+            for before, after in curves
+        ]
+
+    page = words_of("docs/language.md")
+    assert "`base` still falls by 6 to 7 % on the validation text" in page
+    assert all(0.055 < fall < 0.075 for fall in last_fall("carried", "language-carried"))
+    assert "windows drawn from everywhere have stopped (less than 1 %)" in page
+    assert all(abs(fall) < 0.01 for fall in last_fall("fresh", "language-paper"))
+
+
+def test_what_is_said_of_text_was_measured():
+    readme, page = words_of("README.md"), words_of("docs/language.md")
+    runs = text_runs("fresh", "language-paper")
+    cost = {
+        run["method"]: f"{run['step_ms']:.1f} ms"
+        for run in read_results([ROOT / "results" / "language" / "cost"])
+        if run["recipe"] == "language-paper"
+    }
+    test = {
+        method: [run["test"]["test"]["perplexity"] for run in members]
+        for method, members in runs.items()
+    }
+    for method in ("base", "local", "tensor", "tensor-local"):
+        assert told(test[method]) in readme
+        assert cost[method] in readme
+    lost, back = less(test["local"], test["base"]), less(test["local"], test["tensor-local"])
+    assert f"loses {estimate(lost).mean:.2f} to attention over the whole window" in page
+    assert f"{shares(back, lost)} of the gap" in page
+    assert f"the memory is worth {told(less(test['base'], test['tensor']))}" in page
+    off = [
+        run["memory"]["test_without_memory"]["test"]["perplexity"] for run in runs["tensor-local"]
+    ]
+    assert f"switched off at test, they score {estimate(off).mean:.2f}" in page
+    use = [100 * layer["use"] for layer in runs["tensor-local"][0]["memory"]["layers"]]
+    assert f"has {use[0]:.0f}, {use[1]:.0f} and {use[2]:.0f} % of the norm" in page
+    assert max(use[3:]) < 2
+    assert f"takes {cost['base']}" in page
+
+
+def test_what_is_said_of_text_with_the_standard_words_was_measured():
+    readme, page = words_of("README.md"), words_of("docs/language.md")
+    runs = text_runs("fresh", "language")
+    test = {
+        method: [run["test"]["test"]["perplexity"] for run in members]
+        for method, members in runs.items()
+    }
+    base, local, memory = (told(test[method]) for method in ("base", "local", "tensor-local"))
+    assert f"{memory} between {local} for the narrow window and {base} for full" in readme
+    lost, back = less(test["local"], test["base"]), less(test["local"], test["tensor-local"])
+    assert f"{told(back)} of the {estimate(lost).mean:.2f} that the narrow window loses" in page
+    assert f"{shares(back, lost)} of the gap" in page
+    assert f"whole window it is worth {told(less(test['base'], test['tensor']))}" in page
+
+
+def test_what_is_said_of_text_with_the_state_carried_was_measured():
+    readme, page = words_of("README.md"), words_of("docs/language.md")
+    runs = text_runs("carried", "language-carried")
+    base, local, memory = (
+        [run["test"]["test"]["perplexity"] for run in runs[method]]
+        for method in ("base", "local", "tensor-local")
+    )
+    times = step_ratios("carried")
+    assert f"narrow window alone | {told(local)} |" in readme
+    assert f"as published | {told(memory)} ({times['tensor-local']:.2f})" in readme
+    assert f"512 tokens | {told(base)} ({times['base']:.2f})" in readme
+    lost, back = less(local, base), less(local, memory)
+    assert f"{told(back)} of {estimate(lost).mean:.2f}" in page
+    assert f"{shares(back, lost)} of the gap" in page
+    assert f"the same models score {told(emptied(runs['tensor-local']))} more" in page
+    cached = runs["xl (segment 64)"]
+    scores = told([run["test"]["test"]["perplexity"] for run in cached])
+    assert f"comes to {scores} at {times['xl (segment 64)']:.2f} times the step" in readme
+    assert f"emptied before each window it scores {told(emptied(cached))} more" in page
+
+
+def test_what_is_said_of_the_best_of_the_search_was_measured():
+    readme, page = words_of("README.md"), words_of("docs/language.md")
+    runs = text_runs("carried", "language-carried")
+    times = step_ratios("carried")
+
+    def scores(label):
+        return [run["test"]["test"]["perplexity"] for run in runs[label]]
+
+    four = "tensor-local (K 4, layers 0+1)"
+    chunks = "tensor-local (K 1, layers 0+1, positions rotary)"
+    convolution, narrow = "conv-local (layers 0+1, positions rotary)", "local (positions rotary)"
+    local, alone, one, near = map(scores, ("local", narrow, chunks, convolution))
+    assert f"| {told(alone)} |" in readme
+    assert f"4 tokens: {told(scores(four))} ({times[four]:.2f})" in readme
+    assert f"1 token: {told(one)} ({times[chunks]:.2f})" in readme
+    assert f"{told(near)} ({times[convolution]:.2f})" in readme
+
+    back = shares(less(local, scores(four)), less(local, scores("base")))
+    assert f"{back}, at {times[four]:.2f} times" in page
+    assert f"They lose {told(emptied(runs[four]))} with nothing carried" in page
+
+    assert f"alone comes to {told(alone)}, {told(less(scores('base'), alone))} better" in page
+    assert f"gains {told(less(alone, one))} on the narrow window" in page
+    assert f"on the narrow window, at {times[chunks]:.2f} times the step" in page
+    assert f"gains {told(less(alone, near))}, at {times[convolution]:.2f} times" in page
+    assert f"and the memory {told(less(near, one))} beyond it" in page
+    assert f"before each window the memory loses {told(emptied(runs[chunks]))}, the" in page
+    assert f"misses three tokens, {told(emptied(runs[convolution]))}." in page
+    full = scores("base (positions rotary)")
+    first, second = less(alone[: len(full)], full)
+    turned = times["base (positions rotary)"]
+    assert f"{full[0]:.2f} and {full[1]:.2f}, two seeds ({turned:.2f})" in readme
+    assert f"leads it by {first:.2f} and {second:.2f}: a gap that two seeds" in page
+    nats = [math.log(a / b) for a, b in zip(alone, full, strict=False)]
+    assert f"some {sum(nats) / len(nats):.2f} nats to layers that see 64 tokens each" in page
+    assert f"{told(less(alone, scores('xl (segment 64)')))} ahead of the narrow window" in page
+
+
+def test_what_is_said_of_the_search_was_measured():
+    readme, page = words_of("README.md"), words_of("docs/language.md")
+    base, local = searched("base"), searched("local")
+
+    def closed(label):
+        return f"{100 * (local[0] - searched(label)[0]) / (local[0] - base[0]):.0f} %"
+
+    chunks = ("", "K 4, ", "K 2, ", "K 1, ")
+    published, four, two, one = (f"tensor-local ({k}layers 0+1)" for k in chunks)
+    shorter = f"a chunk of 4 tokens {closed(four)}, of two {closed(two)}, of one {closed(one)}"
+    assert f"two memories close {closed(published)} of the gap; {shorter}" in page
+    times, near = step_ratios("search"), "conv-local (layers 0+1)"
+    assert f"gives too**: {closed(near)} in the same two layers" in page
+    assert f"at {times[near]:.2f} times the step of `local`" in page
+    assert f"where they cost {times[one]:.2f}." in page
+    assert f"among them ({closed(published)}, {times[published]:.2f} times; one seed each)" in page
+    gone = [f"{after - test:.2f}" for _, test, after in map(searched, (one, four, published))]
+    assert f"K 1 loses {gone[0]} and K 4 {gone[1]} of the test perplexity" in page
+    assert max(searched(four)[1], searched(one)[1]) < base[1]  # "ahead of attention that sees all"
+    assert f"and the published form {gone[2]}." in page
+    bare, cached = "xl (segment 64, cache 0)", "xl (layers 0+1, segment 64)"
+    leads = [base[1] - searched(label)[1] for label in (cached, bare)]
+    assert f"by {leads[0]:.2f} with a cache of 21 tokens and by {leads[1]:.2f} with none" in page
+    assert searched("recurrent-slots (layers 0+1, segment 128)")[0] > local[0]
+    beside = searched("tensor-xl (layers 0+1, segment 64)")
+    assert f"{searched(bare)[0]:.2f} to {beside[0]:.2f}, where a cache" in page
+    assert f"the same bytes comes to {searched(cached)[0]:.2f}" in page
+    long = [
+        closed(f"tensor-local (reads token, {start}forget_bias 5, feedback 0, gain 4, layers 0+1)")
+        for start in ("", "spread_bias -1.5, ")
+    ]
+    assert f"worse than no memory ({long[0].removesuffix(' %')} and {long[1]})" in page
+    slots = closed("recurrent-slots (layers 0+1, slots 32)")
+    linear = closed("linear-local (layers 0+1)")
+    assert f"`xl` closes {closed(cached)}, by its positions" in page
+    assert f"`linear-local` {linear}, slots less than nothing" in page
+    assert f"a fifth of them {slots})" in page
+    heads = "tensor-local (reads token, read_heads 4, write_heads 4, {}layers 0+1)"
+    longer, shorter = (closed(heads.format(bias)) for bias in ("forget_bias 3, ", ""))
+    assert f"{longer} to {shorter.removesuffix(' %')}." in page
+    wide = searched("local (window 128)")[0]
+    best = searched("tensor-local (window 128, reads token, layers 0+1)")[0]
+    assert f"closes more than {100 * (wide - best) / (wide - base[0]):.0f} %." in page
+    whole = text_runs("carried", "language-carried")
+    ends = [[run["test"]["test"]["perplexity"] for run in whole[m]] for m in ("local", "base")]
+    spread = (max(ends[0]) - min(ends[0])) / estimate(less(*ends)).mean
+    assert 0.3 < spread < 0.37  # "over a third of the gap"
+    forms = [m for m in text_runs("search", "language-carried") if m.startswith("tensor")]
+    assert f"Of {len(forms)} rows with a memory" in readme
+
+
+def test_what_is_said_of_the_search_with_rotary_positions_was_measured():
+    page = words_of("docs/language.md")
+    base, local = searched("base (positions rotary)"), searched("local (positions rotary)")
+    published, four, one, linear, near = (
+        searched(f"{kind}layers 0+1, positions rotary)")
+        for kind in ("tensor-local (", "tensor-local (K 4, ", "tensor-local (K 1, ",
+                     "linear-local (", "conv-local (")
+    )  # fmt: skip
+    assert f"`local` has {local[0]:.2f} on the validation text and `base`" in page
+    assert f"which sees everything, {base[0]:.2f}: no gap shows" in page
+    learned = [
+        label
+        for label in text_runs("search", "language-carried")
+        if label.startswith("tensor") and "xl" not in label and "rotary" not in label
+    ]
+    best = min(searched(label)[0] for label in learned)
+    assert f"No memory beside learned positions comes near ({best:.2f})" in page
+    assert f"{published[0]:.2f} with two memories, {local[0]:.2f} without" in page
+    assert f"Chunks of 4 have {four[0]:.2f}" in page
+    assert f"linear attention of the same bytes {linear[0]:.2f}" in page
+    assert f"one-token chunks have {one[0]:.2f}, the convolution {near[0]:.2f}" in page
+    assert f"{four[2]:.2f} on the test text with nothing carried and {four[1]:.2f} with it" in page
+
+
+def test_what_other_cuts_of_the_text_alone_change_was_measured():
+    rows = [text_runs(folder, "language-carried").values() for folder in ("carried", "search")]
+    alike = [run for runs in chain(*rows) for run in runs if run["state_bytes"] == 0]
+    assert {run["method"] for run in alike} == {"base", "local", "xl"}
+    most = max(abs(change) for change in emptied(alike))
+    assert f"moves a row by up to {most:.2f}." in words_of("docs/language.md")
+
+
+def test_what_history_beyond_the_window_is_worth_was_measured():
+    page = words_of("docs/language.md")
+    paths = sorted((ROOT / "results" / "language" / "positions").glob("*.json"))
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    gain = {record["method"]: record["windows"][-1]["gain"] for record in records}
+    memory, cache = gain["tensor-local"], gain["xl"]
+    assert f"{memory:.2f} to the memory and {cache:.2f} to `xl` (one seed)" in page
