@@ -189,7 +189,7 @@ def test_what_is_said_of_the_best_of_the_search_was_measured():
     assert f"leads it by {first:.2f} and {second:.2f}: a gap that two seeds" in page
     nats = [math.log(a / b) for a, b in zip(alone, full, strict=False)]
     assert f"some {sum(nats) / len(nats):.2f} nats to layers that see 64 tokens each" in page
-    assert f"{told(less(alone, scores('xl (segment 64)')))} ahead of the narrow window" in page
+    assert f"{told(less(alone, scores('xl (segment 64)')))} below the narrow window" in page
 
 
 def test_what_is_said_of_the_search_was_measured():
@@ -226,7 +226,7 @@ def test_what_is_said_of_the_search_was_measured():
     assert f"worse than no memory ({long[0].removesuffix(' %')} and {long[1]})" in page
     slots = closed("recurrent-slots (layers 0+1, slots 32)")
     linear = closed("linear-local (layers 0+1)")
-    assert f"`xl` closes {closed(cached)}, by its positions" in page
+    assert f"`xl` closes {closed(cached)} ({closed(bare)} with no cache)" in page
     assert f"`linear-local` {linear}, slots less than nothing" in page
     assert f"a fifth of them {slots})" in page
     heads = "tensor-local (reads token, read_heads 4, write_heads 4, {}layers 0+1)"

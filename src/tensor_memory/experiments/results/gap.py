@@ -3,8 +3,7 @@
 Of `local` with the same window and `base`, whose attention sees everything, both with positions of
 the same kind: the share is (local - row) / (local - base) in perplexity, 0 % for local and 100 %
 for base, over the seeds that all three have. Where full attention is no better than local there is
-no gap, and no share. Variants are chosen by their share on "valid", so that the one on test stays
-clean.
+no gap, and no share. Variants are chosen on "valid", so that the share on test stays clean.
 """
 
 from __future__ import annotations
