@@ -24,9 +24,6 @@ def test_the_plans_hold_what_is_to_be_run():
     carried = plan("2-carried")
     assert {c.model.method for c in carried} == {"base", "local", "tensor-local", "xl"}
     assert all(c.task.carried for c in carried)
-    streams = plan("2-streams")
-    assert {c.model.method for c in streams} == {"base", "local", "tensor-local"}
-    assert all(c.task.order == "streams" and not c.task.carried for c in streams)
     best = plan("3-best")
     settings = [(c.model, c.budget, c.seed) for c in [*carried, *best]]
     assert len(set(map(repr, settings))) == len(settings)
@@ -76,10 +73,6 @@ def test_the_search_varies_all_that_was_asked_for():
     turned = [c.model for c in configs if c.model.positions == "rotary"]
     assert {m.method for m in turned} >= {"base", "local", "tensor-local"}  # both ends of their gap
     above = [m for m in turned if m.memory.chunk_size == 1 and 0 not in (m.memory_layers or ())]
-    assert {(m.memory.feedback, m.memory.share_coordinates) for m in above} == {
-        (1, True),  # as published
-        (0, True),  # for long gaps
-        (0, False),
-    }
+    assert {m.memory.feedback for m in above} == {1, 0}  # as published, and started for long gaps
     caches = [c.model.cache for c in configs if c.model.method == "xl" and c.model.window == 64]
     assert caches == [None, 0]  # what relative positions are worth without one

@@ -12,6 +12,7 @@ from tensor_memory.experiments.results import read_results
 from tensor_memory.experiments.results.gap import gap_rows
 from tensor_memory.experiments.results.intervals import estimate
 from tensor_memory.experiments.results.language_rows import table_rows, timed
+from tensor_memory.experiments.results.paper import published
 from tensor_memory.experiments.results.rows import grouped
 
 
@@ -52,6 +53,12 @@ def step_ratios(folder):
     runs, costs = read_results([text / folder]), read_results([text / "cost"])
     rows = table_rows([run for run in timed(runs, costs) if run["recipe"] == "language-carried"])
     return {row.label: row.step_ratio for row in gap_rows([(row.label, row.runs) for row in rows])}
+
+
+def carried(label):
+    """Test perplexities of the runs of a row whose state is carried, by seed."""
+    runs = text_runs("carried", "language-carried")[label]
+    return [run["test"]["test"]["perplexity"] for run in runs]
 
 
 def searched(label):
@@ -116,6 +123,16 @@ def test_what_is_said_of_text_was_measured():
     assert f"has {use[0]:.0f}, {use[1]:.0f} and {use[2]:.0f} % of the norm" in page
     assert max(use[3:]) < 2
     assert f"takes {cost['base']}" in page
+    more = less(test["local"][: len(test["wide-local"])], test["wide-local"])
+    assert f"`wide-local` gains {more[0]:.2f} and {more[1]:.2f} (two seeds" in page
+    assert f"in the MLP (`wide`) {told(less(test['base'], test['wide']))}" in page
+    assert f"attention adds costs {told(less(test['base-sln'], test['base']))}" in page
+    assert f"linear attention {told(less(test['linear'], test['base']))}," in page
+    ahead = f"leads it by {told(less(test['base'], test['xl']))}"
+    paper = {m: published(runs[m][0], "test", "perplexity").value for m in ("base", "xl")}
+    behind = f"{paper['xl'] - paper['base']:.2f} behind"
+    assert f"`xl`, {behind} `base` in the paper, {ahead}." in page
+    assert f"{behind} full attention, {ahead}, at {cost['xl']} a step" in readme
 
 
 def test_what_is_said_of_text_with_the_standard_words_was_measured():
@@ -136,10 +153,7 @@ def test_what_is_said_of_text_with_the_standard_words_was_measured():
 def test_what_is_said_of_text_with_the_state_carried_was_measured():
     readme, page = words_of("README.md"), words_of("docs/language.md")
     runs = text_runs("carried", "language-carried")
-    base, local, memory = (
-        [run["test"]["test"]["perplexity"] for run in runs[method]]
-        for method in ("base", "local", "tensor-local")
-    )
+    base, local, memory = map(carried, ("base", "local", "tensor-local"))
     times = step_ratios("carried")
     assert f"narrow window alone | {told(local)} |" in readme
     assert f"as published | {told(memory)} ({times['tensor-local']:.2f})" in readme
@@ -149,47 +163,60 @@ def test_what_is_said_of_text_with_the_state_carried_was_measured():
     assert f"{shares(back, lost)} of the gap" in page
     assert f"the same models score {told(emptied(runs['tensor-local']))} more" in page
     cached = runs["xl (segment 64)"]
-    scores = told([run["test"]["test"]["perplexity"] for run in cached])
+    scores = told(carried("xl (segment 64)"))
     assert f"comes to {scores} at {times['xl (segment 64)']:.2f} times the step" in readme
     assert f"emptied before each window it scores {told(emptied(cached))} more" in page
 
 
 def test_what_is_said_of_the_best_of_the_search_was_measured():
     readme, page = words_of("README.md"), words_of("docs/language.md")
-    runs = text_runs("carried", "language-carried")
-    times = step_ratios("carried")
-
-    def scores(label):
-        return [run["test"]["test"]["perplexity"] for run in runs[label]]
-
+    runs, times = text_runs("carried", "language-carried"), step_ratios("carried")
     four = "tensor-local (K 4, layers 0+1)"
-    chunks = "tensor-local (K 1, layers 0+1, positions rotary)"
-    convolution, narrow = "conv-local (layers 0+1, positions rotary)", "local (positions rotary)"
-    local, alone, one, near = map(scores, ("local", narrow, chunks, convolution))
-    assert f"| {told(alone)} |" in readme
-    assert f"4 tokens: {told(scores(four))} ({times[four]:.2f})" in readme
-    assert f"1 token: {told(one)} ({times[chunks]:.2f})" in readme
-    assert f"{told(near)} ({times[convolution]:.2f})" in readme
-
-    back = shares(less(local, scores(four)), less(local, scores("base")))
+    behind = "tensor-local (layers 0+1, placement after_attention)"
+    local, base = carried("local"), carried("base")
+    assert f"4 tokens: {told(carried(four))} ({times[four]:.2f})" in readme
+    lost = less(local, base)
+    back = shares(less(local, carried(four)), lost)
     assert f"{back}, at {times[four]:.2f} times" in page
     assert f"They lose {told(emptied(runs[four]))} with nothing carried" in page
+    assert f"cost {times[behind]:.2f} times the step" in page
+    back = less(local, carried(behind))
+    assert f"they give back {told(back)}, seed by seed {shares(back, lost)}" in page
+    share = 100 * estimate(back).mean / estimate(lost).mean
+    assert f"behind attention, did not hold ({share:.0f} %)" in page
 
-    assert f"alone comes to {told(alone)}, {told(less(scores('base'), alone))} better" in page
+
+def test_what_is_said_of_the_best_beside_rotary_positions_was_measured():
+    readme, page = words_of("README.md"), words_of("docs/language.md")
+    runs, times = text_runs("carried", "language-carried"), step_ratios("carried")
+    full, narrow = "base (positions rotary)", "local (positions rotary)"
+    every = "tensor-local (positions rotary)"
+    chunks = "tensor-local (K 1, layers 0+1, positions rotary)"
+    convolution = "conv-local (layers 0+1, positions rotary)"
+    alone, one, near = map(carried, (narrow, chunks, convolution))
+    assert f"| {told(alone)} |" in readme
+    assert f"1 token: {told(one)} ({times[chunks]:.2f})" in readme
+    for label in (full, every, convolution):
+        assert f"{told(carried(label))} ({times[label]:.2f})" in readme
+
+    assert f"alone comes to {told(alone)}, {told(less(carried('base'), alone))} better" in page
+    gap = less(alone, carried(full))
+    assert f"rotary ones leads it by {told(gap)}, and the published memory in every" in page
+    back = told(less(alone, carried(every)))
+    assert f"at {times[every]:.2f} times the step, gives back {back} of that" in page
     assert f"gains {told(less(alone, one))} on the narrow window" in page
     assert f"on the narrow window, at {times[chunks]:.2f} times the step" in page
     assert f"gains {told(less(alone, near))}, at {times[convolution]:.2f} times" in page
     assert f"and the memory {told(less(near, one))} beyond it" in page
     assert f"before each window the memory loses {told(emptied(runs[chunks]))}, the" in page
     assert f"misses three tokens, {told(emptied(runs[convolution]))}." in page
-    full = scores("base (positions rotary)")
-    first, second = less(alone[: len(full)], full)
-    turned = times["base (positions rotary)"]
-    assert f"{full[0]:.2f} and {full[1]:.2f}, two seeds ({turned:.2f})" in readme
-    assert f"leads it by {first:.2f} and {second:.2f}: a gap that two seeds" in page
-    nats = [math.log(a / b) for a, b in zip(alone, full, strict=False)]
-    assert f"some {sum(nats) / len(nats):.2f} nats to layers that see 64 tokens each" in page
-    assert f"{told(less(alone, scores('xl (segment 64)')))} below the narrow window" in page
+    assert f"{told(less(alone, carried('xl (segment 64)')))} below the narrow window" in page
+
+    nats = [math.log(a / b) for a, b in zip(alone, carried(full), strict=True)]
+    assert f"some {estimate(nats).mean:.3f} nats to layers that see 64 tokens each" in page
+    closed = f"{shares(less(alone, one), gap)} of a gap of {estimate(gap).mean:.2f}"
+    assert f"one-token chunks close {closed}, at {times[chunks]:.2f} times." in page
+    assert f"closes {shares(less(alone, near), gap)} there, at {times[convolution]:.2f}" in page
 
 
 def test_what_is_said_of_the_search_was_measured():
@@ -200,15 +227,15 @@ def test_what_is_said_of_the_search_was_measured():
         return f"{100 * (local[0] - searched(label)[0]) / (local[0] - base[0]):.0f} %"
 
     chunks = ("", "K 4, ", "K 2, ", "K 1, ")
-    published, four, two, one = (f"tensor-local ({k}layers 0+1)" for k in chunks)
+    sixteen, four, two, one = (f"tensor-local ({k}layers 0+1)" for k in chunks)
     shorter = f"a chunk of 4 tokens {closed(four)}, of two {closed(two)}, of one {closed(one)}"
-    assert f"two memories close {closed(published)} of the gap; {shorter}" in page
+    assert f"two memories close {closed(sixteen)} of the gap; {shorter}" in page
     times, near = step_ratios("search"), "conv-local (layers 0+1)"
     assert f"gives too**: {closed(near)} in the same two layers" in page
     assert f"at {times[near]:.2f} times the step of `local`" in page
     assert f"where they cost {times[one]:.2f}." in page
-    assert f"among them ({closed(published)}, {times[published]:.2f} times; one seed each)" in page
-    gone = [f"{after - test:.2f}" for _, test, after in map(searched, (one, four, published))]
+    assert f"among them ({closed(sixteen)}, {times[sixteen]:.2f} times; one seed each)" in page
+    gone = [f"{after - test:.2f}" for _, test, after in map(searched, (one, four, sixteen))]
     assert f"K 1 loses {gone[0]} and K 4 {gone[1]} of the test perplexity" in page
     assert max(searched(four)[1], searched(one)[1]) < base[1]  # "ahead of attention that sees all"
     assert f"and the published form {gone[2]}." in page
@@ -232,11 +259,12 @@ def test_what_is_said_of_the_search_was_measured():
     heads = "tensor-local (reads token, read_heads 4, write_heads 4, {}layers 0+1)"
     longer, shorter = (closed(heads.format(bias)) for bias in ("forget_bias 3, ", ""))
     assert f"{longer} to {shorter.removesuffix(' %')}." in page
+    behind = closed("tensor-local (layers 0+1, placement after_attention)")
+    assert f"the step and closed {behind} of the gap in the search below" in page
     wide = searched("local (window 128)")[0]
     best = searched("tensor-local (window 128, reads token, layers 0+1)")[0]
     assert f"closes more than {100 * (wide - best) / (wide - base[0]):.0f} %." in page
-    whole = text_runs("carried", "language-carried")
-    ends = [[run["test"]["test"]["perplexity"] for run in whole[m]] for m in ("local", "base")]
+    ends = [carried(method) for method in ("local", "base")]
     spread = (max(ends[0]) - min(ends[0])) / estimate(less(*ends)).mean
     assert 0.3 < spread < 0.37  # "over a third of the gap"
     forms = [m for m in text_runs("search", "language-carried") if m.startswith("tensor")]
@@ -246,7 +274,7 @@ def test_what_is_said_of_the_search_was_measured():
 def test_what_is_said_of_the_search_with_rotary_positions_was_measured():
     page = words_of("docs/language.md")
     base, local = searched("base (positions rotary)"), searched("local (positions rotary)")
-    published, four, one, linear, near = (
+    two, four, one, linear, near = (
         searched(f"{kind}layers 0+1, positions rotary)")
         for kind in ("tensor-local (", "tensor-local (K 4, ", "tensor-local (K 1, ",
                      "linear-local (", "conv-local (")
@@ -260,10 +288,17 @@ def test_what_is_said_of_the_search_with_rotary_positions_was_measured():
     ]
     best = min(searched(label)[0] for label in learned)
     assert f"No memory beside learned positions comes near ({best:.2f})" in page
-    assert f"{published[0]:.2f} with two memories, {local[0]:.2f} without" in page
+    assert f"{two[0]:.2f} with two memories, {local[0]:.2f} without" in page
     assert f"Chunks of 4 have {four[0]:.2f}" in page
     assert f"linear attention of the same bytes {linear[0]:.2f}" in page
     assert f"one-token chunks have {one[0]:.2f}, the convolution {near[0]:.2f}" in page
+    above, late = (
+        searched(f"tensor-local (K 1, {start}layers 1+2, positions rotary)")
+        for start in ("", "spread_bias -1, forget_bias 5, feedback 0, gain 4, ")
+    )
+    assert f"{above[0]:.2f} on the validation text and started for long gaps {late[0]:.2f}" in page
+    assert f"{above[2]:.2f} on the test text where they had {above[1]:.2f}" in page
+    assert f"and {late[2]:.2f} where they had {late[1]:.2f}." in page
     assert f"{four[2]:.2f} on the test text with nothing carried and {four[1]:.2f} with it" in page
 
 

@@ -71,7 +71,6 @@ def runs() -> list[tuple[str, str]]:
 NOT_ASKED = {
     ("language-leak", "tensor"),
     ("language-carried", "tensor"),
-    ("language-streams", "tensor"),
     ("leak-demo", "tensor"),
 }
 """Recipes whose own method is a memory already."""

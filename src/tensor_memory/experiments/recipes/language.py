@@ -55,17 +55,6 @@ def language_carried() -> Language:
     )
 
 
-@recipe("language-streams", expected="1 to 2 min on one H200")
-def language_streams() -> Language:
-    """The streams of language-carried with nothing carried: what the order alone does."""
-    config = language_carried()
-    return replace(
-        config,
-        recipe="language-streams",
-        task=replace(config.task, carried=False, order="streams"),
-    )
-
-
 @recipe("language-leak", expected="3 min on one H200")
 def language_leak() -> Language:
     """The published depth-threaded memory, which sees the future: never a perplexity."""

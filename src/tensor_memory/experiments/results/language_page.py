@@ -2,9 +2,9 @@
 
     python -m tensor_memory.experiments.results.language_page results/language docs/language.md
 
-The folder holds `fresh` (recipes language, language-paper and language-streams), `carried`
-(language-carried), `search` (the same with a smaller budget), `rate` (base under several learning
-rates), `cost` (short runs, one at a time) and `positions`. What stands between `<!-- NAME -->` and
+The folder holds `fresh` (recipes language and language-paper), `carried` (language-carried),
+`search` (the same with a smaller budget), `rate` (base under several learning rates), `cost`
+(short runs, one at a time) and `positions`. What stands between `<!-- NAME -->` and
 `<!-- /NAME -->` of the page is replaced; a table without records stays as it is. Rows that the
 plans in `grids`, two folders up, hold and no record answers say so.
 """
@@ -54,7 +54,6 @@ PLANS = {
     "language-paper": ("language-1-fresh", "language-4-rest"),
     "language": ("language-1-fresh", "language-4-rest"),
     "language-carried": ("language-2-carried", "language-3-best", "language-4-rest"),
-    "language-streams": ("language-2-streams",),
     "search": ("language-3-search",),
 }
 """Plans whose runs a table shows."""
@@ -157,7 +156,7 @@ def blocks(folder: Path, figures: Path) -> dict[str, str]:
     texts: dict[str, str] = {}
     if rates := read_finished(folder / "rate"):
         texts["rate"] = markdown(rate_table(rates))
-    for recipe in ("language-paper", "language", "language-streams", "language-carried"):
+    for recipe in ("language-paper", "language", "language-carried"):
         runs = [record for record in whole if record["recipe"] == recipe]
         if runs:
             table = carried_table if recipe == "language-carried" else fresh_table

@@ -37,7 +37,6 @@ STARTS = (
 
 RECIPE_METHODS = {
     "language-carried": "tensor-local",
-    "language-streams": "tensor-local",
     "language-leak": "tensor-depth",
 }
 """Methods of recipes where a plan does not say; `base` in the others."""
