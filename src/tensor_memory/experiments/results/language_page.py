@@ -52,8 +52,8 @@ from tensor_memory.experiments.results.wording import bytes_text, estimate_text,
 
 PLANS = {
     "language-paper": ("language-1-fresh", "language-4-rest"),
-    "language": ("language-1-fresh", "language-4-rest"),
-    "language-carried": ("language-2-carried", "language-3-best", "language-4-rest"),
+    "language": ("language-1-fresh",),
+    "language-carried": ("language-2-carried", "language-3-best"),
     "search": ("language-3-search",),
 }
 """Plans whose runs a table shows."""
