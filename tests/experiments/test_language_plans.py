@@ -32,7 +32,8 @@ def test_the_plans_hold_what_is_to_be_run():
     assert {c.seed for c in best} == {0, 1, 2}
     turned = {c.model.method for c in best if c.model.positions == "rotary"}
     assert turned == {"base", "local", "conv-local", "tensor-local"}  # both ends of their gap
-    assert {c.model.method for c in plan("4-rest")} >= {"base-sln", "linear", "wide", "xl"}
+    rest = {"base-sln", "linear", "wide", "xl", "wide-local"}
+    assert Counter(c.model.method for c in plan("4-rest")) == dict.fromkeys(rest, 3)
     assert "tensor-depth" in {c.model.method for c in plan("5-leak")}
     assert all(c.task.leak for c in plan("5-leak"))
 
