@@ -156,12 +156,11 @@ def test_an_unknown_key_is_an_error(saved: Path, change: dict[str, Any], match: 
     refused(attached(), saved, ValueError, match)
 
 
-def test_another_config_is_named_but_the_backend_may_differ(saved: Path) -> None:
+def test_another_config_is_named_but_how_it_is_computed_may_differ(saved: Path) -> None:
     other = MemoryConfig(channels=8, grid=(3, 3), chunk_size=2)
     refused(attached(other), saved, ValueError, r"another config: channels 4 \(here 8\)")
-    load_memory(
-        attached(MemoryConfig(channels=4, grid=(3, 3), chunk_size=2, backend="reference")), saved
-    )
+    for how in ({"backend": "reference"}, {"checkpoint_every": 4}):
+        load_memory(attached(MemoryConfig(channels=4, grid=(3, 3), chunk_size=2, **how)), saved)
 
 
 def test_another_number_of_layers_is_an_error_when_each_has_its_own(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Nothing looks ahead, and `find_leak` finds what does."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -120,6 +122,38 @@ def test_a_leak_too_small_to_change_a_bit_is_found_by_its_gradient():
     assert report
     assert all(cut.moved == 0 and cut.change == 0 and cut.gradient > 0 for cut in report.cuts)
     assert "LEAK: outputs before position" in str(report)
+
+
+class LongConvolution(torch.nn.Module):
+    """Causal, by way of all positions: later ones cancel but for rounding."""
+
+    def __init__(self, peek: float) -> None:
+        super().__init__()
+        self.kernel, self.peek = torch.nn.Parameter(torch.randn(8, 4)), peek
+
+    def forward(self, x):
+        spectra = (torch.fft.rfft(values, 16, dim=-2) for values in (x, self.kernel))
+        made = torch.fft.irfft(math.prod(spectra), 16, dim=-2)[:, :8]
+        return made + self.peek * x.roll(-1, 1)
+
+
+@pytest.mark.parametrize(("peek", "rounded"), [(0.0, True), (1e-9, False)])
+def test_what_only_rounding_carries_back_is_said_to_be_no_more(peek, rounded):
+    report = find_leak(LongConvolution(peek), torch.randn(2, 8, 4))
+    assert report
+    assert "LEAK: changing inputs" in str(report)
+    assert ("no more than rounding, as where a step mixes all positions" in str(report)) == rounded
+
+
+@pytest.mark.parametrize("cuts", [4, [4.0], torch.tensor([4, 5]), [True]])
+def test_cuts_that_are_no_list_of_numbers_are_refused(cuts):
+    with pytest.raises(TypeError, match=r"cuts: expected a list of whole numbers such as \[4, 8\]"):
+        find_leak(lambda x: x, make_tokens(2, 8, 4), cuts=cuts)
+
+
+def test_a_vocabulary_that_is_no_number_of_words_is_refused(ids):
+    with pytest.raises(TypeError, match=r"vocab_size: expected a whole number, got 9\.5"):
+        find_leak(lambda ids: ids, ids, vocab_size=9.5)
 
 
 @pytest.mark.parametrize("leaks", [False, True])

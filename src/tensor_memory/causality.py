@@ -41,7 +41,8 @@ def find_leak(
 
     Args:
         model: a module or callable on `example`. It returns a tensor (B, N, ...), a tuple or list
-            that holds one, or an object with `logits` or `last_hidden_state`.
+            whose first such tensor is looked at, or an object with `logits` or
+            `last_hidden_state`.
         example: (B, N) integer ids, or (B, N, d) float embeddings, N at least 2.
         cuts: positions 1 ... N - 1 to cut at; by default the ends and a few between.
         vocab_size: ids are replaced by others below it; by default the size of
@@ -49,7 +50,8 @@ def find_leak(
         seed: of the replacements.
 
     Returns:
-        A `LeakReport`, true when the model leaks.
+        A `LeakReport`, true when the model leaks. It is false also where no output moved at all,
+        which shows nothing; its text says so.
 
     >>> x = torch.randn(2, 9, 4)
     >>> report = find_leak(lambda x: x.cumsum(1), x)
@@ -262,6 +264,8 @@ def _vocabulary(model: Callable[..., Any], example: Tensor, vocab_size: int | No
                 "pass vocab_size, so that ids outside the example can be used"
             )
         return ids
+    if not isinstance(vocab_size, int):
+        raise TypeError(f"vocab_size: expected a whole number, got {vocab_size!r}")
     if vocab_size < 2:
         raise ValueError(
             f"vocab_size: expected at least 2, so that an id can be replaced, got {vocab_size}"
@@ -300,6 +304,8 @@ def _checked_cuts(cuts: Sequence[int] | None, length: int) -> list[int]:
     if cuts is None:
         inside = (1, length // 4, length // 2, length // 2 + 1, 3 * length // 4, length - 1)
         return sorted({cut for cut in inside if 1 <= cut < length})
+    if not isinstance(cuts, Sequence) or not all(type(cut) is int for cut in cuts):
+        raise TypeError(f"cuts: expected a list of whole numbers such as [4, 8], got {cuts!r}")
     outside = [cut for cut in cuts if not 1 <= cut < length]
     if outside or not cuts:
         raise ValueError(

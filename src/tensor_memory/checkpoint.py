@@ -18,6 +18,9 @@ from tensor_memory.wording import counted
 
 WEIGHTS, DESCRIPTION = "memory.safetensors", "memory.json"
 
+_HOW = ("backend", "checkpoint_every")
+"""Fields that say how a memory is computed, not what it is."""
+
 _KIND = "tensor-memory weights"
 _FORMAT = 1
 
@@ -146,7 +149,7 @@ def _require_same(saved: dict[str, Any], here: dict[str, Any], folder: Path) -> 
     differing = [
         f"{name} {config[name]!r} (here {value!r})"
         for name, value in here["config"].items()
-        if config[name] != value and name != "backend"  # how it is computed, not what it is
+        if config[name] != value and name not in _HOW
     ]
     if differing:
         raise ValueError(

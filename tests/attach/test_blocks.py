@@ -51,7 +51,7 @@ NORM = nn.LayerNorm(WIDTH)
     "attention",
     [
         Attn(),
-        nn.MultiheadAttention(WIDTH, 2),
+        nn.MultiheadAttention(WIDTH, 2, batch_first=True),
         named("query", "key", "value"),
         named("q_proj", "k_proj", "v_proj"),
         named("wq", "wk", "wv"),
@@ -120,7 +120,7 @@ def test_an_empty_list_is_no_second_row() -> None:
     [
         ((NORM, nn.PReLU(), linear(24)), WIDTH),  # one number scales no features
         ((NORM, nn.ModuleList([nn.LayerNorm(8)]), linear(24)), WIDTH),  # of each head
-        ((nn.MultiheadAttention(WIDTH, 2), nn.Linear(8, 8)), WIDTH),
+        ((nn.MultiheadAttention(WIDTH, 2, batch_first=True), nn.Linear(8, 8)), WIDTH),
         ((nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH), named("q")), WIDTH),
     ],
     ids=["scalar", "heads", "attention", "square"],

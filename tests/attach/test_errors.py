@@ -38,6 +38,18 @@ def test_a_model_without_blocks_lists_what_repeats_in_it() -> None:
     )
 
 
+def test_a_part_of_a_host_with_a_memory_is_refused() -> None:
+    model, tokens = llama().double().eval(), ids()
+    bare = model(tokens).logits
+    attach(model, SMALL, gate_init=3.0)
+    with pytest.raises(
+        ValueError, match=r"block 'layers.0' already carries a memory, attached to a LlamaForCaus"
+    ):
+        attach(model.model, SMALL)
+    detach(model)
+    assert torch.equal(model(tokens).logits, bare)
+
+
 def test_a_model_without_anything_repeated_lists_its_parts() -> None:
     refused(
         nn.ModuleDict({"head": nn.Linear(8, 2)}), NoBlocksFoundError, r"parts are 'head' \(Linear\)"

@@ -9,10 +9,10 @@ import accelerate.hooks
 import pytest
 import torch
 import transformers
-from hosts import BOTH, SMALL, VOCABULARY, WIDTH, ids, llama
-from torch import nn
+from hosts import BOTH, SMALL, VOCABULARY, WIDTH, encoder, ids, llama
+from torch import Tensor, nn
 
-from tensor_memory import attach
+from tensor_memory import attach, detach, memory_disabled
 from tensor_memory.attach.caches import tokens_in
 from tolerances import assert_same
 
@@ -157,9 +157,55 @@ def test_a_host_that_puts_tokens_first_is_refused_before_it_mixes_rows(rows: int
     with pytest.raises(
         ValueError,
         match=rf"block 'layer.0' .*\(B, N, d\) for ids of shape .*\({rows}, 9\), got \(9, {rows},"
-        r" 16\): tokens come first in this host",
+        r" 16\): tokens come first in this host.*attach with batch_first=False",
     ):
         model(input_ids=ids()[:rows, :9])
+    detach(model)
+    attach(model, SMALL, gate_init=3.0, batch_first=False)
+    tokens = ids()[:, :9]
+    both = model(input_ids=tokens).last_hidden_state
+    assert_same(model(input_ids=tokens[:rows]).last_hidden_state, both[:rows])
+
+
+class Turned(nn.Module):
+    """A block that turns its tokens around an attention that wants them first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = self.norm(x).transpose(0, 1)
+        x = x + self.attention(turned, turned, turned)[0].transpose(0, 1)
+        return x + self.mlp(x)
+
+
+def test_a_block_that_may_turn_its_tokens_asks_in_which_order_it_returns_them() -> None:
+    model = nn.Sequential(Turned(), Turned()).double().eval()
+    with pytest.raises(ValueError, match=r"block '0' \(Turned\) holds .*pass batch_first=True if"):
+        attach(model, SMALL)
+    with pytest.raises(TypeError, match="batch_first: expected True or False, got 'no'"):
+        attach(model, SMALL, batch_first="no")  # type: ignore[arg-type]
+    attach(model, SMALL, gate_init=3.0, batch_first=True)
+    x = torch.randn(12, 17, WIDTH, dtype=torch.float64)
+    assert_same(model(x)[-1:], model(x[-1:]))
+    with memory_disabled(model):
+        bare = model(x[-1:])
+    assert not torch.allclose(model(x[-1:]), bare)
+
+
+def test_a_block_that_returns_another_type_than_its_first_weight_says_what_to_convert() -> None:
+    model: Any = encoder().bfloat16().eval()
+    attachment = attach(model, SMALL)
+    model.layers[0].float()
+    x = torch.randn(2, 9, WIDTH)
+    message = r"block 'layers.0' returned torch.float32, and its memory is in torch.bfloat16, .*"
+    with pytest.raises(TypeError, match=message + r"attachment.to\(torch.float32\)"):
+        model(x)
+    attachment.to(torch.float32)
+    model.layers[1].float()
+    assert model(x).isfinite().all()
 
 
 def test_the_memory_of_a_host_stored_in_eight_bits_computes_as_its_norms_do() -> None:

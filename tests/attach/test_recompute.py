@@ -49,10 +49,24 @@ def tokens(length: int = 9) -> Tensor:
     ids=["mask", "documents"],
 )
 def test_one_tensor_of_which_two_things_are_said_cannot_be_told_apart(said: Any) -> None:
+    for other in ({}, {name: value.roll(3) for name, value in said.items()}):
+        model, x = host(), tokens()
+        loss = model(x, **said).sum() + model(x, **other).sum()
+        with pytest.raises(RuntimeError, match="one and the same tensor in several calls"):
+            loss.backward()
+
+
+def test_the_same_padded_tensor_can_be_learned_from_again_and_again() -> None:
+    """Its mask is another object in every call, of the same values."""
     model, x = host(), tokens()
-    loss = model(x, **said).sum() + model(x).sum()
-    with pytest.raises(RuntimeError, match="one and the same tensor in several calls"):
-        loss.backward()
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1]])
+    (first,), (second,) = (
+        torch.autograd.grad(model(x, attention_mask=mask).square().sum(), x) for _ in range(2)
+    )
+    assert torch.equal(first, second)
+    model.forward = lambda x, attention_mask: model.block(x)
+    plain = torch.autograd.grad(model(x, attention_mask=mask).square().sum(), x)[0]
+    assert_same(second, plain)
 
 
 def test_the_first_tokens_of_a_tensor_are_not_taken_for_all_of_it() -> None:

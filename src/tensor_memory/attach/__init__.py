@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from tensor_memory.attach.attachment import NAME, Attachment
+from tensor_memory.attach.attachment import NAME, Attachment, refuse_carrying
 from tensor_memory.attach.blocks import (
     Layers,
     NoBlocksFoundError,
@@ -48,6 +48,7 @@ def attach(
     layers: Layers = "auto",
     every: int = 1,
     dim: int | None = None,
+    batch_first: bool | None = None,
     share_weights: bool = True,
     scope: Literal["layer", "depth"] = "layer",
     causal: bool | Literal["auto"] = "auto",
@@ -64,6 +65,7 @@ def attach(
             glob such as "encoder.layer.*", or a predicate (path, module) -> bool.
         every: use every Nth of those blocks only.
         dim: width of the blocks, where it cannot be inferred.
+        batch_first: whether blocks return (B, N, d) or (N, B, d), where it cannot be inferred.
         share_weights: one memory for all layers (the paper's parameter count), or one each.
         scope: "layer": each layer owns its state. "depth": one state is threaded through the
             layers and flushed after each, on bidirectional hosts only.
@@ -75,9 +77,9 @@ def attach(
 
     Raises:
         NoBlocksFoundError: no blocks found, or `layers` matches nothing.
-        ValueError: already attached, a width that cannot be inferred or differs,
-            scope="depth" on a causal host, or a host that is distributed already (attach first,
-            then wrap). The host is then left as it was.
+        ValueError: already attached, a width or an order of axes that cannot be inferred or
+            differs, scope="depth" on a causal host, or a host that is distributed already (attach
+            first, then wrap). The host is then left as it was.
 
     >>> host = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 2,
     ...                              enable_nested_tensor=False)
@@ -98,6 +100,7 @@ def attach(
             "MemoryConfig.from_dict() makes one of a dictionary"
         )
     for name, choice in (
+        ("batch_first", True if batch_first is None else batch_first),
         ("share_weights", share_weights),
         ("zero_init", zero_init),
         ("freeze_host", freeze_host),
@@ -126,7 +129,8 @@ def attach(
             f"attach: {type(model).__name__} already has an attribute '{NAME}', where the memory "
             "would be registered; rename it"
         )
-    blocks = find_blocks(model, layers, every=every, dim=dim)
+    blocks = find_blocks(model, layers, every=every, dim=dim, batch_first=batch_first)
+    refuse_carrying(blocks)
     if scope == "depth" and (is_causal(model, blocks) if causal == "auto" else causal):
         known = "counts as causal" if causal == "auto" else "is causal"
         raise ValueError(

@@ -245,10 +245,23 @@ class Attachment(nn.Module):
         return WAYS.hold(cache, self._stream, tokens, call.caches)
 
 
+def refuse_carrying(blocks: Sequence[Block]) -> None:
+    """Raise where a block has a memory already, attached to a module around it or a wrapper."""
+    for block in blocks:
+        for hook in block.module._forward_hooks.values():
+            site = getattr(hook, "__self__", None)
+            if isinstance(site, _Site):
+                raise ValueError(
+                    f"attach: block '{block.path}' already carries a memory, attached to a "
+                    f"{type(site.attachment.host).__name__} that holds it too; detach that one "
+                    "first"
+                )
+
+
 class _Site:
     """The hook after one block."""
 
-    def __init__(self, attachment: Attachment, block: Block, layer: nn.Module) -> None:
+    def __init__(self, attachment: Attachment, block: Block, layer: Any) -> None:
         self.attachment, self.block, self.layer = attachment, block, layer
         self.first_runs = FirstRuns()
 
@@ -292,6 +305,13 @@ class _Site:
         return put_hidden(output, block, y)
 
     def _run(self, x: Tensor, given: Given) -> tuple[Tensor, MemoryState]:
+        held = self.layer.memory.output.weight.dtype
+        if x.dtype != held and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(
+                f"attach: block '{self.block.path}' returned {x.dtype}, and its memory is in "
+                f"{held}, the type of the block's first weight; convert the memory, "
+                f"attachment.to({x.dtype}), or the host, or run under torch.autocast"
+            )
         return self.layer(
             x,
             given.state,

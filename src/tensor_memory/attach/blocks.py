@@ -39,13 +39,19 @@ class Block:
 
 
 def find_blocks(
-    model: nn.Module, layers: Layers = "auto", *, every: int = 1, dim: int | None = None
+    model: nn.Module,
+    layers: Layers = "auto",
+    *,
+    every: int = 1,
+    dim: int | None = None,
+    batch_first: bool | None = None,
 ) -> list[Block]:
     """The blocks of `model` named by `layers`, every Nth of them, with their widths.
 
     Raises:
         NoBlocksFoundError: nothing found; lists what could have been meant.
-        ValueError: several rows of blocks, or a width that cannot be inferred or is another one.
+        ValueError: several rows of blocks, a width that cannot be inferred or is another one, or
+            an order of axes that cannot be inferred.
     """
     if not isinstance(every, int) or isinstance(every, bool):
         raise TypeError(f"every: expected a whole number (every Nth block), got {every!r}")
@@ -69,7 +75,11 @@ def find_blocks(
             )
         width = inferred or dim
         assert width is not None
-        blocks.append(Block(path, module, width, _is_sequence_first(module)))
+        if batch_first is None:
+            sequence_first = _is_sequence_first(path, module)
+        else:
+            sequence_first = not batch_first
+        blocks.append(Block(path, module, width, sequence_first))
     return blocks
 
 
@@ -272,10 +282,19 @@ def _weight_shape(module: nn.Module) -> tuple[int, ...]:
     return tuple(weight.shape) if isinstance(weight, nn.Parameter) else ()
 
 
-def _is_sequence_first(block: nn.Module) -> bool:
-    return any(
+def _is_sequence_first(path: str, block: nn.Module) -> bool:
+    """Whether a block returns (N, B, d): torch's own layers tell, others may transpose inside."""
+    found = any(
         isinstance(part, nn.MultiheadAttention) and not part.batch_first for part in block.modules()
     )
+    own = isinstance(block, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)
+    if found and not own:
+        raise ValueError(
+            f"attach: block '{path}' ({type(block).__name__}) holds an nn.MultiheadAttention with "
+            "batch_first=False, and whether it transposes around it cannot be seen from outside; "
+            "pass batch_first=True if the block returns (B, N, d), False if (N, B, d)"
+        )
+    return found
 
 
 def _config_value(model: nn.Module, name: str) -> object:

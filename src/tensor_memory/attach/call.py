@@ -174,8 +174,7 @@ class Call:
             raise ValueError(
                 f"attach: expected block '{path}' to return hidden states of shape (B, N, d) for "
                 f"ids of shape (B, N) = {ids}, got {tuple(x.shape)}: tokens come first in this "
-                "host, and its memory would take them for rows; only hosts made of "
-                "nn.MultiheadAttention are served in that layout"
+                "host, and its memory would take them for rows; attach with batch_first=False"
             )
 
     def marks(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:

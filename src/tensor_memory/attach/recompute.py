@@ -125,4 +125,12 @@ def _storages(args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[StorageWeakR
 
 
 def _is_same(one: Given, other: Given) -> bool:
-    return one.state is other.state and one.mask is other.mask and one.reset is other.reset
+    """The same state, and marks of the same values: a padded batch of the epoch before."""
+    marks = ((one.mask, other.mask), (one.reset, other.reset))
+    return one.state is other.state and all(_are_equal(*pair) for pair in marks)
+
+
+def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one is other or torch.equal(one, other)

@@ -16,7 +16,10 @@ def checked_texts(texts: Sequence[Sequence[str]], rows: int) -> list[list[str]]:
     """A list of strings for each of `rows` rows."""
     kept = [[*row] for row in texts]
     if isinstance(texts, str) or any(isinstance(row, str) for row in texts):
-        raise TypeError("texts: expected a list of token texts per row, got one string")
+        raise TypeError(
+            "texts: expected a list of token texts per row, got one string for a row or for all; "
+            "split it into the texts of its tokens"
+        )
     if any(not isinstance(text, str) for row in kept for text in row):
         raise TypeError("texts: expected every token's text as a string; decode the ids first")
     if len(kept) < rows:
