@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -179,6 +180,14 @@ def test_the_version_and_the_exit_status_reach_the_shell(models: str, tmp_path: 
     assert shown.stdout.strip() == tensor_memory.__version__
     leaking = subprocess.run([*command, "leak-check", f"{models}:leaking"], cwd=tmp_path)
     assert leaking.returncode == 1
+
+
+def test_what_a_terminal_cannot_show_is_written_out(monkeypatch):
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", shown)
+    assert main(["list"]) == 0
+    assert b"binding" in shown.buffer.getvalue()
+    assert b"\\u" in shown.buffer.getvalue()
 
 
 def test_a_reader_that_has_seen_enough_is_no_mistake():

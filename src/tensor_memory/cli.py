@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import io
 import os
 import select
 import sys
@@ -41,6 +42,8 @@ OWN_OPTIONS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; its exit status. What the user got wrong is told on stderr, status 2."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # σ is no reason to end, in ASCII it is \u03c3
+        sys.stdout.reconfigure(errors="backslashreplace")
     if arguments[:1] and arguments[0] in OWN_OPTIONS:
         return _guarded(lambda: _command(arguments[0])(arguments[1:]))
     options = _parser().parse_args(arguments)

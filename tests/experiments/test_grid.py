@@ -143,6 +143,11 @@ def test_records_that_no_config_can_be_made_of_tell_no_pace():
     assert forecast(planned(), [foreign], workers=1) == "nothing is known of their time"
 
 
+def test_a_path_may_hold_blanks():
+    (run,) = expand([Stage([SIGN], {"task.data-dir": ["my disk/my data"]})])
+    assert run.config.task.data_dir == "my disk/my data"
+
+
 def test_runs_that_differ_only_in_where_their_data_lies_are_refused():
     with pytest.raises(ValueError, match="expected runs that differ in more than where their data"):
         expand([Stage([SIGN], {"task.data_dir": ["a", "b"]})])
@@ -200,6 +205,8 @@ def test_flags_beside_a_plan_are_stronger_than_what_it_sets(tmp_path: Path):
         ("[[stage]]\nrecipe = 'a'", r"stage 1: unknown key 'recipe'; did you mean 'recipes'\?"),
         ("[[stage]]\nover = {seed = [1]}", r"stage 1: expected recipes = \[\"name\", ...\]"),
         ("[[stage]]\nrecipes=['a']\nover={seed = 1}", "expected a list of values for 'seed', got"),
+        ("[[stage]]\nrecipes = [1]", r"stage 1: expected recipes = \[\"name\", ...\], got \[1\]"),
+        ("[[stage]]\nrecipes=['a']\ntimeout = true", "expected timeout in seconds, got True"),
         ("timeout = 3", r"expected at least one \[\[stage\]\]"),
         ("timeout = 'x'\n[[stage]]\nrecipes=['a']", "expected timeout in seconds, got 'x'"),
         ("[[stage]]\nrecipes=['a']\ntimeout = 0", "stage 1: expected timeout in seconds, got 0"),

@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import math
 import shutil
 import sys
 from typing import get_args
@@ -146,6 +147,7 @@ def test_top_k_draws_among_the_most_probable():
     ("options", "message"),
     [
         ({"temperature": -1.0}, "temperature: expected 0 or more, got -1.0"),
+        ({"temperature": math.nan}, "temperature: expected 0 or more, got nan"),
         ({"top_k": 0}, "top_k: expected 1 or more, got 0"),
     ],
 )
@@ -209,7 +211,7 @@ def test_either_checkpoint_can_be_asked_for(run, which, status, capsys):
     assert main(["generate", str(run), "--which", which, "--tokens", "1"]) == status
 
 
-def test_mistakes_are_told(run, tmp_path, capsys):
+def test_mistakes_are_told(run, tmp_path, capsys, monkeypatch):
     def told(*arguments):
         assert main(["generate", *map(str, arguments)]) == 2
         return capsys.readouterr().err
@@ -218,6 +220,10 @@ def test_mistakes_are_told(run, tmp_path, capsys):
     (tmp_path / "empty.txt").write_text(" \n")
     assert "expected text, got none" in told(run, "--prompt", tmp_path / "empty.txt")
     assert "expected a text file, or - for stdin" in told(run, "--prompt", tmp_path / "none")
+    assert f"{tmp_path}: is a folder; expected a text file" in told(run, "--prompt", tmp_path)
+    with monkeypatch.context() as closed:
+        closed.setattr("sys.stdin", None)
+        assert "expected text from stdin, which is closed" in told(run, "--prompt", "-")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG")
     assert "picture.png: expected text in UTF-8" in told(run, "--prompt", tmp_path / "picture.png")
     assert "--tokens: expected 0 (without end) or more" in told(run, "--tokens", -1)

@@ -59,6 +59,9 @@ def test_bytes_are_read_as_they_are(tmp_path):
     assert len(corpus.vocabulary) == 256
     assert corpus.splits["train"].tolist() == list(LINES.encode())
     assert corpus.splits["valid"].tolist() == list(b" \xc3\xa9 \n")
+    (tmp_path / "test.txt").write_bytes(b"a\r\n\xff\rb")  # ends of lines as they are, and no text
+    corpus = read_corpus(folder, level="byte")
+    assert corpus.splits["test"].tolist() == list(b"a\r\n\xff\rb")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from invented_runs import LinearConfig, SignTaskConfig, record, sign
 
 from tensor_memory import MemoryConfig
+from tensor_memory.experiments.recipes.language import language
 from tensor_memory.experiments.results import (
     config_dict,
     config_from_dict,
@@ -142,6 +143,22 @@ def test_a_result_comes_back_and_what_is_not_finite_is_null(tmp_path):
     assert back["test"]["test"] == {"accuracy": None, "loss": 0.5}
     assert back["config"] == found["config"]
     assert config_from_dict(back["config"]) == sign()
+
+
+def test_a_folder_for_results_may_have_any_name(tmp_path):
+    (tmp_path / "all.json").mkdir()
+    path = write_result(tmp_path / "all.json", record(sign()))
+    assert path == tmp_path / "all.json" / f"{run_name(sign())}.json"
+
+
+def test_texts_of_ones_own_are_told_apart_by_their_folders_and_wikitext_is_one():
+    def name(folder, **task):
+        config = language()
+        return run_name(replace(config, task=replace(config.task, data_dir=folder, **task)))
+
+    assert name("a/poems") == name("b/letters")
+    assert name("a/poems", corpus="any") == name("b/poems", corpus="any")
+    assert name("a/poems", corpus="any") != name("a/letters", corpus="any")
 
 
 def test_a_record_older_than_a_field_is_of_the_run_that_has_its_default(tmp_path):

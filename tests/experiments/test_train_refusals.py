@@ -11,6 +11,7 @@ import pytest
 from tiny_runs import tiny_run
 
 from tensor_memory.experiments.train import RunOptions, load_run, train
+from tensor_memory.experiments.train.folder import RunFolder
 
 
 def run(folder, config=None, **options):
@@ -23,6 +24,17 @@ def unfinished(tmp_path):
     run(tmp_path / "run")
     (tmp_path / "run" / "result.json").unlink()
     return tmp_path / "run"
+
+
+def test_files_made_of_other_data_are_not_written_over(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    for _ in range(2):
+        folder.create(tiny_run(), {"vocabulary.txt": "the\ncat"})
+    with pytest.raises(
+        ValueError, match=r"vocabulary.txt: expected what this run's data makes, got"
+    ):
+        folder.create(tiny_run(), {"vocabulary.txt": "the\ndog"})
+    assert (tmp_path / "run" / "vocabulary.txt").read_text() == "the\ncat"
 
 
 def last(folder, part="model.safetensors"):

@@ -1,5 +1,6 @@
 """Processes that take runs: what they may use, and what the death of one costs."""
 
+import math
 import os
 import signal
 
@@ -9,14 +10,15 @@ from invented_runs import count_threads
 from tensor_memory.experiments.commands.workers import Job, _Worker, run_jobs
 
 
-def make_jobs(folder, *names):
-    return [Job(name, count_threads, folder / f"{name}.log") for name in names]
+def make_jobs(folder, *names, **options):
+    return [Job(name, count_threads, folder / f"{name}.log", **options) for name in names]
 
 
 def test_a_worker_takes_no_more_threads_than_it_is_given(tmp_path, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    (outcome,) = run_jobs(make_jobs(tmp_path, "threads"), workers=1, devices=["cpu"])
+    jobs = make_jobs(tmp_path, "threads", timeout=math.inf)  # as long as it likes
+    (outcome,) = run_jobs(jobs, workers=1, devices=["cpu"])
     assert outcome.record == {"threads": 1}
 
 

@@ -200,6 +200,12 @@ def test_a_flat_axis_is_refused_where_space_is_needed(axis, recording):
         figures.draw_trajectories(axis, recording[0])
 
 
+@pytest.mark.parametrize("name", ["slices", "projection", "mask", "gates", "occupancy"])
+def test_a_row_that_is_not_there_is_named(axis, recording, name):
+    with pytest.raises(IndexError, match=r"row 50: this recording has \d rows?$"):
+        getattr(figures, f"draw_{name}")(axis, recording[0], row=50)
+
+
 def test_nothing_recorded_is_said_not_drawn(axis):
     with record(make_memory(OPTIONS["paper"])) as recording:
         pass
@@ -207,6 +213,7 @@ def test_nothing_recorded_is_said_not_drawn(axis):
     for draw in (
         figures.draw_slices,
         figures.draw_projection,
+        figures.draw_mask,
         figures.draw_gates,
         figures.draw_occupancy,
         figures.draw_saturation,

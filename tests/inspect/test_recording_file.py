@@ -199,6 +199,8 @@ def test_an_index_that_is_not_there_is_named(recording):
         recording.text(0, 9)
     with pytest.raises(IndexError, match="row 2: this recording has 2 rows"):
         recording.frame(0, 0, 2)
+    with pytest.raises(IndexError, match="chunk 9: this recording has 3 chunks"):
+        recording[0].mask(9)
 
 
 def test_a_recording_under_way_says_when_it_is_filled():

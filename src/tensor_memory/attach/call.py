@@ -238,7 +238,9 @@ def _last_columns(mask: Tensor | None, B: int, N: int) -> Tensor | None:
     if mask.shape[1] < N or mask.shape[0] not in (1, B):
         raise ValueError(
             f"attention_mask: expected shape (B, at least N) = ({B}, {N} or more) like the hidden "
-            f"states of the blocks that carry the memory, got {tuple(mask.shape)}"
+            f"states of the blocks that carry the memory, got {tuple(mask.shape)}; a mask of "
+            "pairs, or of fewer tokens than the blocks see, must go by another name, and the "
+            "memory then has none"
         )
     return mask[:, mask.shape[1] - N :].expand(B, N)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensor_memory.inspect.layer_recording import LayerRecording
+from tensor_memory.inspect.layer_recording import LayerRecording, require_index
 from tensor_memory.inspect.recording import Recording
 from tensor_memory.inspect.theme import ink, palette, theme
 from tensor_memory.inspect.volumes import (
@@ -223,6 +223,7 @@ def _timeline(layer: LayerRecording, row: int, which: Tensor) -> tuple[Any, Tens
     """The tokens at which a row's chunks ended, and the chunks: those that are marked (T, B)."""
     if not layer.rows:
         return [], torch.zeros(0, dtype=torch.long)
+    require_index(row, layer.rows, "row")
     chunks = which[:, row].nonzero().flatten()
     return layer.span[chunks, row, 1].numpy(), chunks
 

@@ -120,6 +120,8 @@ class LayerRecording:
 
     def mask(self, chunk: int, row: int = 0) -> Tensor:
         """(M, *grid) float32: the weight each write gave each voxel; NaN where none happened."""
+        require_index(chunk, len(self), "chunk")
+        require_index(row, self.rows, "row")
         at = self.write_at[chunk, row][None].float()
         if self.spread is None:
             grid = (1,) * self.config.axes

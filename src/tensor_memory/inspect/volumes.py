@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensor_memory.inspect.layer_recording import LayerRecording
+from tensor_memory.inspect.layer_recording import LayerRecording, require_index
 from tensor_memory.inspect.theme import VOLUME, WIDTH, ink
 
 NAMES = "wzyx"
@@ -49,6 +49,9 @@ def draw_projection(axis: Any, layer: LayerRecording, *, row: int = 0, tiles: in
 
 def draw_mask(axis: Any, layer: LayerRecording, *, chunk: int = 0, row: int = 0) -> None:
     """The mask of one chunk's writes: slices through the peak of each write head."""
+    if not len(layer):
+        nothing(axis)
+        return
     masks = layer.mask(chunk, row).nan_to_num()  # (M, *grid)
     grid = layer.config.grid
     pairs = _pairs(len(grid))
@@ -75,7 +78,10 @@ def height(grid: tuple[int, ...], *, columns: int = 0, lines: int = 0) -> float:
 
 def moments(layer: LayerRecording, row: int, count: int) -> list[int]:
     """At most `count` chunks of a row, evenly spaced from its first to its last."""
-    present = layer.present[:, row].nonzero().flatten() if layer.rows else torch.zeros(0)
+    if not layer.rows:
+        return []
+    require_index(row, layer.rows, "row")
+    present = layer.present[:, row].nonzero().flatten()
     if len(present) > count:
         present = present[torch.linspace(0, len(present) - 1, count).round().long()]
     return [int(chunk) for chunk in present]

@@ -92,12 +92,15 @@ def _read_prompt(given: str | None) -> str:
     if given is None:
         return ""
     if given == "-":
+        if sys.stdin is None:
+            raise ValueError("--prompt -: expected text from stdin, which is closed")
         text, where = sys.stdin.read(), "stdin"
     else:
         path = Path(given)
-        if not path.is_file():
+        if not path.exists() or path.is_dir():
+            what = "is a folder" if path.is_dir() else "no such file"
             raise FileNotFoundError(
-                f"--prompt {path}: no such file; expected a text file, or - for stdin"
+                f"--prompt {path}: {what}; expected a text file, or - for stdin"
             )
         try:
             text, where = path.read_text(encoding="utf-8"), given

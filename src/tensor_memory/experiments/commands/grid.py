@@ -24,6 +24,7 @@ from typing import Any
 from tensor_memory.experiments.commands.arguments import RunSettings, apply_flags
 from tensor_memory.experiments.recipes import find_recipe
 from tensor_memory.experiments.results import run_name
+from tensor_memory.experiments.results.records import PLACES
 from tensor_memory.experiments.run_config import RunConfig
 from tensor_memory.experiments.tasks.synthetic import DrawnConfig
 from tensor_memory.files import read_json
@@ -185,7 +186,8 @@ def _flag(field: str, value: Any) -> list[str]:
     if _text(value).lower() in ("true", "false"):
         group, dot, name = field.rpartition(".")
         return [f"--{group}{dot}{'' if _text(value).lower() == 'true' else 'no-'}{name}"]
-    return [f"--{field}", *_text(value).split()]
+    place = field.rpartition(".")[2].replace("-", "_") in PLACES  # a path may hold blanks
+    return [f"--{field}", *([_text(value)] if place else _text(value).split())]
 
 
 def _text(value: Any) -> str:
@@ -228,11 +230,12 @@ def _stage(values: Any, where: str, timeout: float | None, flags: Sequence[str])
     for name, table in (("set", fixed), ("over", over)):
         if not isinstance(table, dict):
             raise ValueError(f"{where}: expected a table for {name!r}, got {table!r}")
-    if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if timeout is not None and not (is_number and timeout > 0):
         raise ValueError(f"{where}: expected timeout in seconds, got {timeout!r}")
     if isinstance(recipes, str):
         recipes = [recipes]
-    if not isinstance(recipes, list) or not recipes:
+    if not isinstance(recipes, list) or not recipes or any(type(r) is not str for r in recipes):
         raise ValueError(f'{where}: expected recipes = ["name", ...], got {recipes!r}')
     for name, options in over.items():
         if not isinstance(options, list) or not options:

@@ -25,6 +25,9 @@ from typing import Any
 STARTING = 300.0
 """Seconds that a worker gets to import what it needs, before a run's own time begins."""
 
+LOOK = 3600.0
+"""Seconds after which workers are looked at, whatever time they have: waits of weeks overflow."""
+
 GRACE = 120.0
 """Seconds that an interrupted worker gets to save where it is."""
 
@@ -110,9 +113,9 @@ class _Worker:
     def left(self) -> float:
         """Seconds until its run has taken too long."""
         if self.job is None or self.job.timeout is None:
-            return 3600.0
+            return LOOK
         given = self.job.timeout if self.taken else STARTING
-        return max(0.0, self.since + given - time.monotonic())
+        return min(LOOK, max(0.0, self.since + given - time.monotonic()))
 
     def outcome(self) -> Outcome | None:
         """How its run ended, None while it has not."""

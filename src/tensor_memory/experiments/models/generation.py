@@ -105,7 +105,7 @@ def generate(
         top_k: draws among so many of the most probable.
         seed: of the draws.
     """
-    if temperature < 0:
+    if not temperature >= 0:  # nor where it is no number
         raise ValueError(f"temperature: expected 0 or more, got {temperature}; 0 is greedy")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k: expected 1 or more, got {top_k}; leave it out for all words")

@@ -113,10 +113,19 @@ def plain_hash(config: Mapping[str, Any]) -> str:
 
 
 def without_places(config: Any) -> Any:
-    """A config's dict less what only says where data lies."""
-    if isinstance(config, Mapping):
-        return {k: without_places(v) for k, v in config.items() if k not in PLACES}
-    return config
+    """A config's dict less what only says where data lies.
+
+    Of a text of one's own nothing else says which it is, so there the folder's name stays.
+
+    >>> without_places({"corpus": "any", "data_dir": "/a/disk/poems", "cache_dir": "/tmp"})
+    {'corpus': 'any', 'data_dir': 'poems'}
+    """
+    if not isinstance(config, Mapping):
+        return config
+    kept = {k: without_places(v) for k, v in config.items() if k not in PLACES}
+    if config.get("corpus") == "any" and config.get("data_dir"):
+        kept["data_dir"] = Path(config["data_dir"]).name
+    return kept
 
 
 def local_places(config: Any) -> Any:
@@ -158,7 +167,7 @@ def write_result(path: str | os.PathLike[str], record: Mapping[str, Any]) -> Pat
     _check_record(record, "the record")
     record = dict(record) | {"config": local_places(record["config"])}
     path = Path(path)
-    if path.suffix != ".json":
+    if path.suffix != ".json" or path.is_dir():
         path = path / f"{run_name(config_from_dict(record['config']))}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [

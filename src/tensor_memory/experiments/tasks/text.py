@@ -138,14 +138,18 @@ def _read_corpus(
     wikitext: bool,
 ) -> Corpus:
     """The corpus of these files as they were at `stamps`, times and sizes; of none: `datasets`."""
-    if files:
-        texts = {split: _read(file) for split, file in zip(SPLITS, files, strict=True)}
-    else:
-        texts = _from_datasets()
     if level == "byte":
         vocabulary = Vocabulary()
-        ids = {split: vocabulary.tokenize(text) for split, text in texts.items()}
+        if files:
+            raw = {split: file.read_bytes() for split, file in zip(SPLITS, files, strict=True)}
+        else:
+            raw = {split: text.encode("utf-8") for split, text in _from_datasets().items()}
+        ids = {split: vocabulary.encode(part) for split, part in raw.items()}
     else:
+        if files:
+            texts = {split: _read(file) for split, file in zip(SPLITS, files, strict=True)}
+        else:
+            texts = _from_datasets()
         tokens = {split: _split(text, end=protocol == "standard") for split, text in texts.items()}
         most = PAPER_WORDS if protocol == "paper" else None
         vocabulary = Vocabulary.of_words(tokens["train"], most)

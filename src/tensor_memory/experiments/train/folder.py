@@ -72,6 +72,7 @@ class RunFolder:
 
     def create(self, config: RunConfig[Any, Any], assets: Mapping[str, str]) -> None:
         """Make the folder and write down the config and the task's own files."""
+        self._refuse_other(assets)
         with writing(self.path, "the run's folder"):
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             for left in self.path.glob(".*.tmp"):  # a killed process was writing these
@@ -80,6 +81,16 @@ class RunFolder:
                 write_json(self.config, config_dict(config))
             for name, text in assets.items():
                 write_text(self.path / name, text)
+
+    def _refuse_other(self, assets: Mapping[str, str]) -> None:
+        """Raise where the folder holds files that the task has made of other data."""
+        for name, text in assets.items():
+            file = self.path / name
+            if file.is_file() and file.read_text(encoding="utf-8", errors="replace") != text:
+                raise ValueError(
+                    f"{file}: expected what this run's data makes, got that of other data; resume "
+                    "with the data it was started with, or choose another --output"
+                )
 
     def log(self, entry: Mapping[str, Any]) -> None:
         """Add a line to metrics.jsonl."""
