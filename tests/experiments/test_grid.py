@@ -82,6 +82,10 @@ def test_a_field_that_is_fixed_and_varied_is_refused(flags):
 def test_a_field_is_the_same_however_it_is_written(tmp_path):
     with pytest.raises(ValueError, match="expected each field once, got it twice"):
         parse_over(["budget.batch_size=8,16", "--budget.batch-size=32"])
+    with pytest.raises(ValueError, match="expected each field once, got it twice"):
+        parse_over(["noise=0,0.1", "task.noise=0.2"])
+    with pytest.raises(ValueError, match=r"^noise: expected a value for all runs or several"):
+        expand([Stage(["binding"], {"noise": [0, 0.1]}, ["--task.noise", "0.2"])])
     plan = tmp_path / "plan.toml"
     plan.write_text('[[stage]]\nrecipes = ["binding"]\nover = { "budget.batch_size" = [8, 16] }\n')
     with pytest.raises(ValueError, match=r"plan.toml, stage 1: budget.batch_size: .* got both"):

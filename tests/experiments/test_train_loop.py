@@ -158,7 +158,8 @@ def test_as_much_is_evaluated_as_the_budget_says(tmp_path, monkeypatch):
     run(tmp_path / "run", tiny_run(budget={"evaluation_batches": 2, "steps": 5}))
     assert [a for a in asked if a[0] == "valid"] == [("valid", 0, 12), ("valid", 1, 12)]
     assert [a[1] for a in asked if a[0] == "test"] == [0, 1, 2, 3, 4, 5]
-    assert [a for a in asked if a[0] == "train"] == [("train", index, 12) for index in range(5)]
+    trained = [("train", index, 12) for index in (0, *range(5))]  # first, to see that it can be
+    assert [a for a in asked if a[0] == "train"] == trained
 
 
 def test_the_best_weights_are_measured_and_the_last_ones_kept(tmp_path):
@@ -326,6 +327,20 @@ def test_steps_before_a_checkpoint_are_timed_to_their_end(tmp_path, monkeypatch)
 def test_an_evaluation_of_nothing_is_refused(name):
     with pytest.raises(ValueError, match=rf"budget\.{name}: expected 1 or more, or None, got 0"):
         BudgetConfig(**{name: 0})
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"lr": math.nan}, "optimizer.lr: expected a positive number, got nan"),
+        ({"lr": math.inf}, "optimizer.lr: expected a positive number, got inf"),
+        ({"clip": math.nan}, "clip and warmup of 0 or more, got 0.01, nan and 0"),
+        ({"betas": (1.5, 0.9)}, r"optimizer.betas: expected two numbers in \[0, 1\), got \(1.5"),
+    ],
+)
+def test_an_optimizer_is_made_of_numbers(values, said):
+    with pytest.raises(ValueError, match=said):
+        OptimizerConfig(**values)
 
 
 @pytest.mark.parametrize(

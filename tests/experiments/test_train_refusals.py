@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from tiny_runs import tiny_run
+from tiny_runs import TinyTask, tiny_run
 
 from tensor_memory.experiments.train import RunOptions, load_run, train
 from tensor_memory.experiments.train.folder import RunFolder
@@ -35,6 +35,18 @@ def test_files_made_of_other_data_are_not_written_over(tmp_path):
     ):
         folder.create(tiny_run(), {"vocabulary.txt": "the\ndog"})
     assert (tmp_path / "run" / "vocabulary.txt").read_text() == "the\ncat"
+
+
+def test_a_task_that_draws_nothing_is_refused_before_there_is_a_folder(tmp_path, monkeypatch):
+    def batch(task, split, index, size):
+        raise ValueError("expected a longer text")
+
+    with monkeypatch.context() as short:
+        short.setattr(TinyTask, "batch", batch)
+        with pytest.raises(ValueError, match="expected a longer text"):
+            run(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    assert run(tmp_path / "run")["finished"]
 
 
 def last(folder, part="model.safetensors"):

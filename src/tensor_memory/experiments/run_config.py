@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
@@ -30,13 +31,15 @@ class OptimizerConfig:
     """Steps of linear warm-up."""
 
     def __post_init__(self) -> None:
-        if self.lr <= 0:
+        if not 0 < self.lr < math.inf:
             raise ValueError(f"optimizer.lr: expected a positive number, got {self.lr}")
-        if self.weight_decay < 0 or self.clip < 0 or self.warmup < 0:
+        if not all(0 <= value < math.inf for value in (self.weight_decay, self.clip, self.warmup)):
             raise ValueError(
                 "optimizer: expected weight_decay, clip and warmup of 0 or more, got "
                 f"{self.weight_decay}, {self.clip} and {self.warmup}"
             )
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optimizer.betas: expected two numbers in [0, 1), got {self.betas}")
         _check_choice("optimizer.schedule", self.schedule, ("constant", "cosine"))
 
 

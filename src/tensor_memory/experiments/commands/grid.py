@@ -105,8 +105,12 @@ def parse_over(texts: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _field(flag: str) -> str:
-    """The field that a flag or a key of `over` names, however it is written."""
-    return flag.lstrip("-").partition("=")[0].replace("_", "-")
+    """The field that a flag or a key of `over` names, however it is written.
+
+    >>> _field("--data_dir=here") == _field("task.data-dir")  # the task's may go without its group
+    True
+    """
+    return flag.lstrip("-").partition("=")[0].replace("_", "-").removeprefix("task.")
 
 
 def expand(stages: Sequence[Stage]) -> list[PlannedRun]:

@@ -130,6 +130,8 @@ class _Run:
         carry = None
         if found is None:
             journal = Journal()
+            # What cannot be drawn is told before there is a folder, which would look begun.
+            self.task.batch("train", 0, self.config.budget.batch_size)
             if self.options.resume:
                 self._say(f"{self.folder.path}: no checkpoint to continue, starting at step 0")
         else:
