@@ -13,6 +13,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -264,7 +265,7 @@ def _vocabulary(model: Callable[..., Any], example: Tensor, vocab_size: int | No
                 "pass vocab_size, so that ids outside the example can be used"
             )
         return ids
-    if not isinstance(vocab_size, int):
+    if not _is_whole(vocab_size):
         raise TypeError(f"vocab_size: expected a whole number, got {vocab_size!r}")
     if vocab_size < 2:
         raise ValueError(
@@ -299,12 +300,16 @@ def _check_example(example: Tensor) -> None:
         )
 
 
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 def _checked_cuts(cuts: Sequence[int] | None, length: int) -> list[int]:
     """Ascending; by default the ends, the quarters and a neighbour, as all may be chunk borders."""
     if cuts is None:
         inside = (1, length // 4, length // 2, length // 2 + 1, 3 * length // 4, length - 1)
         return sorted({cut for cut in inside if 1 <= cut < length})
-    if not isinstance(cuts, Sequence) or not all(type(cut) is int for cut in cuts):
+    if not isinstance(cuts, Sequence) or not all(map(_is_whole, cuts)):
         raise TypeError(f"cuts: expected a list of whole numbers such as [4, 8], got {cuts!r}")
     outside = [cut for cut in cuts if not 1 <= cut < length]
     if outside or not cuts:

@@ -95,7 +95,7 @@ class LeakReport:
     def _if_rounded(self, leaking: Sequence[CutReport]) -> str:
         """What is to be said of moves and gradients that are no larger than roundings."""
         small = all(max(cut.change, cut.gradient or 0) <= ROUNDING * cut.later for cut in leaking)
-        if not small or "float64" not in self.precision:
+        if not small or not self.precision.startswith("in float64"):
             return ""
         return (
             "; no more than rounding, as where a step mixes all positions and what is later "
