@@ -60,10 +60,17 @@ def step_ratios(folder):
     return {row.label: row.step_ratio for row in gap_rows([(row.label, row.runs) for row in rows])}
 
 
+def perplexities(folder, recipe):
+    """Test perplexities of a recipe's runs by method, each method's by seed."""
+    return {
+        method: [run["test"]["test"]["perplexity"] for run in runs]
+        for method, runs in text_runs(folder, recipe).items()
+    }
+
+
 def carried(label):
     """Test perplexities of the runs of a row whose state is carried, by seed."""
-    runs = text_runs("carried", "language-carried")[label]
-    return [run["test"]["test"]["perplexity"] for run in runs]
+    return perplexities("carried", "language-carried")[label]
 
 
 def searched(label):
@@ -113,10 +120,7 @@ def test_what_is_said_of_text_was_measured():
         for run in read_results([ROOT / "results" / "language" / "cost"])
         if run["recipe"] == "language-paper"
     }
-    test = {
-        method: [run["test"]["test"]["perplexity"] for run in members]
-        for method, members in runs.items()
-    }
+    test = perplexities("fresh", "language-paper")
     for method in ("base", "local", "tensor", "tensor-local"):
         assert told(test[method]) in readme
         assert cost[method] in readme
@@ -152,11 +156,7 @@ def test_what_is_said_of_text_was_measured():
 
 def test_what_is_said_of_text_with_the_standard_words_was_measured():
     readme, page = words_of("README.md"), words_of("docs/language.md")
-    runs = text_runs("fresh", "language")
-    test = {
-        method: [run["test"]["test"]["perplexity"] for run in members]
-        for method, members in runs.items()
-    }
+    test = perplexities("fresh", "language")
     base, local, memory = (told(test[method]) for method in ("base", "local", "tensor-local"))
     assert f"{memory} between {local} for the narrow window and {base} for full" in readme
     lost, back = less(test["local"], test["base"]), less(test["local"], test["tensor-local"])

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from tensor_memory.attach.attachment import NAME, Attachment, refuse_carrying
+from tensor_memory.attach.attachment import NAME, Attachment
 from tensor_memory.attach.blocks import (
     Layers,
     NoBlocksFoundError,
@@ -19,6 +19,7 @@ from tensor_memory.attach.blocks import (
 )
 from tensor_memory.attach.causal_calls import LEAK
 from tensor_memory.attach.compiled import refuse_compiled
+from tensor_memory.attach.sites import refuse_carrying
 from tensor_memory.attach.stream import Stream
 from tensor_memory.config import MemoryConfig
 

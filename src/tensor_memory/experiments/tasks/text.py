@@ -138,18 +138,19 @@ def _read_corpus(
     wikitext: bool,
 ) -> Corpus:
     """The corpus of these files as they were at `stamps`, times and sizes; of none: `datasets`."""
+    if files:
+        raw = {split: file.read_bytes() for split, file in zip(SPLITS, files, strict=True)}
+    else:
+        raw = {split: text.encode("utf-8") for split, text in _from_datasets().items()}
     if level == "byte":
         vocabulary = Vocabulary()
-        if files:
-            raw = {split: file.read_bytes() for split, file in zip(SPLITS, files, strict=True)}
-        else:
-            raw = {split: text.encode("utf-8") for split, text in _from_datasets().items()}
         ids = {split: vocabulary.encode(part) for split, part in raw.items()}
     else:
-        if files:
-            texts = {split: _read(file) for split, file in zip(SPLITS, files, strict=True)}
-        else:
-            texts = _from_datasets()
+        names: Sequence[object] = files or SPLITS
+        texts = {
+            split: _decoded(part, name)
+            for (split, part), name in zip(raw.items(), names, strict=True)
+        }
         tokens = {split: _split(text, end=protocol == "standard") for split, text in texts.items()}
         most = PAPER_WORDS if protocol == "paper" else None
         vocabulary = Vocabulary.of_words(tokens["train"], most)
@@ -187,9 +188,9 @@ def _files(folder: Path) -> dict[str, Path]:
     return files
 
 
-def _read(file: Path) -> str:
+def _decoded(part: bytes, file: object) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return part.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{file}: expected text in UTF-8, got byte {error.object[error.start]:#x} at "
