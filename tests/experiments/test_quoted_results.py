@@ -5,7 +5,8 @@ import re
 import pytest
 from quoted import ROOT, words_of
 
-from tensor_memory.experiments.results import diagnostics_page, read_results
+from tensor_memory.experiments.recipes import load_recipes
+from tensor_memory.experiments.results import config_from_dict, diagnostics_page, read_results
 from tensor_memory.experiments.results.intervals import estimate
 from tensor_memory.experiments.results.rows import grouped
 from tensor_memory.experiments.results.wording import estimate_text
@@ -19,6 +20,75 @@ def test_what_the_readme_says_of_the_diagnostics_was_measured():
     numbers = re.findall(r"\d+\.\d ± \d+\.\d %", quoted)
     assert len(numbers) >= 11
     assert [number for number in numbers if number not in tables] == []
+
+
+def test_what_the_claims_of_the_diagnostics_quote_was_measured():
+    page = words_of("docs/diagnostics.md")
+    claims = page.partition("## Claim by claim")[2].partition("## How far a write")[0]
+    tables = "\n".join(diagnostics_page.blocks(ROOT / "results" / "diagnostics").values())
+    numbers = re.findall(r"[+-]?\d+\.\d ± \d+\.\d(?: %)?", claims)
+    several = re.findall(r"(\d+\.\d ± \d+\.\d) (?:and|against|of) [^|]*?%", claims)
+    assert len(numbers) >= 40
+    assert len(several) >= 8
+    assert [number for number in numbers + several if number not in tables] == []
+
+
+def runs_of(recipe, method, **memory):
+    """The committed runs of a method whose memory differs from the recipe's in these fields."""
+    usual = load_recipes()[recipe]().model.memory.to_dict() | memory
+    return [
+        record
+        for record in read_results([ROOT / "results" / "diagnostics"])
+        if (record["recipe"], record["method"]) == (recipe, method)
+        and config_from_dict(record["config"]).model.memory.to_dict() == usual
+    ]
+
+
+def accuracies(runs):
+    return [f"{100 * run['test']['test']['accuracy']:.1f}" for run in runs]
+
+
+def test_what_is_said_of_the_loss_and_the_use_of_an_idle_memory_was_measured():
+    text = words_of("docs/diagnostics.md")
+    with_memory, without = (
+        estimate([run["test"]["test"]["loss"] for run in runs_of("no-harm", method)]).mean
+        for method in ("tensor", "base")
+    )
+    assert f"The loss is {with_memory:.3f} with the memory and {without:.3f} without" in text
+    assert round(with_memory / without) == 4
+    assert "the loss is four times as large" in text
+    layers = [run["memory"]["layers"] for run in runs_of("no-harm", "tensor")]
+    use = estimate([first["use"] for first, _ in layers]).mean
+    assert f"the first adds {100 * use:.0f} % of the norm" in text
+    assert {round(layer["gate"], 2) for both in layers for layer in both} == {0.51}
+    assert "No-harm: 0.51 in both layers" in text
+
+
+def test_what_is_said_of_seeds_that_differ_was_measured():
+    text = words_of("docs/diagnostics.md")
+    first, second, third = accuracies(runs_of("windowed-ablation", "tensor"))
+    assert f"84.6 ± 29.9 % as published: {first}, {second} and {third} %" in text
+    assert round(float(second) - float(first)) == 23
+    assert "whose seeds lie 23 points apart" in text
+    hidden = [
+        float(accuracy)
+        for method in ("base", "wide", "slots", "tensor")
+        for accuracy in accuracies(runs_of("occlusion-valid", method))
+    ]
+    assert f"seeds lie between {min(hidden)} and {max(hidden)} %" in text
+
+
+def test_at_many_writes_memory_and_attention_leave_chance_together():
+    records = read_results([ROOT / "results" / "diagnostics"])
+    left = {}
+    for record in records:
+        task = record["config"]["task"]
+        if record["recipe"] == "binding" and task["writes"] in (100, 200):
+            steps = (c["step"] for c in record["curve"] if c["valid"]["accuracy"] > 0.1)
+            left.setdefault((task["writes"], record["seed"]), []).append(next(steps))
+    assert len(left) == 6
+    assert all(abs(one - other) <= 100 for one, other in left.values())  # a step of the curves
+    assert "at about the same step of the same seed" in words_of("docs/diagnostics.md")
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/diagnostics.md"])

@@ -53,17 +53,3 @@ def binding_long() -> Run:
             steps=6000, batch_size=128, evaluate_every=150, evaluation_batch_size=1024
         ),
     )
-
-
-@recipe("binding-ablation", expected="10 s on one H200")
-def binding_ablation() -> Run:
-    """What of the memory matters, where attention sees everything: W 20, σ 0.05, as published."""
-    return RunConfig(
-        recipe="binding-ablation",
-        task=BindingConfig(writes=20, noise=0.05),
-        model=ToyModelConfig(method="tensor", dim=64, layers=2, heads=4, dropout=0.1),
-        optimizer=PUBLISHED,
-        budget=BudgetConfig(
-            steps=2000, batch_size=128, evaluate_every=100, evaluation_batch_size=1024
-        ),
-    )

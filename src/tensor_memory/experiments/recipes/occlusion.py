@@ -5,10 +5,12 @@
 
 `occlusion-published` shows the answer in its last frame (the paper reports 100 / 99.5 / 100 /
 100 %); it can show harm, and nothing else. `occlusion-valid` hides the last L frames: the ceiling
-is 100 % up to L 5, chance 25 %.
+is 100 % up to L 5, chance 25 %. `occlusion-long` gives it three times the steps.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from tensor_memory.experiments.models.toy import ToyModelConfig
 from tensor_memory.experiments.recipes import recipe
@@ -45,3 +47,10 @@ def occlusion_valid() -> Run:
             steps=3000, batch_size=64, evaluate_every=150, evaluation_batch_size=512
         ),
     )
+
+
+@recipe("occlusion-long", expected="105 s on one H200")
+def occlusion_long() -> Run:
+    """The same to convergence: 9,000 steps."""
+    short = occlusion_valid()
+    return replace(short, recipe="occlusion-long", budget=replace(short.budget, steps=9000))

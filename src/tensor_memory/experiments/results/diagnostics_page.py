@@ -25,6 +25,7 @@ from tensor_memory.experiments.results.comparison import (
 )
 from tensor_memory.experiments.results.figures import draw_all, figure_titles
 from tensor_memory.experiments.results.pages import FIGURES, fill_page
+from tensor_memory.experiments.results.paired import paired_table
 from tensor_memory.experiments.results.planned import NOT_RUN, planned_values
 from tensor_memory.experiments.results.records import read_finished, read_results
 from tensor_memory.experiments.results.wording import bytes_text, listing
@@ -90,6 +91,9 @@ def _section(comparison: Comparison, plans: Sequence[Path]) -> Iterable[str]:
     yield tables.markdown(tables.result_table(comparison))
     missing = _not_run(comparison, plans)
     yield tables.caption(comparison) + (f" {missing}" if missing else "") + "\n"
+    if differences := paired_table(comparison):
+        yield "The memory less another method, seed by seed, in points of accuracy:\n"
+        yield tables.markdown(differences)
     memory = tables.memory_table(comparison)
     if memory:
         yield "What the memory does at test, and what is left without it:\n"

@@ -39,8 +39,7 @@ def result_table(comparison: Comparison, measures: Sequence[str] = ()) -> Table:
     columns = [(split, name) for name in shown for split in comparison.splits]
     table = []
     for row in comparison.rows:
-        line = {_short(name): show(value) for name, value in row.setting}
-        line |= {"method": row.label, "seeds": str(len(row.records))}
+        line = setting_cells(row) | {"method": row.label, "seeds": str(len(row.records))}
         for split, name in columns:
             found = row.measure(split, name)
             heading = _heading(split, name, comparison)
@@ -69,8 +68,7 @@ def memory_table(comparison: Comparison) -> Table:
         memories = [record["memory"] for record in row.records if record.get("memory")]
         if not memories:
             continue
-        line = {_short(name): show(value) for name, value in row.setting}
-        line |= {"method": row.label, "seeds": str(len(memories))}
+        line = setting_cells(row) | {"method": row.label, "seeds": str(len(memories))}
         layers = [memory["layers"] for memory in memories]
         for key, heading in (("gate", "σ(γ) per layer"), ("use", "‖σ(γ)m‖/‖x‖ per layer")):
             per_layer = [[found[i][key] for found in layers] for i in range(len(layers[0]))]
@@ -151,6 +149,11 @@ def csv_text(comparison: Comparison) -> str:
                     "steps_per_second": mean_speed(row),
                 })  # fmt: skip
     return out.getvalue()
+
+
+def setting_cells(row: Row) -> dict[str, str]:
+    """The first columns of a row: what varies over the table beside the method."""
+    return {_short(name): show(value) for name, value in row.setting}
 
 
 def mean_speed(row: Row) -> float | None:
@@ -244,7 +247,7 @@ def _without_empty(table: Table) -> Table:
 
 
 def _is_number(text: str) -> bool:
-    return text == "–" or text[:1].isdigit()
+    return text == "–" or text.lstrip("*+-")[:1].isdigit()
 
 
 def hardware(records: Sequence[Record]) -> list[str]:

@@ -9,13 +9,9 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 
 from tensor_memory.experiments.results.intervals import Estimate, estimate
+from tensor_memory.experiments.results.paired import difference_text
 from tensor_memory.experiments.results.rows import grouped
-from tensor_memory.experiments.results.vision_gains import (
-    MEMORY,
-    alike,
-    baselines,
-    difference_text,
-)
+from tensor_memory.experiments.results.vision_gains import MEMORY, alike, baselines
 from tensor_memory.experiments.results.vision_runs import (
     Record,
     by_frames,

@@ -1,8 +1,4 @@
-"""What the memory adds in vision: `spatial` less another method, paired by seed.
-
-Runs of one seed start from the same weights and see the same batches, so their difference is what
-counts. Bold is what is shown: a difference whose 95 % interval leaves zero out.
-"""
+"""What the memory adds in vision: `spatial` less another method, paired by seed."""
 
 from __future__ import annotations
 
@@ -10,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tensor_memory.experiments.results.comparison import Record
-from tensor_memory.experiments.results.intervals import Estimate, estimate
+from tensor_memory.experiments.results.intervals import estimate
+from tensor_memory.experiments.results.paired import difference_text, paired
 from tensor_memory.experiments.results.rows import grouped
 from tensor_memory.experiments.results.tables import Table
-from tensor_memory.experiments.results.wording import PERCENT
 
 MEMORY = "spatial"
 BASELINES = ("base", "frames")
@@ -37,7 +33,7 @@ def gains(records: Sequence[Record], columns: Columns) -> Table:
         if runs[0]["method"] != MEMORY:
             continue
         for other, against in (alike(label, rows) or baselines(label, rows)).items():
-            pairs = _paired(runs, against)
+            pairs = paired(runs, against)
             if pairs:
                 line = {"method": label, "against": other, "seeds": str(len(pairs))}
                 table.append(line | _cells(pairs, columns))
@@ -59,24 +55,6 @@ def summary(table: Table) -> str:
         f"Of {len(cells)} comparisons the memory has more in {more}, less in {less}, and in "
         f"{len(cells) - more - less} no difference is shown."
     )
-
-
-def difference_text(difference: Estimate, measure: str) -> str:
-    """A difference and its interval, bold where that leaves zero out; percent as points.
-
-    >>> difference_text(Estimate(0.021, 0.012, 3), "accuracy")
-    '**+2.1 ± 1.2**'
-    >>> difference_text(Estimate(-0.104, 0.2, 3), "psnr")
-    '-0.10 ± 0.20'
-    """
-    scale, digits = (100.0, 1) if measure in PERCENT else (1.0, 2)
-    if measure.startswith("ssim"):
-        digits = 4
-    text = f"{scale * difference.mean:+.{digits}f}"
-    if difference.half_width is None:
-        return text
-    text += f" ± {scale * difference.half_width:.{digits}f}"
-    return f"**{text}**" if abs(difference.mean) > difference.half_width else text
 
 
 def alike(label: str, rows: Rows) -> Rows:
@@ -103,11 +81,6 @@ def _around(record: Record) -> dict[str, Any]:
     """A model's config without what is the memory's own."""
     model = record["config"]["model"]
     return {name: value for name, value in model.items() if name not in MEMORYS_OWN}
-
-
-def _paired(runs: Sequence[Record], others: Sequence[Record]) -> list[tuple[Record, Record]]:
-    by_seed = {run["seed"]: run for run in others}
-    return [(run, by_seed[run["seed"]]) for run in runs if run["seed"] in by_seed]
 
 
 def _cells(pairs: Sequence[tuple[Record, Record]], columns: Columns) -> dict[str, str]:
