@@ -387,6 +387,21 @@ def test_seeds_that_end_far_apart_are_drawn_each(tmp_path, monkeypatch, last, li
         assert 0 < high - low < 100  # no band from nothing to everything
 
 
+def test_a_panel_of_many_lines_leaves_the_seeds_out(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: drawn.append(figure.axes[0]) or [])
+    variants = [
+        replace(TENSOR, memory=MemoryConfig(channels=channels, grid=(2, 2)))
+        for channels in range(1, plots.MOST_LINES + 2)
+    ]
+    records = [
+        run(one, seed=seed, accuracy=a) for one in variants for seed, a in enumerate((0.9, 0.2))
+    ]
+    (comparison,) = compare([run(), *(one | {"ceiling": {"test": None}} for one in records)])
+    plots.draw_curves(comparison, tmp_path / "curves")
+    assert len(drawn[0].lines) == len(comparison.rows) + 1  # and the ceiling
+
+
 def test_every_method_looks_its_own_way():
     assert len(set(plots.LOOKS.values())) == len(plots.LOOKS)
     assert {*plots.LOOKS, *plots.SAME} == set(METHODS)

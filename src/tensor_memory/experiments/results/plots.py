@@ -68,6 +68,8 @@ STYLE = {
 PANELS_ACROSS = 3
 MANY_LINES = 8
 """A panel with more lines shows no intervals: they would cover each other."""
+MOST_LINES = 12
+"""A panel with more lines shows no seeds either."""
 APART = 0.2
 """Half an interval of a share, at the end of a curve, from which on its seeds are drawn instead:
 some of them learned the task and some did not, and a band would show neither."""
@@ -77,7 +79,7 @@ def draw_curves(comparison: Comparison, path: Path) -> list[Path]:
     """The metric on "valid" against steps, a panel per setting; the files written.
 
     Lines are means over seeds, bands their 95 % intervals in panels of few lines, or thin lines the
-    seeds themselves where they end far apart; the dotted line is the ceiling.
+    seeds themselves where they end far apart, unless there are many; the dotted line is the ceiling.
     """
     panels: dict[tuple[tuple[str, Any], ...], list[Row]] = {}
     for row in comparison.rows:
@@ -93,7 +95,7 @@ def draw_curves(comparison: Comparison, path: Path) -> list[Path]:
                     halves = [None] * len(halves)
                 colour, dash, _ = found[row.label]
                 look = (colour, dash, None)
-                if apart:
+                if apart and len(rows) <= MOST_LINES:
                     _draw_seeds(axis, row, comparison.metric, look)
                 _line(axis, steps, means, halves, row.label, look, comparison.metric)
             _ceiling(axis, rows[0], comparison)
