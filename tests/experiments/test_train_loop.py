@@ -165,7 +165,7 @@ def test_as_much_is_evaluated_as_the_budget_says(tmp_path, monkeypatch):
 def test_the_best_weights_are_measured_and_the_last_ones_kept(tmp_path):
     config = tiny_run(optimizer={"lr": 0.3, "schedule": "constant"}, budget={"steps": 40})
     record = run(tmp_path / "run", config)
-    values = [entry["valid"]["accuracy"] for entry in record["curve"]]
+    values = [(e["valid"]["accuracy"], -e["valid"]["loss"]) for e in record["curve"]]
     assert record["best_step"] == record["curve"][values.index(max(values))]["step"]
     assert record["best_step"] < 40  # otherwise this shows nothing; change the rate
     best, last = (load_run(tmp_path / "run", which)[2] for which in ("best", "last"))
@@ -179,6 +179,18 @@ def test_a_lower_measure_is_better_where_the_task_says_so():
         journal.log_loss(1.0)
         journal.enter({"loss": value}, "loss", higher_is_better=False)
     assert (journal.best, journal.best_step, journal.waited) == (2.0, 2, 2)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_of_equals_the_one_of_less_loss_is_the_best(resumed):
+    journal = Journal()
+    for step, accuracy, loss in ((1, 0.9, 0.1), (2, 1.0, 0.3), (3, 1.0, 0.2), (4, 1.0, 0.25)):
+        journal.step = step
+        journal.log_loss(1.0)
+        journal.enter({"accuracy": accuracy, "loss": loss}, "accuracy", higher_is_better=True)
+        if resumed:
+            journal = Journal.from_dict(json.loads(json.dumps(journal.to_dict())))
+    assert (journal.best, journal.best_step, journal.waited) == (1.0, 3, 1)
 
 
 def test_weight_decay_is_for_matrices():

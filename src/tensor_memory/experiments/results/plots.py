@@ -79,7 +79,7 @@ def draw_curves(comparison: Comparison, path: Path) -> list[Path]:
     """The metric on "valid" against steps, a panel per setting; the files written.
 
     Lines are means over seeds, bands their 95 % intervals in panels of few lines, or thin lines the
-    seeds themselves where they end far apart, unless there are many; the dotted line is the ceiling.
+    seeds themselves where they end far apart and are not too many; the dotted line is the ceiling.
     """
     panels: dict[tuple[tuple[str, Any], ...], list[Row]] = {}
     for row in comparison.rows:

@@ -66,13 +66,14 @@ class Journal:
         return mean
 
     def enter(self, valid: dict[str, float], metric: str, higher_is_better: bool) -> bool:
-        """Note an evaluation; whether it is the best so far."""
+        """Note an evaluation; whether it is the best so far, of equals the one of less loss."""
         steps = sum(count for count, _ in self.losses)
         loss = sum(count * mean for count, mean in self.losses) / steps
         self.losses = []
+        best = next((e["valid"] for e in self.curve if e["step"] == self.best_step), None)
         self.curve.append({"step": self.step, "loss": loss, "valid": valid})
         value = valid[metric]
-        better = self.best is None or (value > self.best if higher_is_better else value < self.best)
+        better = best is None or _is_better(valid, best, metric, higher_is_better)
         if better and not math.isnan(value):
             self.best, self.best_step, self.waited = value, self.step, 0
             return True
@@ -86,6 +87,20 @@ class Journal:
             return None, None
         median = statistics.median(lap / steps for steps, lap in self.laps)
         return sum(steps for steps, _ in self.laps) / seconds, 1000 * median
+
+
+def _is_better(
+    valid: dict[str, float], best: dict[str, float], metric: str, higher_is_better: bool
+) -> bool:
+    """Whether an evaluation beats another.
+
+    Accuracies are often the same, above all where a task is solved: the earliest of them would
+    stand for a model that has only begun to.
+    """
+    value, other = valid[metric], best[metric]
+    if value == other:
+        return valid.get("loss", 0.0) < best.get("loss", 0.0)
+    return value > other if higher_is_better else value < other
 
 
 class Stopwatch:
