@@ -5,9 +5,9 @@
 
 A stack of L layers with windows of w tokens reaches L × (w - 1) tokens back; `out_of_reach` holds
 every recipe here to answers further away than that, so `base` at chance is the control. `xl` gets a
-cache of the memory's bytes, which covers the short tasks whole: only `windowed-binding-long` puts
-the answers beyond that too. `windowed-no-harm` is the exception by design: nothing it asks for is
-beyond the window, and the memory has nothing to add.
+cache of the memory's bytes, which reaches all answers but those of `windowed-binding-long`.
+`windowed-no-harm` is the exception by design: nothing it asks for is beyond the window, and the
+memory has nothing to add.
 """
 
 from __future__ import annotations
