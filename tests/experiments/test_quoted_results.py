@@ -3,10 +3,10 @@
 import re
 
 import pytest
-from quoted import ROOT, words_of
+from quoted import ROOT, records_of, words_of
 
 from tensor_memory.experiments.recipes import load_recipes
-from tensor_memory.experiments.results import config_from_dict, diagnostics_page, read_results
+from tensor_memory.experiments.results import config_from_dict, diagnostics_page
 from tensor_memory.experiments.results.intervals import estimate
 from tensor_memory.experiments.results.paired import paired
 from tensor_memory.experiments.results.rows import grouped
@@ -40,7 +40,7 @@ def runs_of(recipe, method, **memory):
     usual = load_recipes()[recipe]().model.memory.to_dict() | memory
     return [
         record
-        for record in read_results([ROOT / "results" / "diagnostics"])
+        for record in records_of("diagnostics")
         if (record["recipe"], record["method"]) == (recipe, method)
         and config_from_dict(record["config"]).model.memory.to_dict() == usual
     ]
@@ -128,7 +128,7 @@ def gains(runs, others):
 
 
 def test_at_many_writes_memory_and_attention_leave_chance_together():
-    records = read_results([ROOT / "results" / "diagnostics"])
+    records = records_of("diagnostics")
     left = {}
     for record in records:
         task = record["config"]["task"]
@@ -142,11 +142,8 @@ def test_at_many_writes_memory_and_attention_leave_chance_together():
 
 @pytest.mark.parametrize("page", ["README.md", "docs/diagnostics.md"])
 def test_what_is_said_of_single_seeds_with_an_open_forget_gate_was_measured(page):
-    # By name: other departures from the paper have this forget bias too.
-    paths = sorted((ROOT / "results" / "diagnostics").glob("windowed-map-tensor-25f1b2e6-s*.json"))
-    first, second, third = (
-        f"{100 * read_results([path])[0]['test']['test']['accuracy']:.1f}" for path in paths
-    )
+    runs = runs_of("windowed-map", "tensor", forget_bias=5.0)
+    first, second, third = accuracies(runs)
     text = words_of(page)
     assert f"{first}, {second} and {third} %" in text
 
@@ -154,7 +151,7 @@ def test_what_is_said_of_single_seeds_with_an_open_forget_gate_was_measured(page
 def test_what_is_said_of_the_start_for_long_gaps_was_measured():
     text = words_of("docs/diagnostics.md")
     for recipe in ("windowed-binding-long", "windowed-map"):
-        records = read_results([ROOT / "results" / "diagnostics"])
+        records = records_of("diagnostics")
         runs = [
             record
             for record in records
@@ -177,7 +174,7 @@ def _valid_at(run, step):
 
 
 def over_the_long_gap(method):
-    records = read_results([ROOT / "results" / "forget-bias" / "longer"])
+    records = records_of("forget-bias", "longer")
     runs = [record for record in records if record["method"] == method]
     assert [run["seed"] for run in runs] == [0, 1, 2]
     assert {(run["steps"], run["state_bytes"]) for run in runs} == {(2000, 8192)}
@@ -193,8 +190,8 @@ def test_what_is_said_of_three_small_seeds_over_the_long_gap_was_measured():
 
 def test_what_the_readme_says_of_images_and_video_was_measured():
     text = words_of("README.md")
-    birds = read_results([ROOT / "results" / "vision" / "images"])
-    clips = read_results([ROOT / "results" / "vision" / "video"])
+    birds = records_of("vision", "images")
+    clips = records_of("vision", "video")
     short = [run for run in clips if run["facts"]["frames"] == 8]
 
     def shown(records, method, split, measure):
@@ -218,7 +215,7 @@ def test_what_the_readme_says_of_images_and_video_was_measured():
 
 def test_what_the_readme_says_of_the_leak_was_measured():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    records = read_results([ROOT / "results" / "leak-demo"])
+    records = records_of("leak-demo")
     scores = {
         method: estimate([r["test"]["test"]["score"] for r in records if r["method"] == method])
         for method in ("tensor", "base", "tensor-depth")
@@ -231,7 +228,7 @@ def test_what_the_readme_says_of_the_leak_was_measured():
 
 def test_what_is_said_of_the_leak_in_real_text_was_measured():
     readme, page = words_of("README.md"), words_of("docs/leak.md")
-    runs = {run["method"]: run for run in read_results([ROOT / "results" / "language" / "leak"])}
+    runs = {run["method"]: run for run in records_of("language", "leak")}
     (window, prefix), (honest, cut) = (
         [run["test"][split]["score"] for split in ("test@window", "test@prefix")]
         for run in (runs["tensor-depth"], runs["tensor"])

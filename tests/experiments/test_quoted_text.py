@@ -4,10 +4,9 @@ import functools
 import math
 from itertools import chain
 
-from quoted import ROOT, words_of
+from quoted import ROOT, records_of, words_of
 
 from tensor_memory.experiments.recipes.language import language
-from tensor_memory.experiments.results import read_results
 from tensor_memory.experiments.results.gap import gap_rows
 from tensor_memory.experiments.results.intervals import estimate
 from tensor_memory.experiments.results.language_rows import table_rows, timed
@@ -18,7 +17,7 @@ from tensor_memory.experiments.results.rows import grouped
 @functools.cache
 def text_runs(folder, recipe):
     """Runs of a recipe by method, each method's by seed."""
-    records = read_results([ROOT / "results" / "language" / folder])
+    records = records_of("language", folder)
     found = grouped([record for record in records if record["recipe"] == recipe])
     return {method: sorted(runs, key=lambda run: run["seed"]) for method, runs in found}
 
@@ -54,8 +53,7 @@ def emptied(runs):
 
 def step_ratios(folder):
     """Step times over that of local attention, by the label of a row."""
-    text = ROOT / "results" / "language"
-    runs, costs = read_results([text / folder]), read_results([text / "cost"])
+    runs, costs = records_of("language", folder), records_of("language", "cost")
     rows = table_rows([run for run in timed(runs, costs) if run["recipe"] == "language-carried"])
     return {row.label: row.step_ratio for row in gap_rows([(row.label, row.runs) for row in rows])}
 
@@ -81,7 +79,7 @@ def searched(label):
 
 
 def test_the_rate_of_the_language_recipes_is_the_best_on_valid():
-    tried = read_results([ROOT / "results" / "language" / "rate"])
+    tried = records_of("language", "rate")
     for recipe, rates in (("language-paper", 3), ("language-carried", 4)):
         runs = [run for run in tried if run["recipe"] == recipe]
         assert len(runs) == rates
@@ -117,7 +115,7 @@ def test_what_is_said_of_text_was_measured():
     runs = text_runs("fresh", "language-paper")
     cost = {
         run["method"]: f"{run['step_ms']:.1f} ms"
-        for run in read_results([ROOT / "results" / "language" / "cost"])
+        for run in records_of("language", "cost")
         if run["recipe"] == "language-paper"
     }
     test = perplexities("fresh", "language-paper")
