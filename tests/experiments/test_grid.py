@@ -166,6 +166,13 @@ def test_an_unknown_field_ends_with_status_2_and_the_nearest_name(capsys):
     assert f"tensor-memory run {SIGN} --help" in error  # sweep has no help of a recipe's fields
 
 
+def test_a_seed_that_is_no_number_is_refused_as_any_flag_is(capsys):
+    with pytest.raises(SystemExit) as ended:
+        expand([Stage([SIGN], parse_over(["seed=0,first"]))])
+    assert ended.value.code == 2
+    assert "first" in capsys.readouterr().err
+
+
 PLAN = """
 timeout = 60
 [[stage]]

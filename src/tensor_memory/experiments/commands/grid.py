@@ -17,7 +17,7 @@ import itertools
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -151,23 +151,35 @@ def _runs(name: str, stage: Stage) -> Iterable[PlannedRun]:
         if not stage.where:
             raise
         raise ValueError(f"{stage.where}: {error}") from error
+    filled: dict[tuple[str, ...], RunConfig[Any, Any]] = {}
     for values in itertools.product(*stage.over.values()):
-        chosen = list(zip(stage.over, values, strict=True))
-        flags = [flag for field, value in chosen for flag in _flag(field, value)]
-        with _told_where(stage, name):
-            # `run`, since its --help is the one that shows a recipe's fields.
-            filled, settings = apply_flags(
-                config, [*stage.flags, *flags], prog=f"tensor-memory run {name}"
-            )
-        if settings != RunSettings():
-            raise ValueError(
-                "sweep: expected fields of the runs' config, got --resume, --from-previous or "
-                "--quiet, which are flags of `run`; a sweep resumes what is unfinished by itself, "
-                "and a run whose last checkpoint is broken is continued by `tensor-memory run` "
-                "with its fields, --output FOLDER and --resume --from-previous"
-            )
-        changes = tuple(f"{field}={_text(value)}" for field, value in chosen)
-        yield PlannedRun(filled, changes, stage.timeout)
+        chosen = dict(zip(stage.over, values, strict=True))
+        # Flags take tens of milliseconds: once for all seeds.
+        seed = chosen.get("seed") if _text(chosen.get("seed")).isdecimal() else None
+        varied = [item for item in chosen.items() if item[0] != "seed" or seed is None]
+        flags = tuple(flag for field, value in varied for flag in _flag(field, value))
+        if flags not in filled:
+            filled[flags] = _filled(config, [*stage.flags, *flags], stage, name)
+        run = filled[flags] if seed is None else replace(filled[flags], seed=int(seed))
+        changes = tuple(f"{field}={_text(value)}" for field, value in chosen.items())
+        yield PlannedRun(run, changes, stage.timeout)
+
+
+def _filled(
+    config: RunConfig[Any, Any], flags: Sequence[str], stage: Stage, name: str
+) -> RunConfig[Any, Any]:
+    """A recipe's config with the flags of one of its runs."""
+    with _told_where(stage, name):
+        # `run`, since its --help is the one that shows a recipe's fields.
+        filled, settings = apply_flags(config, flags, prog=f"tensor-memory run {name}")
+    if settings != RunSettings():
+        raise ValueError(
+            "sweep: expected fields of the runs' config, got --resume, --from-previous or "
+            "--quiet, which are flags of `run`; a sweep resumes what is unfinished by itself, "
+            "and a run whose last checkpoint is broken is continued by `tensor-memory run` "
+            "with its fields, --output FOLDER and --resume --from-previous"
+        )
+    return filled
 
 
 @contextlib.contextmanager
