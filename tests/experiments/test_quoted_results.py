@@ -127,14 +127,27 @@ def gains(runs, others):
     ]
 
 
+def test_what_is_said_of_the_steps_to_95_percent_was_measured():
+    reached = {
+        method: sorted(_first_at(run, 0.95) for run in runs_of("windowed-binding", method))
+        for method in ("tensor", "linear")
+    }
+    memory, linear = reached["tensor"], reached["linear"]
+    told = f"95 % after {memory[0]} to {memory[-1]} steps against {linear[0]} to {linear[-1]:,}"
+    assert told in words_of("docs/diagnostics.md")
+
+
+def _first_at(run, accuracy):
+    return next(c["step"] for c in run["curve"] if c["valid"]["accuracy"] >= accuracy)
+
+
 def test_at_many_writes_memory_and_attention_leave_chance_together():
     records = records_of("diagnostics")
     left = {}
     for record in records:
         task = record["config"]["task"]
         if record["recipe"] == "binding" and task["writes"] in (100, 200):
-            steps = (c["step"] for c in record["curve"] if c["valid"]["accuracy"] > 0.1)
-            left.setdefault((task["writes"], record["seed"]), []).append(next(steps))
+            left.setdefault((task["writes"], record["seed"]), []).append(_first_at(record, 0.1))
     assert len(left) == 6
     assert all(abs(one - other) <= 100 for one, other in left.values())  # a step of the curves
     assert "at about the same step of the same seed" in words_of("docs/diagnostics.md")
