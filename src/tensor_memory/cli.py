@@ -16,7 +16,9 @@ import io
 import os
 import select
 import sys
+import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import tensor_memory
@@ -139,11 +141,25 @@ def _guarded(run: Callable[[], int]) -> int:
     except MISTAKES as error:
         if isinstance(error, BrokenPipeError) and _reader_has_gone():
             return 141  # what a shell makes of SIGPIPE
+        if not _is_told(error):
+            traceback.print_exception(error)
         print(f"tensor-memory: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("tensor-memory: interrupted", file=sys.stderr)
         return 130
+
+
+def _is_told(error: BaseException) -> bool:
+    """Whether a message is enough: it was raised here, or says what is with a file or a module.
+
+    What Python or a library says of code of the user's own says nothing without its place.
+    """
+    if isinstance(error, OSError | ImportError):
+        return True
+    *_, last = traceback.extract_tb(error.__traceback__)
+    ours = Path(last.filename).is_relative_to(Path(tensor_memory.__file__).parent)
+    return ours and (last.line or "").startswith("raise")
 
 
 def _reader_has_gone() -> bool:

@@ -368,3 +368,30 @@ def test_a_report_of_nothing_says_where_it_looked(capsys):
     Path("empty").mkdir()
     assert main(["report", "empty"]) == 2
     assert "expected results of runs, found none in empty" in capsys.readouterr().err
+
+
+def test_a_report_counts_runs_that_left_no_result(capsys):
+    assert main(["run", SIGN, "--quiet", "--output", "runs/done"]) == 0
+    assert main(["run", SIGN, "--quiet", "--output", "runs/begun", "--seed", "1"]) == 0
+    Path("runs/begun/result.json").unlink()
+    capsys.readouterr()
+    assert main(["report", "runs"]) == 0
+    told = "1 run without a result is left out, interrupted, failed or still going: runs/begun."
+    assert told in capsys.readouterr().out
+    assert told in Path("report/report.md").read_text()
+    Path("runs/done/result.json").unlink()
+    assert main(["report", "runs"]) == 2
+    assert "2 runs without a result are left out" in capsys.readouterr().err
+
+
+def test_what_goes_wrong_in_code_of_ones_own_is_shown_with_its_place(capsys, tmp_path):
+    Path("my_wrong_runs.py").write_text(
+        "from dataclasses import replace\nfrom invented_runs import sign\n\n\n"
+        "def broken():\n    first, second = [sign()]\n    return first\n"
+    )
+    assert main(["run", "my_wrong_runs:broken"]) == 2
+    error = capsys.readouterr().err
+    assert "first, second = [sign()]" in error
+    assert error.splitlines()[-1] == (
+        "tensor-memory: not enough values to unpack (expected 2, got 1)"
+    )

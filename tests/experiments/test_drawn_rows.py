@@ -146,3 +146,11 @@ def test_what_cannot_be_asked_is_named():
 def test_a_config_that_makes_no_sense_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_task_that_draws_another_number_of_rows_is_refused(monkeypatch):
+    task = CONFIGS["no-harm"].build(0)
+    draw = task.draw
+    monkeypatch.setattr(task, "draw", lambda rows, random: draw(rows - 24, random))
+    with pytest.raises(ValueError, match=r"NoHarm.draw: expected 1024 rows of '\w+', .* \(1000, "):
+        task.batch("train", 0, 8)

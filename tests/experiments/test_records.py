@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from invented_runs import LinearConfig, SignTaskConfig, record, sign
 
 from tensor_memory import MemoryConfig
+from tensor_memory.experiments.recipes import load_recipes
 from tensor_memory.experiments.recipes.language import language
 from tensor_memory.experiments.results import (
     config_dict,
@@ -251,3 +252,12 @@ def test_a_record_that_lacks_something_is_not_written(tmp_path):
     with pytest.raises(ValueError, match=r"expected the result of a run .* without config"):
         write_result(tmp_path / "a.json", {"kind": "run"})
     assert not list(tmp_path.iterdir())
+
+
+def test_images_of_ones_own_are_told_apart_by_their_folder():
+    config = load_recipes()["images"]()
+    cats, dogs, moved = (
+        run_name(replace(config, task=replace(config.task, data_dir=place)))
+        for place in ("/a/cats", "/a/dogs", "/b/cats")
+    )
+    assert cats == moved != dogs

@@ -18,7 +18,7 @@ from tensor_memory.experiments.models.image import ImageModelConfig
 from tensor_memory.experiments.models.toy import ToyModelConfig
 from tensor_memory.experiments.models.video import VideoModelConfig
 from tensor_memory.experiments.results import plots, tables
-from tensor_memory.experiments.results.comparison import METHODS, compare
+from tensor_memory.experiments.results.comparison import METHODS, Row, compare, flatten
 from tensor_memory.experiments.results.paper import published
 from tensor_memory.experiments.results.report import write_report
 from tensor_memory.experiments.run_config import OptimizerConfig, RunConfig
@@ -400,6 +400,35 @@ def test_a_panel_of_many_lines_leaves_the_seeds_out(tmp_path, monkeypatch):
     (comparison,) = compare([run(), *(one | {"ceiling": {"test": None}} for one in records)])
     plots.draw_curves(comparison, tmp_path / "curves")
     assert len(drawn[0].lines) == len(comparison.rows) + 1  # and the ceiling
+
+
+def test_what_goes_without_saying_is_what_most_methods_have_not_most_runs():
+    memory = replace(TENSOR.memory, forget_bias=5.0, spread_bias=-1.0)
+    departed = [run(replace(TENSOR, memory=memory), seed=seed) for seed in range(3)]
+    told = "tensor (spread_bias=-1, forget_bias=5)"
+    for others in ([BASE], [BASE, TENSOR], [TENSOR]):
+        labels = [line["method"] for line in table([*map(run, others), *departed])]
+        assert labels == [*(model.method for model in others), told]
+
+
+def test_fields_of_one_name_keep_apart():
+    names = ["task.dim", "model.dim", "task.method", "task.writes"]
+    row = Row(tuple((name, 1) for name in names), "base", "", ())
+    assert list(tables.setting_cells(row)) == ["task.dim", "model.dim", "task.method", "writes"]
+
+
+def test_fields_of_lists_in_lists_can_be_compared():
+    flat = flatten({"task": {"shape": [[1, 2], [3, [4]]]}})
+    assert {flat["task.shape"]} == {((1, 2), (3, (4,)))}
+
+
+@pytest.mark.parametrize("task", [{"values": 4}, {"queries": 1}])
+def test_the_papers_number_stands_beside_the_papers_task_alone(task):
+    assert published(binding("base", noise=0.1), "test", "accuracy") is not None
+    assert published(binding("base", noise=0.1, **task), "test", "accuracy") is None
+    narrow = binding("base", noise=0.1)
+    narrow["config"]["model"]["dim"] = 16
+    assert published(narrow, "test", "accuracy") is None
 
 
 def test_every_method_looks_its_own_way():

@@ -16,11 +16,12 @@ from tensor_memory.wording import counted
 def report_command(arguments: Sequence[str]) -> int:
     """Write the report of the runs in files and folders, and print it."""
     options = _parser().parse_args(arguments)
-    records = read_results(options.paths)
+    records, unfinished = read_results(options.paths), unfinished_runs(options.paths)
     if not records:
         raise ValueError(
             f"report: expected results of runs, found none in {listing(options.paths)}; "
-            "`tensor-memory run` and `sweep` write them"
+            "`tensor-memory run` and `sweep` write them, when a run ends"
+            + (f" ({_left_out(unfinished)})" if unfinished else "")
         )
     make_folder(options.output, "the report")
     text = write_report(
@@ -29,10 +30,28 @@ def report_command(arguments: Sequence[str]) -> int:
         split_budgets=options.split_budgets,
         measures=options.measure,
         title=options.title,
+        note=_left_out(unfinished) if unfinished else "",
     )
     print(text)
+    if unfinished:
+        print(_left_out(unfinished))
     print(f"{counted(len(records), 'run')}, written to {options.output / 'report.md'}")
     return 0
+
+
+def unfinished_runs(paths: Sequence[Path]) -> list[Path]:
+    """Folders of runs that have begun and left no result: interrupted, failed or still going."""
+    begun = [config.parent for path in paths for config in sorted(path.rglob("config.json"))]
+    return [
+        folder
+        for folder in begun
+        if (folder / "metrics.jsonl").exists() and not (folder / "result.json").exists()
+    ]
+
+
+def _left_out(folders: Sequence[Path]) -> str:
+    left = counted(len(folders), "run without a result is", "runs without a result are")
+    return f"{left} left out, interrupted, failed or still going: {listing(folders)}."
 
 
 def _parser() -> argparse.ArgumentParser:

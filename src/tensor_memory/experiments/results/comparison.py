@@ -9,6 +9,8 @@ from typing import Any
 from tensor_memory.experiments.results.intervals import Estimate, estimate
 from tensor_memory.experiments.results.records import (
     CLASS,
+    config_dict,
+    config_from_dict,
     current,
     file_name,
     without_places,
@@ -132,8 +134,13 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
         if isinstance(value, Mapping):
             flat |= flatten(value, f"{prefix}{name}.")
         else:
-            flat[prefix + name] = tuple(value) if isinstance(value, list) else value
+            flat[prefix + name] = _hashable(value)
     return flat
+
+
+def _hashable(value: Any) -> Any:
+    """Lists, and lists in them, as tuples."""
+    return tuple(_hashable(item) for item in value) if isinstance(value, list | tuple) else value
 
 
 def show(value: Any) -> str:
@@ -149,6 +156,19 @@ def show(value: Any) -> str:
     if value is None:
         return "none"
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def short_names(fields: Sequence[str], taken: Sequence[str] = ()) -> dict[str, str]:
+    """The last part of every field's name, or all of it where that would name two things.
+
+    >>> short_names(["task.dim", "model.dim", "task.writes"])
+    {'task.dim': 'task.dim', 'model.dim': 'model.dim', 'task.writes': 'writes'}
+    >>> short_names(["task.seeds"], taken=["seeds"])
+    {'task.seeds': 'task.seeds'}
+    """
+    last = {name: name.rpartition(".")[2] for name in fields}
+    every = [*last.values(), *taken]
+    return {name: name if every.count(short) > 1 else short for name, short in last.items()}
 
 
 def _compare_recipe(recipe: str, records: list[Record], split: bool) -> list[Comparison]:
@@ -200,7 +220,7 @@ def _comparison(
         key = (tuple(flat.get(name) for name in settings), flat["model.method"],
                tuple(flat.get(name) for name in variants))  # fmt: skip
         groups.setdefault(key, []).append(index)
-    usual = {name: _most_common([flat.get(name) for flat in chosen]) for name in variants}
+    usual = {name: _usual(name, chosen, records) for name in variants}
     rows = []
     for (values, method, departures), members in groups.items():
         unusual = [
@@ -268,8 +288,28 @@ def _values(flats: Sequence[Mapping[str, Any]], name: str) -> list[str]:
     return [show(value) for value in sorted(found, key=lambda value: _order((value,)))]
 
 
-def _most_common(values: list[Any]) -> Any:
-    return max(values, key=values.count)
+def _usual(name: str, chosen: Sequence[Mapping[str, Any]], records: Sequence[Record]) -> Any:
+    """The value that goes without saying: what most methods have among their runs.
+
+    A recipe is run by all methods, and departed from by one. Between equals it is the default of
+    the model's class, and else what most runs have.
+    """
+    methods: dict[Any, set[str]] = {}
+    for flat in chosen:
+        methods.setdefault(flat.get(name), set()).add(flat["model.method"])
+    most = max(len(found) for found in methods.values())
+    values = [flat.get(name) for flat in chosen if len(methods[flat.get(name)]) == most]
+    default = _model_defaults(records[0]).get(name)
+    return default if default in values else max(values, key=values.count)
+
+
+def _model_defaults(record: Record) -> dict[str, Any]:
+    """The fields of a run's model as its class has them; empty where that cannot be asked."""
+    try:
+        model = type(config_from_dict(record["config"]["model"]))()
+    except (ValueError, TypeError, ImportError):
+        return {}
+    return flatten({"model": config_dict(model)})
 
 
 def _order(values: tuple[Any, ...]) -> tuple[Any, ...]:

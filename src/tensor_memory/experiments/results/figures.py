@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tensor_memory.experiments.results.comparison import Comparison
+from tensor_memory.experiments.results.comparison import Comparison, short_names
 from tensor_memory.experiments.results.plots import (
     GREY,
     _axis_name,
@@ -28,9 +28,9 @@ def figure_titles(comparison: Comparison) -> dict[str, str]:
     found = {}
     if any(len(record["curve"]) > 1 for record in comparison.records):
         found["curves"] = f"{comparison.metric} against steps"
+    names = _sweep_names(comparison)
     for field in swept_fields(comparison):
-        short = field.rpartition(".")[2]
-        found[short] = f"{comparison.metric} against {short}"
+        found[names[field]] = f"{comparison.metric} against {names[field]}"
     if varied_settings(comparison):
         found["variants"] = f"{comparison.metric} of every variant"
     return found
@@ -39,7 +39,7 @@ def figure_titles(comparison: Comparison) -> dict[str, str]:
 def draw_all(comparison: Comparison, stem: Path) -> list[Path]:
     """Draw the `figure_titles` of a comparison as `<stem>-<end>`; the files written."""
     drawn = []
-    swept = {field.rpartition(".")[2]: field for field in swept_fields(comparison)}
+    swept = {short: field for field, short in _sweep_names(comparison).items()}
     for end in figure_titles(comparison):
         path = stem.with_name(f"{stem.name}-{end}")
         if end == "curves":
@@ -49,6 +49,10 @@ def draw_all(comparison: Comparison, stem: Path) -> list[Path]:
         else:
             drawn += draw_sweep(comparison, swept[end], path)
     return drawn
+
+
+def _sweep_names(comparison: Comparison) -> dict[str, str]:
+    return short_names(comparison.fields, taken=("curves", "variants"))
 
 
 def varied_settings(comparison: Comparison) -> list[tuple[tuple[str, Any], ...]]:

@@ -42,33 +42,40 @@ def _toys() -> list[Published]:
     budget = "one seed, {} steps of {} rows at 3e-4"
     binding, map_note = budget.format("2,000", 128), budget.format("1,500", 64)
     whole = {"task.gap": 0, "model.window": None}
+    bindings = whole | {"task.values": 32, "task.queries": 4} | _sized(64, 2)
     methods = ("base", "wide", "slots", "tensor")
     for method, value in zip(methods, (0.908, 0.910, 0.904, 0.948), strict=True):
-        where = whole | {"task.writes": 20, "task.noise": 0.1}
+        where = bindings | {"task.writes": 20, "task.noise": 0.1}
         entries.append(Published("BindingConfig", method, value, where=where, note=binding))
     for writes, attention, tensor in ((100, (0.07, 0.14), (0.75, 0.91)),
                                       (200, (0.03, 0.03), (0.55, 0.72))):  # fmt: skip
         for method in methods:
             low, high = tensor if method == "tensor" else attention
-            where = whole | {"task.writes": writes}
+            where = bindings | {"task.writes": writes}
             top = high if high > low else None
             entries.append(Published("BindingConfig", method, low, top, where=where,
                                      note=f"{binding}; range over σ and methods"))  # fmt: skip
     for method, value in zip(methods, (0.506, 0.510, 0.502, 0.585), strict=True):
-        where = whole | {"task.observations": 32}
+        where = whole | _sized(96, 3) | {"task.observations": 32}
         entries.append(Published("MapConfig", method, value, where=where, note=map_note))
-    where = whole | {"task.observations": 64}
+    where = whole | _sized(96, 3) | {"task.observations": 64}
     entries.append(Published("MapConfig", "tensor", 0.619, where=where, note=map_note))
     published = {"task.protocol": "published", "task.hidden": 4, "model.window": None}
+    published |= _sized(96, 3)
     for method, value in zip(methods, (1.0, 0.995, 1.0, 1.0), strict=True):
         entries.append(Published("OcclusionConfig", method, value, where=published,
                                  note=f"{map_note}; {SOLVABLE}"))  # fmt: skip
-    where = {"task.lag": 1, "model.window": None}
+    where = {"task.lag": 1, "task.symbols": 16, "model.window": None} | _sized(64, 2)
     entries += [
         Published("NoHarmConfig", method, 1.0, where=where, note=budget.format("1,500", 128))
         for method in methods
     ]
     return entries
+
+
+def _sized(dim: int, layers: int) -> dict[str, Any]:
+    """Of the models that the paper's toys were run with."""
+    return {"model.dim": dim, "model.layers": layers}
 
 
 def _language() -> list[Published]:

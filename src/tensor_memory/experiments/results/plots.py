@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tensor_memory.experiments.results.comparison import Comparison, Row, show
+from tensor_memory.experiments.results.comparison import Comparison, Row, short_names, show
 from tensor_memory.experiments.results.intervals import estimate
 from tensor_memory.experiments.results.wording import PERCENT, bound_name
 from tensor_memory.files import write_whole
@@ -152,7 +152,7 @@ def draw_sweep(comparison: Comparison, field: str, path: Path) -> list[Path]:
                 axis.set_xscale("log", base=2)
                 axis.set_xticks(places, [show(place) for place in places])
                 axis.minorticks_off()
-            axis.set_xlabel(field.rpartition(".")[2])
+            axis.set_xlabel(short_names(comparison.fields)[field])
         axes[0].set_ylabel(_axis_name(comparison.metric, split))
         _legend(figure, axes, labels)
         return _save(figure, path)
@@ -244,7 +244,8 @@ def _draw_ceilings(axis: Any, rows: list[Row], field: str, split: str, metric: s
 
 
 def _title(setting: tuple[tuple[str, Any], ...]) -> str:
-    return ", ".join(f"{name.rpartition('.')[2]} {show(value)}" for name, value in setting)
+    names = short_names([name for name, _ in setting])
+    return ", ".join(f"{names[name]} {show(value)}" for name, value in setting)
 
 
 def _axis_name(metric: str, split: str) -> str:

@@ -115,7 +115,8 @@ def plain_hash(config: Mapping[str, Any]) -> str:
 def without_places(config: Any) -> Any:
     """A config's dict less what only says where data lies.
 
-    Of a text of one's own nothing else says which it is, so there the folder's name stays.
+    Of a text or of images of one's own nothing else says which they are, so there the folder's name
+    stays.
 
     >>> without_places({"corpus": "any", "data_dir": "/a/disk/poems", "cache_dir": "/tmp"})
     {'corpus': 'any', 'data_dir': 'poems'}
@@ -123,7 +124,8 @@ def without_places(config: Any) -> Any:
     if not isinstance(config, Mapping):
         return config
     kept = {k: without_places(v) for k, v in config.items() if k not in PLACES}
-    if config.get("corpus") == "any" and config.get("data_dir"):
+    own = config.get("corpus") == "any" or config.get("layout") == "folder"
+    if own and config.get("data_dir"):
         kept["data_dir"] = Path(config["data_dir"]).name
     return kept
 

@@ -20,6 +20,7 @@ def write_report(
     split_budgets: bool = False,
     measures: Sequence[str] = (),
     title: str = "Results",
+    note: str = "",
 ) -> str:
     """Write the report of these runs into a folder; the Markdown text of report.md.
 
@@ -29,6 +30,7 @@ def write_report(
         split_budgets: one table per budget where they differ, instead of an error.
         measures: shown besides each task's metric, in the tables that have them.
         title: first line of report.md.
+        note: its last line, where there is one.
     """
     comparisons = compare(records, split_budgets=split_budgets)
     if not comparisons:
@@ -40,6 +42,8 @@ def write_report(
     parts = [f"# {title}\n"]
     for comparison in comparisons:
         parts += _section(comparison, folder, measures)
+    if note:
+        parts.append(f"{note}\n")
     text = "\n".join(parts)
     write_text(folder / "report.md", text)
     return text

@@ -7,7 +7,13 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tensor_memory.experiments.results.comparison import Comparison, Record, Row, show
+from tensor_memory.experiments.results.comparison import (
+    Comparison,
+    Record,
+    Row,
+    short_names,
+    show,
+)
 from tensor_memory.experiments.results.intervals import estimate
 from tensor_memory.experiments.results.paper import Published, published
 from tensor_memory.experiments.results.wording import (
@@ -24,6 +30,9 @@ CSV_COLUMNS = (
     "method", "variant", "split", "measure", "mean", "half_width", "runs", "ceiling", "paper",
     "parameters", "state_bytes", "steps_per_second",
 )  # fmt: skip
+
+COLUMNS = ("method", "seeds", "parameters", "state", "steps/s", "notes", "accuracy", "loss")
+"""Headings that a field of a setting must not take."""
 
 Table = list[dict[str, str]]
 """Rows of column to text; every row has the same columns."""
@@ -153,7 +162,8 @@ def csv_text(comparison: Comparison) -> str:
 
 def setting_cells(row: Row) -> dict[str, str]:
     """The first columns of a row: what varies over the table beside the method."""
-    return {_short(name): show(value) for name, value in row.setting}
+    names = short_names([name for name, _ in row.setting], taken=COLUMNS)
+    return {names[name]: show(value) for name, value in row.setting}
 
 
 def mean_speed(row: Row) -> float | None:
@@ -196,10 +206,6 @@ def _check_measures(comparison: Comparison, names: Sequence[str]) -> None:
 
 def _heading(split: str, name: str, comparison: Comparison) -> str:
     return name if comparison.splits == ["test"] else f"{name} {split}"
-
-
-def _short(field: str) -> str:
-    return field.removeprefix("task.").removeprefix("model.")
 
 
 def _ceiling(record: Record, split: str, name: str) -> str:

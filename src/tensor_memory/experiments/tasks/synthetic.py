@@ -156,8 +156,8 @@ class DrawnTask:
         return means
 
     def ceiling(self, split: str) -> float | None:
-        """The best accuracy anything could reach."""
-        raise NotImplementedError
+        """The best accuracy anything could reach; None where it is not known."""
+        return None
 
     def facts(self) -> dict[str, Any]:
         """Chance, length and how far back the answers lie, beside the config."""
@@ -195,6 +195,12 @@ class DrawnTask:
         # Evaluation rows come from one fixed seed: runs of all seeds are scored on the same.
         seed = self._seed if split == "train" else 0
         drawn = self.draw(self.block_rows, generator(seed, self.inputs, split, number))
+        for name, x in drawn.items():
+            if x.shape[:1] != (self.block_rows,):
+                raise ValueError(
+                    f"{type(self).__name__}.draw: expected {self.block_rows} rows of {name!r}, as "
+                    f"many as were asked for, got shape {tuple(x.shape)}"
+                )
         if self._device.type != "cuda":
             return drawn
         return {name: x.pin_memory() for name, x in drawn.items()}
