@@ -19,7 +19,12 @@ from tensor_memory.cli import main
 from tensor_memory.experiments import recipes
 from tensor_memory.experiments.commands.arguments import CONFIG_FIELDS, RunFlags
 from tensor_memory.experiments.commands.sweep import sweep_command
-from tensor_memory.experiments.results import config_from_dict, read_results, run_name
+from tensor_memory.experiments.results import (
+    config_from_dict,
+    read_results,
+    run_name,
+    write_result,
+)
 from tensor_memory.experiments.run_config import RunConfig
 
 SIGN = "invented_runs:sign"
@@ -395,3 +400,18 @@ def test_what_goes_wrong_in_code_of_ones_own_is_shown_with_its_place(capsys, tmp
     assert error.splitlines()[-1] == (
         "tensor-memory: not enough values to unpack (expected 2, got 1)"
     )
+
+
+def test_a_result_that_cannot_be_copied_costs_its_run_alone(capsys, monkeypatch):
+    def full(folder, record):
+        if record["seed"] == 0:
+            raise OSError(28, "No space left on device", str(folder))
+        return write_result(folder, record)
+
+    monkeypatch.setattr("tensor_memory.experiments.commands.sweep.write_result", full)
+    runs = [SIGN, "--over", "seed=0,1", "--results", "kept"]
+    assert sweep_command(runs, trainer=not_trained) == 1
+    out = capsys.readouterr()
+    assert "1 run done, 0 skipped, 1 failed" in out.out
+    assert "its result could not be written into kept ([Errno 28]" in out.err
+    assert [record["seed"] for record in read_results(["kept"])] == [1]

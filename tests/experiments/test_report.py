@@ -128,7 +128,8 @@ def test_where_the_data_lies_tells_no_runs_apart():
 
 def test_a_seed_that_comes_twice_is_refused():
     budget = replace(sign().budget, accumulate=2)
-    with pytest.raises(ValueError, match=r"sign, base: expected one run per seed, got seeds 0 and"):
+    told = r"sign, base: expected one run per seed, got seeds 0 and 0, apart in budget.accumulate, "
+    with pytest.raises(ValueError, match=told):
         compare([run(), run(budget=budget)])
 
 
@@ -369,6 +370,14 @@ def test_curves_are_means_over_seeds_with_their_interval():
     assert steps == [2, 4]
     assert means == pytest.approx([0.425, 0.85])
     assert halves == pytest.approx([12.706 * 0.025, 12.706 * 0.05], rel=1e-4)
+
+
+def test_a_curve_ends_where_the_first_seed_has_stopped():
+    early = run(seed=1, accuracy=0.2, stopped_early=True)
+    early["curve"].pop()
+    (comparison,) = compare([run(accuracy=0.8), early])
+    steps, means, _ = plots._curve(comparison.rows[0], "accuracy")
+    assert (steps, means) == ([2], pytest.approx([0.25]))
 
 
 @pytest.mark.parametrize(("last", "lines"), [(0.8, 1), (0.2, 4)])

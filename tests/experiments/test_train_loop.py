@@ -287,14 +287,37 @@ def test_tensorboard_gets_what_the_lines_say(tmp_path):
 
 def test_progress_shows_loss_metric_and_time_left(tmp_path, capsys):
     run(tmp_path / "run", quiet=False)
-    told = capsys.readouterr().err.splitlines()
+    *told, last = capsys.readouterr().err.splitlines()
     assert len(told) == 10
+    assert last == "measuring test and test@half with the best weights"
     assert re.match(
         r"tiny base: 6 of 20 steps, 30 %, \d+:\d\d:\d\d left, [\d.,]+/s, loss 0\.", told[2]
     )
     assert re.search(r", accuracy \d+\.\d %$", told[2])
     run(tmp_path / "quiet")
     assert capsys.readouterr().err == ""
+
+
+def test_a_warm_up_longer_than_the_budget_is_told(tmp_path, capsys):
+    run(tmp_path / "run", tiny_run(optimizer={"warmup": 30}), quiet=False)
+    first, *_ = capsys.readouterr().err.splitlines()
+    assert first.startswith("the warm-up of 30 steps is longer than the budget of 20:")
+
+
+@pytest.mark.parametrize(
+    ("facts", "error", "message"),
+    [
+        (lambda task: {"weights": torch.ones(2)}, ValueError, r"TinyTask.facts: expected plain "),
+        (lambda task: task.nowhere, AttributeError, "nowhere"),
+    ],
+)
+def test_what_a_record_needs_is_asked_for_before_anything_is_trained(
+    tmp_path, monkeypatch, facts, error, message
+):
+    monkeypatch.setattr(TinyTask, "facts", facts)
+    with pytest.raises(error, match=message):
+        run(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_stops_after_evaluations_that_bring_nothing(tmp_path):

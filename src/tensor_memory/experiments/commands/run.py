@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,8 @@ def make_folder(path: Path, what: str) -> None:
     """Make a folder where there is none; an error that says what it was for."""
     try:
         path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass  # a folder that is there may still take no files
     except OSError as error:
         raise OSError(
             f"{path}: cannot be made a folder for {what} ({error.strerror}); choose another"

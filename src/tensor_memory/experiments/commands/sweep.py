@@ -139,11 +139,10 @@ def _run_all(
     ]
     failures = []
     with progress("sweep", len(jobs), unit="runs") as advance:
-        for outcome in map(_judged, run_jobs(jobs, workers=workers, devices=devices)):
+        for ended in map(_judged, run_jobs(jobs, workers=workers, devices=devices)):
+            outcome = ended if options.results is None else _kept(ended, options.results)
             if outcome.record is None:
                 failures.append(outcome)
-            elif options.results is not None:
-                write_result(options.results, outcome.record)
             if outcome.record is not None and outcome.job.log.stat().st_size == 0:
                 outcome.job.log.unlink()
             print(_line(outcome), flush=True)
@@ -162,6 +161,18 @@ def _judged(outcome: Outcome) -> Outcome:
     if outcome.record is None or outcome.record["finished"]:
         return outcome
     return replace(outcome, record=None, error="interrupted; the same command continues it")
+
+
+def _kept(outcome: Outcome, results: Path) -> Outcome:
+    """A run whose result cannot be copied to the others failed in that, and the others go on."""
+    if outcome.record is None:
+        return outcome
+    try:
+        write_result(results, outcome.record)
+    except OSError as error:
+        told = f"its result could not be written into {results} ({error}); its own folder has it"
+        return replace(outcome, record=None, error=told)
+    return outcome
 
 
 def _line(outcome: Outcome) -> str:

@@ -229,7 +229,7 @@ def _comparison(
             if value != usual[name]
         ]
         found = sorted((records[i] for i in members), key=lambda record: record["seed"])
-        _check_seeds(recipe, method, found)
+        _check_seeds(recipe, method, found, [flats[i] for i in members])
         setting = tuple(zip(settings, values, strict=True))
         rows.append(Row(setting, method, ", ".join(unusual), tuple(found)))
     rows.sort(key=lambda row: (
@@ -260,11 +260,15 @@ def _is_setting(name: str, apart: list[str], chosen: list[dict[str, Any]]) -> bo
     return len({frozenset(found) for found in values.values()}) == 1
 
 
-def _check_seeds(recipe: str, method: str, records: list[Record]) -> None:
+def _check_seeds(
+    recipe: str, method: str, records: list[Record], flats: Sequence[Mapping[str, Any]]
+) -> None:
     seeds = [record["seed"] for record in records]
     if len(set(seeds)) != len(seeds):
+        apart = [name for name in varied(flats) if name != "seed"]
+        told = f", apart in {listing(apart)}, which should change no number" if apart else ""
         raise ValueError(
-            f"{recipe}, {method}: expected one run per seed, got seeds {listing(seeds)}; "
+            f"{recipe}, {method}: expected one run per seed, got seeds {listing(seeds)}{told}; "
             "leave the repeated ones out"
         )
 

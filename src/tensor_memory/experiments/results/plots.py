@@ -159,13 +159,18 @@ def draw_sweep(comparison: Comparison, field: str, path: Path) -> list[Path]:
 
 
 def _curve(row: Row, metric: str) -> tuple[list[int], list[float], list[float | None]]:
-    """Steps, means and half intervals over the seeds that reached each step."""
+    """Steps, means and half intervals, as far as all seeds have come: one that stopped early would
+    leave a mean of the others."""
     points: dict[int, list[float | None]] = {}
     for record in row.records:
         for entry in record["curve"]:
             if metric in (entry.get("valid") or {}):
                 points.setdefault(entry["step"], []).append(entry["valid"][metric])
-    found = [(step, estimate(values)) for step, values in sorted(points.items())]
+    found = [
+        (step, estimate(values))
+        for step, values in sorted(points.items())
+        if len(values) == len(row.records)
+    ]
     return (
         [step for step, _ in found],
         [one.mean for _, one in found],

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tensor_memory.experiments.results import write_result
 from tensor_memory.experiments.results.records import finite, read_result
-from tensor_memory.experiments.results.wording import measure_text
+from tensor_memory.experiments.results.wording import listing, measure_text
 from tensor_memory.experiments.run_config import RunConfig
 from tensor_memory.experiments.tasks import KeepsAssets
 from tensor_memory.experiments.train.batches import TrainingBatches, check_batch_size, rows_of
@@ -33,7 +33,7 @@ from tensor_memory.experiments.train.journal import Journal, Stopwatch
 from tensor_memory.experiments.train.memory_use import measure_memory, memory_backend
 from tensor_memory.experiments.train.options import RunOptions
 from tensor_memory.experiments.train.processes import make_accelerator, share_gradients
-from tensor_memory.experiments.train.record import Measured, make_record
+from tensor_memory.experiments.train.record import Measured, describe_run, make_record
 from tensor_memory.experiments.train.schedule import learning_rate, make_optimizer
 from tensor_memory.experiments.train.speed import make_step
 from tensor_memory.experiments.train.steps import Step
@@ -89,6 +89,7 @@ class _Run:
         self.task = config.task.build(config.seed).to(self.device)
         torch.manual_seed(config.seed)
         self.model = config.model.build(self.task).to(self.device)
+        self.described = describe_run(config, self.task, self.model)
         self.optimizer = make_optimizer(self.model, config.optimizer, self.device)
         self.checkpoints = Checkpoints(folder, folder.fingerprint(config))
         self.journal, carry = self._restore(rows)
@@ -154,6 +155,11 @@ class _Run:
     def go(self) -> dict[str, Any]:
         """Train to the end of the budget, then measure; or until interrupted."""
         budget, journal = self.config.budget, self.journal
+        if (warmup := self.config.optimizer.warmup) > budget.steps:
+            self._say(
+                f"the warm-up of {warmup} steps is longer than the budget of {budget.steps}: the "
+                "rate stays below its peak; shorten --optimizer.warmup"
+            )
         self.trackers = Trackers(self.accelerator, self.config, self.options)
         batches = self._batches()
         self.model.train()
@@ -282,6 +288,7 @@ class _Run:
             _, weights = self.checkpoints.weights("best")
             load_weights(self.model, weights, str(self.folder.best))
         self.step.close()
+        self._say(f"measuring {listing(self.task.test_splits)} with the best weights")
         test = {}
         for split in self.task.test_splits:
             test[split] = self.evaluator.split(split)
@@ -304,7 +311,7 @@ class _Run:
 
     def _record(self, measured: Measured) -> dict[str, Any]:
         self.journal.seconds += time.perf_counter() - self.began
-        return make_record(self.config, self.options, self.task, self.model, self.journal, measured)
+        return make_record(self.described, self.options, self.device, self.journal, measured)
 
     def _progress(self) -> Any:
         if not self.main or self.options.quiet:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import sys
 from dataclasses import dataclass
@@ -33,19 +34,12 @@ class Measured:
     finished: bool = True
 
 
-def make_record(
-    config: RunConfig[Any, Any],
-    options: RunOptions,
-    task: Task,
-    model: Model,
-    journal: Journal,
-    measured: Measured,
-) -> dict[str, Any]:
-    """Everything a table, a plot or a sceptic needs of one run."""
-    rate, step_ms = journal.speed()
-    device = next(model.parameters()).device
-    at_best = [entry["valid"] for entry in journal.curve if entry["step"] == journal.best_step]
-    record = {
+def describe_run(config: RunConfig[Any, Any], task: Task, model: Model) -> dict[str, Any]:
+    """What a record holds that is known before the first step.
+
+    Asked then, so that a task or a model that cannot say it is found out before it is trained.
+    """
+    described = {
         "kind": "run",
         "recipe": config.recipe,
         "config": config_dict(config),
@@ -56,6 +50,32 @@ def make_record(
         "labels": model.labels(),
         "parameters": sum(p.numel() for p in model.parameters()),
         "state_bytes": model.state_bytes(),
+        "metric": task.metric,
+        "higher_is_better": task.higher_is_better,
+        "ceiling": {split: task.ceiling(split) for split in task.test_splits},
+    }
+    for name, of in (("facts", task), ("labels", model)):
+        try:
+            json.dumps(described[name])
+        except TypeError as error:
+            raise ValueError(
+                f"{type(of).__name__}.{name}: expected plain values, which JSON can hold, got "
+                f"{described[name]!r} ({error})"
+            ) from error
+    return described
+
+
+def make_record(
+    described: dict[str, Any],
+    options: RunOptions,
+    device: torch.device,
+    journal: Journal,
+    measured: Measured,
+) -> dict[str, Any]:
+    """Everything a table, a plot or a sceptic needs of one run."""
+    rate, step_ms = journal.speed()
+    at_best = [entry["valid"] for entry in journal.curve if entry["step"] == journal.best_step]
+    record = described | {
         "speed": measured.speed,
         "backend": measured.backend,
         "steps_per_second": rate,
@@ -63,14 +83,11 @@ def make_record(
         "wall_seconds": journal.seconds,
         "peak_memory_bytes": peak_memory(device),
         "shared_device": options.shared_device,
-        "metric": task.metric,
-        "higher_is_better": task.higher_is_better,
         "steps": journal.step,
         "curve": journal.curve,
         "best_step": journal.best_step,
         "valid": at_best[0] if at_best else {},
         "test": measured.test,
-        "ceiling": {split: task.ceiling(split) for split in task.test_splits},
         "memory": measured.memory,
         "finished": measured.finished,
         "stopped_early": journal.stopped_early,
