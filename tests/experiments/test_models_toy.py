@@ -73,6 +73,19 @@ def test_compared_states_have_the_memorys_bytes(name, method):
     assert 0.99 * memory <= model.state_bytes() <= memory
 
 
+def test_linear_attention_takes_the_memorys_gain():
+    models = []
+    for gain in (1.0, 4.0):
+        torch.manual_seed(0)
+        memory = MemoryConfig(channels=4, grid=(3, 3), chunk_size=1, gain=gain)
+        config = ToyModelConfig(method="linear", **SMALL | {"memory": memory})
+        models.append(config.build(TASKS["binding"].build(0)))
+    quiet, loud = (dict(model.named_parameters()) for model in models)
+    louder = {name for name in quiet if not torch.equal(quiet[name], loud[name])}
+    assert louder == {"stack.memory.values.weight", "stack.memory.output.weight"}
+    assert all(torch.equal(4 * quiet[name], loud[name]) for name in louder)
+
+
 def test_eight_slots_are_eight_tokens():
     model = sized("binding", "slots").build(TASKS["binding"].build(0))
     assert count(model) == COUNTS["binding"][0] + 8 * 64

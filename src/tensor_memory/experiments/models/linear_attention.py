@@ -75,14 +75,18 @@ class LinearMemory(SideMemory):
     Args:
         dim: d.
         heads, key, value: the state is (heads, key, value + 1) per row.
+        gain: factor on the initial weights of values and output, `MemoryConfig.gain` of the memory.
     """
 
-    def __init__(self, dim: int, heads: int, key: int, value: int) -> None:
+    def __init__(self, dim: int, heads: int, key: int, value: int, *, gain: float = 1.0) -> None:
         super().__init__()
         self.dim, self.heads, self.key, self.value = dim, heads, key, value
         self.query_key = nn.Linear(dim, 2 * heads * key, bias=False)
         self.values = nn.Linear(dim, heads * value, bias=False)
         self.output = nn.Linear(heads * value, dim, bias=False)
+        with torch.no_grad():
+            for layer in (self.values, self.output):
+                layer.weight *= gain
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """x (B, N, d) -> m (B, N, d), state."""

@@ -252,7 +252,7 @@ class Stack(nn.Module):
         if config.side == "convolution":
             return ShortConvolution(config.dim)
         sizes = sizes_for(config.memory.state_values, config.heads)
-        return LinearMemory(config.dim, config.heads, *sizes)
+        return LinearMemory(config.dim, config.heads, *sizes, gain=config.memory.gain)
 
     def _side(self, shared: TensorMemory | SideMemory | None) -> nn.Module:
         config = self.config

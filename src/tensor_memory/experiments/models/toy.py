@@ -61,6 +61,7 @@ class ToyModelConfig:
     memory: MemoryConfig = field(
         default_factory=lambda: MemoryConfig(channels=16, grid=(6, 6, 6), chunk_size=1)
     )
+    """The memory, whose bytes others are matched to; linear takes its `gain` too."""
     memory_layers: tuple[int, ...] | None = None
     """Layers with a side path (tensor, linear); None takes all."""
     gate_init: float = 0.0
