@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -154,3 +154,23 @@ def record(config: RunConfig[Any, Any], *, accuracy: float = 0.9, **changes: Any
         "commit": "0123456789abcdef", "dirty": False, "hardware": {"gpu": None, "cpu": "a CPU"},
     }  # fmt: skip
     return values | changes
+
+
+BASE, TENSOR = LinearConfig(), LinearConfig(method="tensor")
+
+
+def run(model: Any = BASE, *, seed: int = 0, accuracy: float = 0.9, **rest: Any) -> dict[str, Any]:
+    """A record of the invented recipe; `rest` are fields of the config or of the record."""
+    fields = {name: rest.pop(name) for name in ("task", "budget", "optimizer") if name in rest}
+    config = replace(sign(), model=model, seed=seed, **fields)
+    return record(config, accuracy=accuracy, **rest)
+
+
+def sweep_records() -> list[dict[str, Any]]:
+    """Two methods, two seeds, three settings."""
+    return [
+        run(model, seed=seed, accuracy=0.9 - 0.02 * count, task=SignTaskConfig(numbers=count))
+        for model in (BASE, TENSOR)
+        for seed in (0, 1)
+        for count in (2, 4, 16)
+    ]

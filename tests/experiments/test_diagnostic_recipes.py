@@ -7,10 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from quoted import records_of
 
 from tensor_memory import MemoryResidual
 from tensor_memory.experiments.commands.grid import expand, read_plan
 from tensor_memory.experiments.recipes import load_recipes, windowed
+from tensor_memory.experiments.results import config_from_dict, run_name
 
 FOLDER = Path(__file__).parents[2] / "grids"
 GRIDS = sorted(FOLDER.glob("[1-6]-*.toml"))
@@ -109,22 +111,36 @@ def test_a_window_that_reaches_an_answer_is_refused(window):
 
 
 @functools.cache
-def runs_of_one_seed(plan):
-    """The runs of a grid with its first seed alone: a third of the time."""
-    stages = read_plan(plan)
-    one = [replace(stage, over={**stage.over, "seed": stage.over["seed"][:1]}) for stage in stages]
-    return expand(one)
+def runs_of(plan):
+    return expand(read_plan(plan))
 
 
 @pytest.mark.parametrize("plan", GRIDS, ids=lambda path: path.stem)
 def test_a_grid_expands_to_runs_that_differ(plan):
-    runs = runs_of_one_seed(plan)
+    runs = runs_of(plan)
     assert len({run.name for run in runs}) == len(runs) >= 8
     assert {run.config.recipe for run in runs} <= set(ALL)
 
 
+@functools.cache
+def names_of_records(folder):
+    return {run_name(config_from_dict(record["config"])) for record in records_of(folder)}
+
+
+@pytest.mark.parametrize("plan", [*GRIDS, FOLDER / "7-rate.toml"], ids=lambda path: path.stem)
+def test_every_run_of_a_grid_has_its_record(plan):
+    folder = {"6-cost": "diagnostics-cost", "7-rate": "diagnostics-rate"}
+    found = names_of_records(folder.get(plan.stem, "diagnostics"))
+    assert [run.name for run in runs_of(plan) if run.name not in found] == []
+
+
+def test_what_is_left_open_has_no_record_yet():
+    found = names_of_records("diagnostics")
+    assert [run.name for run in runs_of(FOLDER / "8-open.toml") if run.name in found] == []
+
+
 def test_the_first_two_grids_hold_the_minimum():
-    first, second = (runs_of_one_seed(path) for path in GRIDS[:2])
+    first, second = (runs_of(path) for path in GRIDS[:2])
     methods = {"base", "wide", "slots", "slots-matched", "tensor", "xl", "recurrent-slots"}
     for name in ("windowed-binding", "windowed-map"):
         done = {run.config.model.method for run in first if run.config.recipe == name}
@@ -139,7 +155,7 @@ def test_the_ablations_change_one_choice_at_a_time():
     unchanged = config_of("windowed-ablation").model.memory.to_dict()
     pairs = {("reads", "chunk_size"), ("read_heads", "write_heads")}  # one choice, two fields
     seen = set()
-    for run in runs_of_one_seed(FOLDER / "4-ablations.toml"):
+    for run in runs_of(FOLDER / "4-ablations.toml"):
         memory = run.config.model.memory.to_dict()
         changed = tuple(name for name in memory if memory[name] != unchanged[name])
         assert len(changed) <= 1 or set(changed) in [set(pair) for pair in pairs]
@@ -162,7 +178,7 @@ def test_the_ablations_change_one_choice_at_a_time():
 def test_the_page_counts_the_tries_of_memory_and_linear_attention(recipe):
     models = {"tensor": [], "linear": []}
     for name in ("1-windowed", "5-rest-capacity"):
-        for run in runs_of_one_seed(FOLDER / f"{name}.toml"):
+        for run in runs_of(FOLDER / f"{name}.toml"):
             if run.config.recipe == recipe and run.config.model.method in models:
                 models[run.config.model.method].append(run.config.model)
     tries = {method: len(set(found)) - 1 for method, found in models.items()}  # less the default

@@ -194,6 +194,7 @@ def _line(
     look: tuple[str, str, str | None],
     metric: str,
 ) -> None:
+    """Means with their intervals: a band, or a bar at each marker, since nothing ran between."""
     scale = 100.0 if metric in PERCENT else 1.0
     colour, dash, marker = look
     order = sorted(range(len(places)), key=lambda index: places[index])
@@ -206,7 +207,10 @@ def _line(
     high = [m + w for m, w in zip(middle, width, strict=True)]
     if metric in PERCENT:
         low, high = [max(v, 0.0) for v in low], [min(v, 100.0) for v in high]
-    axis.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
+    if marker is None:
+        axis.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
+    else:
+        axis.vlines(at, low, high, color=colour, alpha=0.4, linewidth=4)
 
 
 def looks(comparison: Comparison) -> dict[str, tuple[str, str, str]]:
