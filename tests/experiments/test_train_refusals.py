@@ -35,6 +35,7 @@ def test_files_made_of_other_data_are_not_written_over(tmp_path):
     ):
         folder.create(tiny_run(), {"vocabulary.txt": "the\ndog"})
     assert (tmp_path / "run" / "vocabulary.txt").read_text() == "the\ncat"
+    folder.release()
 
 
 def test_a_task_that_draws_nothing_is_refused_before_there_is_a_folder(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,28 @@ def test_runs_killed_again_and_again_end_as_one_that_nobody_killed(tmp_path, mod
     assert told["died"] >= 3
     assert told["stood"] >= 3  # checkpoints that a child went on from, the start among them
     assert_same_runs(tmp_path / "whole", folder)
+
+
+ENDLESS = """
+import sys
+from tiny_runs import tiny_run
+from tensor_memory.experiments.train import RunOptions, train
+train(tiny_run(budget={"steps": 10**9}), RunOptions(sys.argv[1], device="cpu", quiet=True))
+"""
+
+
+def test_a_run_is_left_to_the_process_that_trains_it_until_that_is_killed(tmp_path, monkeypatch):
+    folder, config = tmp_path / "run", tiny_run(budget={"steps": 10**9})
+    with subprocess.Popen([sys.executable, "-c", ENDLESS, folder], cwd=HERE) as other:
+        while not (folder / "last").exists():
+            assert other.poll() is None
+            time.sleep(0.05)
+        with pytest.raises(ValueError, match="expected a run that nobody is training"):
+            run(folder, config, resume=True)
+        assert other.poll() is None
+        other.kill()
+    step = int(checkpoint(folder).name.removeprefix("step-"))
+    crashed(folder, monkeypatch, config, step, resume=True)  # it had gone on
 
 
 class StopAt:

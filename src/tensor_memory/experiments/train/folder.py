@@ -1,6 +1,6 @@
 """A run's folder: its config, its lines of metrics, its result; and what it refuses.
 
-Several processes share one folder. All read it, the first one writes.
+Several processes of one run share one folder. All read it, the first one writes and holds it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,11 @@ from tensor_memory.experiments.results.records import UnknownClassError, current
 from tensor_memory.experiments.run_config import RunConfig
 from tensor_memory.files import read_json, write_text
 
+try:
+    import fcntl
+except ImportError:  # Windows: there nobody is kept out
+    fcntl = None
+
 CONFIG = "the config of a run"
 NO_CONFIG = "put back the file that the run wrote, or train again into another folder"
 
@@ -33,6 +38,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.last = self.path / "last"
         self.best = self.path / "best"
+        self._held: int | None = None
 
     def check(self, config: RunConfig[Any, Any], *, resume: bool) -> None:
         """Refuse a folder that holds another run, or this one where nobody said to resume it."""
@@ -71,16 +77,38 @@ class RunFolder:
         return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
     def create(self, config: RunConfig[Any, Any], assets: Mapping[str, str]) -> None:
-        """Make the folder and write down the config and the task's own files."""
+        """Make the folder, hold it, and write down the config and the task's own files."""
         self._refuse_other(assets)
         with writing(self.path, "the run's folder"):
             self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self._hold()
             for left in self.path.glob(".*.tmp"):  # a killed process was writing these
                 left.unlink()
             if not self.config.exists():
                 write_json(self.config, config_dict(config))
             for name, text in assets.items():
                 write_text(self.path / name, text)
+
+    def _hold(self) -> None:
+        """Keep other processes out until `release`, or until this one ends, killed or not."""
+        if fcntl is None or self._held is not None:
+            return
+        self._held = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"{self.path}: expected a run that nobody is training, got one that another "
+                "process has in hand; wait for it or stop it, or choose another --output"
+            ) from error
+        except OSError:  # a file system without locks
+            pass
+
+    def release(self) -> None:
+        """Let others train here."""
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
 
     def _refuse_other(self, assets: Mapping[str, str]) -> None:
         """Raise where the folder holds files that the task has made of other data."""

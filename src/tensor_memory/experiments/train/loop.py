@@ -61,8 +61,11 @@ def train(config: RunConfig[Any, Any], options: RunOptions) -> dict[str, Any]:
     folder.check(config, resume=options.resume)
     if options.resume and folder.result.exists():
         return read_result(folder.result)
-    with Interruption() as interruption:
-        return _Run(config, options, accelerator, folder, interruption).go()
+    try:
+        with Interruption() as interruption:
+            return _Run(config, options, accelerator, folder, interruption).go()
+    finally:
+        folder.release()
 
 
 class _Run:
