@@ -240,6 +240,7 @@ def test_a_sweep_runs_its_grid_skips_what_is_done_and_reports_failures(capsys):
     assert sweep_command([*grid, "--device", "cpu"], trainer=not_trained) == 1
     out = capsys.readouterr()
     assert "3 runs, 0 of them finished already" in out.out
+    assert "3 to do with --jobs 2: nothing is known of their time; metrics.jsonl in" in out.out
     assert "1 run done, 0 skipped, 2 failed" in out.out
     assert "ValueError: task.trouble: expected none, got what was asked for" in out.err
     assert "its process was killed by signal 9" in out.err

@@ -50,22 +50,23 @@ def sweep_command(arguments: Sequence[str], *, trainer: Train = train) -> int:
     records = read_results([kept]) if kept is not None and kept.is_dir() else []
     finished = set(_finished_names(records))
     states = {run.name: _state(run, options.output, finished) for run in runs}
+    todo = [run for run in runs if states[run.name] != "finished"]
+    skipped = len(runs) - len(todo)
+    expected = f"{len(todo)} to do with --jobs {options.jobs}: "
+    expected += forecast(todo, records, options.jobs)
     if options.dry_run:
         for run in runs:
             print(f"{states[run.name]:<10} {run.name}  {' '.join(run.changes)}".rstrip())
-        todo = [run for run in runs if states[run.name] != "finished"]
-        print(f"{counted(len(runs), 'run')}, {len(runs) - len(todo)} of them finished")
-        print(f"{len(todo)} to do with --jobs {options.jobs}: ", end="")
-        print(forecast(todo, records, options.jobs))
+        print(f"{counted(len(runs), 'run')}, {skipped} of them finished")
+        print(expected)
         return 0
     for device in options.device.split(","):
         find_device(device)  # wrong for one run is wrong for all
     make_folder(options.output, "runs")
     if options.results is not None:
         make_folder(options.results, "results")
-    todo = [run for run in runs if states[run.name] != "finished"]
-    skipped = len(runs) - len(todo)
-    print(f"{counted(len(runs), 'run')}, {skipped} of them finished already", flush=True)
+    print(f"{counted(len(runs), 'run')}, {skipped} of them finished already")
+    print(f"{expected}; metrics.jsonl in a run's folder tells how it goes", flush=True)
     for run in runs:
         if states[run.name] == "finished" and options.results is not None:
             _copy_result(options.output / run.name, options.results)
