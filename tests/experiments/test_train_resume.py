@@ -13,6 +13,7 @@ from tiny_runs import tiny_run
 
 from tensor_memory.experiments.results import config_dict
 from tensor_memory.experiments.train import RunOptions, load_run, train
+from tensor_memory.experiments.train.checkpoints import Checkpoints
 from tensor_memory.experiments.train.folder import RunFolder
 
 HERE = Path(__file__).parent
@@ -81,14 +82,19 @@ train(tiny_run(budget={"steps": 10**9}), RunOptions(sys.argv[1], device="cpu", q
 
 def test_a_run_is_left_to_the_process_that_trains_it_until_that_is_killed(tmp_path, monkeypatch):
     folder, config = tmp_path / "run", tiny_run(budget={"steps": 10**9})
-    with subprocess.Popen([sys.executable, "-c", ENDLESS, folder], cwd=HERE) as other:
+    other = subprocess.Popen([sys.executable, "-c", ENDLESS, folder], cwd=HERE)
+    try:
         while not (folder / "last").exists():
             assert other.poll() is None
             time.sleep(0.05)
-        with pytest.raises(ValueError, match="expected a run that nobody is training"):
-            run(folder, config, resume=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(Checkpoints, "resume", None)  # it may be replaced while it is read
+            with pytest.raises(ValueError, match="expected a run that nobody is training"):
+                run(folder, config, resume=True)
         assert other.poll() is None
+    finally:
         other.kill()
+        other.wait()
     step = int(checkpoint(folder).name.removeprefix("step-"))
     crashed(folder, monkeypatch, config, step, resume=True)  # it had gone on
 

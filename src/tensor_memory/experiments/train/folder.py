@@ -81,7 +81,7 @@ class RunFolder:
         self._refuse_other(assets)
         with writing(self.path, "the run's folder"):
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            self._hold()
+            self.hold()
             for left in self.path.glob(".*.tmp"):  # a killed process was writing these
                 left.unlink()
             if not self.config.exists():
@@ -89,9 +89,10 @@ class RunFolder:
             for name, text in assets.items():
                 write_text(self.path / name, text)
 
-    def _hold(self) -> None:
-        """Keep other processes out until `release`, or until this one ends, killed or not."""
-        if fcntl is None or self._held is not None:
+    def hold(self) -> None:
+        """Keep other processes out of a folder that is there, until `release` or until this one
+        ends, killed or not."""
+        if fcntl is None or self._held is not None or not self.path.exists():
             return
         self._held = os.open(self.path, os.O_RDONLY)
         try:

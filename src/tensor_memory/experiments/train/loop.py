@@ -59,9 +59,11 @@ def train(config: RunConfig[Any, Any], options: RunOptions) -> dict[str, Any]:
     accelerator = make_accelerator(options)
     folder = RunFolder(options.output)
     folder.check(config, resume=options.resume)
-    if options.resume and folder.result.exists():
-        return read_result(folder.result)
     try:
+        if accelerator.is_main_process:
+            folder.hold()  # before anything is read that another process may be replacing
+        if options.resume and folder.result.exists():
+            return read_result(folder.result)
         with Interruption() as interruption:
             return _Run(config, options, accelerator, folder, interruption).go()
     finally:
