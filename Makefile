@@ -33,7 +33,7 @@ format: $(VENV)/.dev  ## apply what ruff can mend
 
 clean:  ## remove the environment and the caches
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
-	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src lab tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.torch:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -43,10 +43,10 @@ $(VENV)/.torch:
 	$(BIN)/python -m pip install --disable-pip-version-check "$(TORCH)"
 	@touch $@
 
-$(VENV)/.demo: pyproject.toml $(VENV)/.torch
-	$(BIN)/python -m pip install --disable-pip-version-check --editable ".[experiments]"
+$(VENV)/.demo: pyproject.toml lab/pyproject.toml $(VENV)/.torch
+	$(BIN)/python -m pip install --disable-pip-version-check --editable . --editable lab
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml $(VENV)/.torch
-	$(BIN)/python -m pip install --disable-pip-version-check --editable ".[dev]"
+$(VENV)/.dev: pyproject.toml lab/pyproject.toml $(VENV)/.torch
+	$(BIN)/python -m pip install --disable-pip-version-check --editable ".[dev]" --editable lab
 	@touch $@ $(VENV)/.demo

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from tensor_memory import MemoryConfig, MemoryResidual, memory_scan
-from tensor_memory.experiments.recipes.windowed import windowed_binding_long
-from tensor_memory.experiments.tasks import Batch
-from tensor_memory.experiments.tasks.binding import BLANK, squared_distances
-from tensor_memory.provenance import write_record
+from tensor_memory_lab.provenance import write_record
+from tensor_memory_lab.recipes.windowed import windowed_binding_long
+from tensor_memory_lab.tasks import Batch
+from tensor_memory_lab.tasks.binding import BLANK, squared_distances
 
 PUBLISHED = MemoryConfig(channels=16, grid=(6, 6, 6), chunk_size=1)
 OPEN = replace(PUBLISHED, forget_bias=5.0)

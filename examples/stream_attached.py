@@ -21,7 +21,7 @@ import torch
 from transformers import DynamicCache, MistralConfig, MistralForCausalLM
 
 from tensor_memory import MemoryConfig, attach
-from tensor_memory.provenance import write_record
+from tensor_memory_lab.provenance import write_record
 
 CONFIG = MemoryConfig(channels=8, grid=(4, 4, 4), chunk_size=16)
 MARKS = 5

@@ -35,8 +35,8 @@ from tensor_memory import (
     record,
 )
 from tensor_memory.inspect.page import write_page
-from tensor_memory.progress import progress
-from tensor_memory.provenance import write_record
+from tensor_memory_lab.progress import progress
+from tensor_memory_lab.provenance import write_record
 
 VALUES, WRITES, QUERIES = 8, 8, 4
 EPISODE = WRITES + QUERIES

@@ -22,16 +22,16 @@ from typing import Any
 import torch
 
 from tensor_memory import Recording, record
-from tensor_memory.experiments.recipes.windowed import demo
-from tensor_memory.experiments.results import run_name
-from tensor_memory.experiments.results.comparison import compare
-from tensor_memory.experiments.results.plots import draw_curves
-from tensor_memory.experiments.results.wording import bytes_text
-from tensor_memory.experiments.train import RunOptions, load_run, train
 from tensor_memory.inspect.page import write_page
+from tensor_memory_lab.recipes.windowed import demo
+from tensor_memory_lab.records import run_name
+from tensor_memory_lab.records.comparison import compare
+from tensor_memory_lab.records.plots import draw_curves
+from tensor_memory_lab.records.wording import bytes_text
+from tensor_memory_lab.train import RunOptions, load_run, train
 
 METHODS = {"base": "without memory", "tensor": "with memory"}
-FULL = "tensor-memory sweep --plan grids/1-windowed.toml --jobs 6 --results results/diagnostics"
+FULL = "tensor-memory sweep --plan lab/plans/1-windowed.toml --jobs 6 --results results/diagnostics"
 
 
 def run(method: str, options: argparse.Namespace) -> tuple[Path, dict[str, Any]]:

@@ -166,10 +166,10 @@ def test_an_unknown_command_and_no_command_are_usage_errors(
 
 
 def test_bench_gets_the_arguments_that_follow_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = type(sys)("tensor_memory.bench")
+    bench = type(sys)("tensor_memory_lab.bench")
     seen: list[list[str]] = []
     bench.main = lambda argv: seen.append(argv) or 5  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "tensor_memory.bench", bench)
+    monkeypatch.setitem(sys.modules, "tensor_memory_lab.bench", bench)
     assert main(["bench", "scan", "--help", "--steps", "3"]) == 5
     assert seen == [["scan", "--help", "--steps", "3"]]
 

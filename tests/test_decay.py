@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tensor_memory.experiments.recipes import find_recipe
-from tensor_memory.experiments.results import read_results
+from tensor_memory_lab.recipes import find_recipe
+from tensor_memory_lab.records import read_results
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "decay.py"

@@ -100,7 +100,7 @@ def test_imports_go_one_way():
         ("ops/fast.py", "from ..chunking import assign", "ops.fast imports .*chunking"),
         ("experiments/train.py", "from .recipes import all", "train imports .*recipes"),
         ("experiments/tasks/a.py", "from ..models import b", "tasks.a imports .*models"),
-        ("causality.py", "from tensor_memory.bench import stream", "causality imports .*bench"),
+        ("causality.py", "from tensor_memory_lab.bench import stream", "causality imports .*bench"),
         ("helpers.py", "", "helpers stands in no layer"),
     ],
 )

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from tensor_memory.experiments.recipes import find_recipe
 from tensor_memory.leak_check import load_factory
+from tensor_memory_lab.recipes import find_recipe
 
 
 @pytest.fixture(autouse=True)

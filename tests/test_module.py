@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memories import DIM, OPTIONS, make_marks, make_memory, make_state, make_tokens
 from tensor_memory import MemoryConfig, TensorMemory
 from tensor_memory import module as module_under_test
-from tensor_memory.experiments.train.graph import no_waiting
+from tensor_memory_lab.train.graph import no_waiting
 from tolerances import assert_same
 
 HALVES = [torch.float16, torch.bfloat16]

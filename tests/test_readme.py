@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tensor_memory import bench
+from tensor_memory_lab import bench
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("src/**/*.md")])

@@ -2,16 +2,12 @@
 
 tensor-memory doctor
 tensor-memory leak-check package.module:factory
-tensor-memory bench ...
-tensor-memory inspect RECORDING_OR_RUN
-tensor-memory list | run RECIPE ... | sweep RECIPE ... | report PATH ...
-tensor-memory generate RUN_FOLDER ... | positions RUN_FOLDER ...
+tensor-memory inspect RECORDING
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import io
 import os
 import select
@@ -19,26 +15,14 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import tensor_memory
 from tensor_memory.doctor import run_doctor
-from tensor_memory.inspect.command import OpenedRun, add_options, run_inspect
+from tensor_memory.inspect.command import add_options, run_inspect
 from tensor_memory.leak_check import run_leak_check
 
 MISTAKES = (ValueError, TypeError, OSError, ImportError)
 """What a user can cause and repair: told without a traceback, exit status 2."""
-
-OWN_OPTIONS = {
-    "bench": "timings behind a correctness check",
-    "list": "the recipes there are",
-    "run": "train one model by a recipe",
-    "sweep": "train a grid of models, several at once",
-    "report": "tables and plots of what runs have left",
-    "generate": "text from a trained language model, as it is drawn",
-    "positions": "loss against position, far beyond the training length",
-}
-"""Commands that read their arguments themselves, --help among them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,10 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):  # σ is no reason to end, in ASCII it is \u03c3
         sys.stdout.reconfigure(errors="backslashreplace")
-    if arguments[:1] and arguments[0] in OWN_OPTIONS:
-        return _guarded(lambda: _command(arguments[0])(arguments[1:]))
     options = _parser().parse_args(arguments)
-    return _guarded(lambda: options.run(options))
+    return guarded(lambda: options.run(options))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -94,46 +76,12 @@ def _parser() -> argparse.ArgumentParser:
         "some of its test data.",
     )
     add_options(inspect)
-    inspect.set_defaults(run=lambda options: run_inspect(options, _open_run))
-
-    for name, purpose in OWN_OPTIONS.items():
-        commands.add_parser(name, help=purpose, add_help=False)
+    inspect.set_defaults(run=run_inspect)
     return parser
 
 
-def _command(name: str) -> Callable[[list[str]], int]:
-    """What runs one of OWN_OPTIONS; imported only when it is asked for."""
-    if name == "bench":
-        from tensor_memory.bench import main as run_bench
-
-        return run_bench
-    module, function = {
-        "list": ("listing", "list_command"),
-        "run": ("run", "run_command"),
-        "sweep": ("sweep", "sweep_command"),
-        "report": ("report", "report_command"),
-        "generate": ("generate", "generate_command"),
-        "positions": ("positions", "positions_command"),
-    }[name]
-    return _experiments(name, module, function)
-
-
-def _open_run(options: argparse.Namespace) -> OpenedRun:
-    return _experiments("inspect RUN_FOLDER", "inspect_run", "open_run")(options)
-
-
-def _experiments(command: str, module: str, function: str) -> Callable[..., Any]:
-    """A function of `experiments.commands`, or an error that says what to install."""
-    if importlib.util.find_spec("tyro") is None:
-        raise ModuleNotFoundError(
-            f"tensor-memory {command} needs what experiments need; install it with: "
-            "pip install 'tensor-memory[experiments]'"
-        )
-    commands = importlib.import_module(f"tensor_memory.experiments.commands.{module}")
-    return getattr(commands, function)
-
-
-def _guarded(run: Callable[[], int]) -> int:
+def guarded(run: Callable[[], int]) -> int:
+    """Run a command; what the user got wrong is told without a traceback, exit status 2."""
     try:
         status = run()
         sys.stdout.flush()  # a reader that has gone shows here, and not as Python ends

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tensor_memory import Recording
-from tensor_memory.experiments.commands.arguments import parse_run
-from tensor_memory.experiments.results import read_results
 from tensor_memory.inspect import pictures
+from tensor_memory_lab.commands.arguments import parse_run
+from tensor_memory_lab.records import read_results
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -1,0 +1,1 @@
+"""How the memory was measured: tasks, models, training, records, recipes, benchmarks."""

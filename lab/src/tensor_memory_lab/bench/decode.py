@@ -1,0 +1,304 @@
+"""One token at a time: what a memory adds to the latency, and what it holds instead of a cache.
+
+    tensor-memory bench decode
+
+The language model without gradients, each layer attending to a window of fixed
+size, so that nothing grows; with and without memory, turn by turn. First the scan is compared with
+the float64 reference, and one token at a time with the whole sequence at once; where either fails
+no speed is given and the status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import replace
+from itertools import cycle
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tensor_memory import MemoryState, TensorMemory
+from tensor_memory_lab.bench import agreement, report
+from tensor_memory_lab.bench.hosts import Host, language_host
+from tensor_memory_lab.bench.shapes import ScanShape
+from tensor_memory_lab.bench.timing import QUICK, Budget, Timing, describe, part_failures
+from tensor_memory_lab.models.attention import SelfAttention, merge_heads, split_heads
+from tensor_memory_lab.models.block import Block
+from tensor_memory_lab.models.language import LanguageModel
+from tensor_memory_lab.progress import progress
+
+WITHOUT, WITH = "base", "memory"
+WINDOW = 64
+"""Tokens each layer attends to."""
+
+LENGTHS = (1_000, 10_000, 100_000)
+"""Tokens for which the growing key-value cache is counted."""
+
+
+class Decoder:
+    """Feeds a model its own choices; keeps a window of keys and values, and the memory's states."""
+
+    def __init__(self, model: LanguageModel, batch: int) -> None:
+        self.model = model.eval()
+        weight = model.word.weight
+        self.blocks = [block for block in model.stack.blocks if isinstance(block, Block)]
+        heads = model.config.heads
+        size = (batch, heads, WINDOW, weight.shape[1] // heads)
+        self.keys = [weight.new_zeros(size) for _ in self.blocks]
+        self.values = [weight.new_zeros(size) for _ in self.blocks]
+        self.states: dict[int, MemoryState | None] = {
+            index: None for index, block in enumerate(self.blocks) if block.side is not None
+        }
+        self.ids = torch.zeros(batch, 1, dtype=torch.long, device=weight.device)
+        self.slots = cycle(range(WINDOW))
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """One token for every row."""
+        slot, model = next(self.slots), self.model
+        x = model.embed(self.ids, slot % model.length)
+        for index, block in enumerate(self.blocks):
+            attention = block.attention
+            assert isinstance(attention, SelfAttention)
+            q, k, v = split_heads(attention.qkv(block.attention_norm(x)), 3, attention.heads)
+            self.keys[index][:, :, slot] = k[:, :, 0]
+            self.values[index][:, :, slot] = v[:, :, 0]
+            mixed = F.scaled_dot_product_attention(q, self.keys[index], self.values[index])
+            x = block.transform(x + attention.project(merge_heads(mixed)))
+            if index in self.states:
+                x, self.states[index] = block.remember(x, self.states[index])
+        self.ids = model.logits(x).argmax(-1)
+
+    @property
+    def state_bytes(self) -> int:
+        """What the memory's states hold, all layers and rows together."""
+        return sum(state.nbytes for state in self.states.values() if state is not None)
+
+
+def build(host: Host, device: torch.device, seed: int, *, memory: bool) -> LanguageModel:
+    """The model in the type it is served in: bfloat16 on a GPU."""
+    torch.manual_seed(seed)
+    model = host.build(host.memory if memory else None, range(host.layers))
+    assert isinstance(model, LanguageModel)
+    return model.to(device, _dtype(device)).eval()
+
+
+def _dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def cutting_error(host: Host, device: torch.device, seed: int, batch: int) -> float:
+    """RMS error of one token at a time against all at once, as a share of the readout.
+
+    The memory alone in float32, over two chunks and a half.
+    """
+    torch.manual_seed(seed)
+    memory = TensorMemory(host.dim, host.memory).to(device)
+    x = torch.randn(batch, 5 * host.memory.chunk_size // 2, host.dim).to(device)
+    with torch.inference_mode():
+        whole, _ = memory(x)
+        state, parts = None, []
+        for token in x.split(1, dim=1):
+            m, state = memory(token, state)
+            parts.append(m)
+    error = (torch.cat(parts, dim=1) - whole).double().square().mean().sqrt()
+    return (error / whole.double().square().mean().sqrt()).item()
+
+
+def measure_batch(
+    host: Host, batch: int, device: torch.device, budget: Budget, seed: int
+) -> dict[str, Any]:
+    """Both comparisons first; then latency, launches and bytes. Plain values for JSON."""
+    memory = host.memory
+    row: dict[str, Any] = {"batch": batch, "memory": memory.to_dict(), "layers": host.layers}
+    shape = ScanShape(batch, 1, memory.channels, memory.grid, _dtype(device))
+    agreed = agreement.check(shape, memory.backend, device, seed)
+    row["agreement"] = agreed.to_dict()
+    cut = cutting_error(host, device, seed, batch)
+    bound = agreement.BOUNDS[torch.float32].outputs
+    row["agreement"]["one_token_at_a_time"] = cut
+    if not cut <= bound:
+        row["agreement"]["passed"] = False
+        row["agreement"]["failures"].append(
+            f"one token at a time: error {cut:.1e} of the readout, allowed {bound:.0e}"
+        )
+    if row["agreement"]["failures"]:
+        return row
+
+    decoders = {
+        name: Decoder(build(host, device, seed, memory=name == WITH), batch)
+        for name in (WITHOUT, WITH)
+    }
+    row |= _latency(decoders, memory.chunk_size, device, budget)
+    row["state_bytes"] = decoders[WITH].state_bytes
+    per_token = 2 * host.layers * host.dim * batch * _dtype(device).itemsize
+    row["key_value_bytes"] = {str(length): per_token * length for length in LENGTHS}
+    row["errors"] = {}
+    if device.type == "cuda":
+        try:  # a machine may forbid profiling; the latencies stand without it
+            row["launches"] = _launches(decoders, memory.chunk_size)
+        except part_failures() as error:
+            row["errors"]["launches"] = describe(error)
+    return row
+
+
+def _latency(
+    decoders: dict[str, Decoder], K: int, device: torch.device, budget: Budget
+) -> dict[str, Any]:
+    """Milliseconds per token, waited for one by one as a sampler does; chunks take turns."""
+    taken: dict[str, list[list[float]]] = {name: [] for name in decoders}  # K times per chunk
+    for decoder in decoders.values():
+        for _ in range(budget.warm_up * K):
+            decoder.step()
+    began, rounds = time.perf_counter(), 0
+    while rounds < budget.least or (
+        rounds < budget.most and time.perf_counter() - began < budget.seconds
+    ):
+        for name, decoder in decoders.items():
+            taken[name].append([_wait(decoder, device) for _ in range(K)])
+        rounds += 1
+    chunk = {name: Timing.of([sum(c) / K for c in chunks]) for name, chunks in taken.items()}
+    places = {
+        "first": slice(0, 1),  # reads
+        "middle": slice(1, K - 1),  # waits
+        "last": slice(K - 1, K),  # writes
+    }
+    return {
+        "ms_per_token": {name: timing.to_dict() for name, timing in chunk.items()},
+        "added_ms": chunk[WITH].median - chunk[WITHOUT].median,
+        "ratio": chunk[WITH].median / chunk[WITHOUT].median,
+        "ms_by_place_in_chunk": {
+            name: {
+                place: Timing.of([t for c in chunks for t in c[part]]).to_dict()
+                for place, part in places.items()
+                if chunks[0][part]
+            }
+            for name, chunks in taken.items()
+        },
+    }
+
+
+def _wait(decoder: Decoder, device: torch.device) -> float:
+    start = time.perf_counter()
+    decoder.step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - start) * 1e3
+
+
+def _launches(decoders: dict[str, Decoder], K: int) -> dict[str, Any]:
+    """Kernels run for the first, a middle and the last token of a chunk, all rows together."""
+    counts = {name: _launches_by_place(decoder, K) for name, decoder in decoders.items()}
+    layers = len(decoders[WITH].states)
+    added = {
+        place: (counts[WITH][place] - counts[WITHOUT][place]) / layers for place in counts[WITH]
+    }
+    mean = (added["first"] + (K - 2) * added["middle"] + added["last"]) / K
+    return {
+        "per_token": counts,
+        "by_memory_per_layer": added,
+        "by_memory_per_layer_mean": mean,
+    }
+
+
+def _launches_by_place(decoder: Decoder, K: int) -> dict[str, int]:
+    from torch.profiler import ProfilerActivity, profile
+
+    counts = {}
+    named = {0: "first", 1: "middle", K - 1: "last"}
+    for at in range(K):
+        if at not in named:
+            decoder.step()
+            continue
+        torch.cuda.synchronize()
+        # Events are kept: torch 2.10 and 2.11 warn that they would go, though there is one cycle.
+        activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+        with profile(activities=activities, acc_events=True) as seen:
+            decoder.step()
+            torch.cuda.synchronize()
+        counts[named[at]] = sum(
+            event.device_type.name == "CUDA" and not event.name.startswith(("Memcpy", "Memset"))
+            for event in seen.events() or ()
+        )
+    return counts
+
+
+def run(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Every batch size asked for; one that fails is recorded and the others go on."""
+    budget = QUICK if options.quick else Budget(seconds=4.0, least=5, most=60, warm_up=2)
+    host = language_host(quick=options.quick)
+    host = replace(host, memory=replace(host.memory, backend=options.backend, reads=options.reads))
+    result: dict[str, Any] = {"batches": {}, "aims": []}
+    with progress("decode", len(options.batches), unit="batch sizes") as advance:
+        for batch in options.batches:
+            try:  # out of memory, or a shape the backend refuses, costs this batch size alone
+                row = measure_batch(host, batch, device, budget, options.seed)
+            except part_failures() as error:
+                row = {"errors": {"all": describe(error)}}
+            result["batches"][str(batch)] = row
+            advance(note=f"batch {batch}")
+    return result
+
+
+def complaints(result: dict[str, Any]) -> list[str]:
+    """Batch sizes that disagreed or died, in words."""
+    found = []
+    for name, row in result["batches"].items():
+        found += [f"batch {name}, {p}: {error}" for p, error in row.get("errors", {}).items()]
+        disagreements = row.get("agreement", {}).get("failures", [])
+        found += [f"batch {name} DISAGREES with the reference: {t}" for t in disagreements]
+    return found
+
+
+def rows(result: dict[str, Any]) -> list[report.Rows]:
+    """One table: a line per batch size."""
+    number, mib = report.number, report.mib
+    table = []
+    for name, row in result["batches"].items():
+        if "ms_per_token" not in row:
+            continue
+        added = row.get("launches", {}).get("by_memory_per_layer_mean")
+        table.append(
+            {
+                "batch": name,
+                "base, ms per token": number(row["ms_per_token"][WITHOUT]["median"]),
+                "with memory": number(row["ms_per_token"][WITH]["median"]),
+                "added": number(row["added_ms"]),
+                "ratio": number(row["ratio"]),
+                "launches per token and layer": number(added),
+                "state, MiB": mib(row["state_bytes"]),
+                **{
+                    f"cache at {int(length):,}, MiB": mib(size)
+                    for length, size in row["key_value_bytes"].items()
+                },
+            }
+        )
+    return [table]
+
+
+def main(argv: list[str]) -> int:
+    """Run the benchmark; 1 where something disagreed or died."""
+    parser = argparse.ArgumentParser(
+        prog="tensor-memory bench decode",
+        description="Time one token at a time with and without memory.",
+        formatter_class=report.Defaults,
+    )
+    report.add_common_options(parser)
+    add = parser.add_argument
+    add("--batches", type=int, nargs="+", default=[1, 32], help="rows decoded together")
+    add("--reads", choices=("chunk", "token"), default="chunk", help="what each read is for")
+    options = parser.parse_args(argv)
+    device = report.check_common_options(parser, options)
+    for batch in options.batches:
+        if batch < 1:
+            parser.error(f"--batches: expected at least 1 row, got {batch}")
+    result = run(options, device)
+    config = {
+        "dtype": str(_dtype(device)).removeprefix("torch."),
+        "window": WINDOW,
+    }
+    return report.finish(
+        "decode", options, device, config, result, rows(result), complaints(result)
+    )

@@ -1,0 +1,114 @@
+"""The compared models at their published sizes, with and without memory, and a batch for each.
+
+These are the models of `experiments`: fused attention, one product for q, k and v, a loss that
+never holds the logits of the whole batch in float32. A slow host would flatter the memory.
+
+Letters: B batch, N tokens, T frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tensor_memory import MemoryConfig
+from tensor_memory_lab.models import Model
+from tensor_memory_lab.models.language import LanguageModel, LanguageModelConfig
+from tensor_memory_lab.models.video import VideoModel, VideoModelConfig
+from tensor_memory_lab.tasks import Batch
+
+
+@dataclass(frozen=True)
+class Host:
+    """A model with its published memory, and what goes through it in a step."""
+
+    name: str
+    dim: int
+    layers: int
+    batch: int
+    memory: MemoryConfig
+    build: Callable[[MemoryConfig | None, Sequence[int]], Model]
+    """The model with this memory on these layers, or without one."""
+    draw: Callable[[torch.device], Batch]
+    loss: Callable[[Model, Batch], Tensor]
+    tokens: tuple[int, int]
+    """Pieces whose ends are written, and tokens in each: one sequence, or 8 frames."""
+
+    def steps(self, chunk_size: int) -> int:
+        """S, the scan's length per layer."""
+        pieces, tokens = self.tokens
+        return pieces * -(-tokens // chunk_size)
+
+
+def language_host(*, quick: bool = False, batch: int = 32) -> Host:
+    """d 384, 8 heads, 8 layers, 30,000 words, B × 512 tokens; C 32, 8³, K 16."""
+    config, words, length = LanguageModelConfig(), 30_000, 512
+    if quick:
+        memory = MemoryConfig(channels=16, grid=(3, 3, 3), chunk_size=8)
+        config = replace(config, dim=16, heads=2, layers=2, memory=memory)
+        words, batch, length = 50, 2, 24
+
+    def build(memory: MemoryConfig | None, layers: Sequence[int]) -> Model:
+        chosen = config
+        if memory is not None:
+            chosen = replace(config, method="tensor", memory=memory, memory_layers=tuple(layers))
+        return LanguageModel(chosen, words, length)
+
+    def draw(device: torch.device) -> Batch:
+        ids = torch.randint(words, (batch, length + 1)).to(device)
+        return {"ids": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous()}
+
+    return Host(
+        name="language",
+        dim=config.dim,
+        layers=config.layers,
+        batch=batch,
+        memory=config.memory,
+        build=build,
+        draw=draw,
+        loss=lambda model, given: model(given)[0]["nll"].mean(),
+        tokens=(1, length),
+    )
+
+
+def video_host(*, quick: bool = False, batch: int = 32) -> Host:
+    """d 256, 8 heads, 6 layers, B clips of 8 frames of 1 + 196 tokens; C 64, 8³, K 8."""
+    config, side, patch, frames, classes = VideoModelConfig(), 14, 16, 8, 101
+    if quick:
+        memory = MemoryConfig(channels=16, grid=(3, 3, 3), chunk_size=4)
+        config = replace(config, dim=16, heads=2, layers=2, memory=memory)
+        side, patch, frames, batch = 3, 2, 2, 2
+
+    def build(memory: MemoryConfig | None, layers: Sequence[int]) -> Model:
+        chosen = config
+        if memory is not None:
+            chosen = replace(config, method="spatial", memory=memory, memory_layers=tuple(layers))
+        return VideoModel(chosen, (side, side), patch, frames, classes)
+
+    def draw(device: torch.device) -> Batch:
+        pixels = side * patch
+        clip = torch.randint(256, (batch, frames, pixels, pixels, 3), dtype=torch.uint8)
+        return {"clip": clip.to(device), "targets": torch.randint(classes, (batch,)).to(device)}
+
+    def loss(model: Model, given: Batch) -> Tensor:
+        logits = model({"clip": given["clip"]})[0]["logits"].float()
+        return F.cross_entropy(logits, given["targets"], label_smoothing=0.1)
+
+    return Host(
+        name="video",
+        dim=config.dim,
+        layers=config.layers,
+        batch=batch,
+        memory=config.memory,
+        build=build,
+        draw=draw,
+        loss=loss,
+        tokens=(frames, 1 + side * side),
+    )
+
+
+HOSTS = {"language": language_host, "video": video_host}

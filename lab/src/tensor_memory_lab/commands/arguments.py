@@ -1,0 +1,124 @@
+"""Flags of a run, made from the dataclasses of its recipe."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, Generic, Literal, TypeVar
+
+import tyro
+
+from tensor_memory_lab.recipes import Recipe, find_recipe
+from tensor_memory_lab.run_config import BudgetConfig, OptimizerConfig, RunConfig
+
+T = TypeVar("T")
+M = TypeVar("M")
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What does not decide a number: where a run is kept and how it is shown."""
+
+    output: Path | None = None
+    """Folder of the run; runs/<name of the run> unless given."""
+    resume: bool = False
+    """Continue the run in its folder from its last checkpoint."""
+    from_previous: bool = False
+    """With --resume: use the checkpoint before a broken last one."""
+    tracker: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Also log to this tracker (tensorboard, or any that Accelerate knows); may be repeated."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, …"""
+    results: Path | None = None
+    """Copy the result's JSON into this folder too."""
+    quiet: bool = False
+    """Show no progress."""
+
+
+@dataclass(frozen=True)
+class RunFlags(Generic[T, M]):
+    """The fields of a `RunConfig` but its recipe, which the command names, and the settings."""
+
+    task: T
+    model: M
+    optimizer: OptimizerConfig
+    budget: BudgetConfig
+    seed: int = 0
+    """Initialisation, dropout and training data; evaluation data never depends on it."""
+    precision: Literal["float32", "bf16"] = "float32"
+    """bf16: products under autocast, weights and accumulations stay float32."""
+    speed: Literal["auto", "eager", "graph", "compile"] = "auto"
+    """How a step is launched; changes no number beyond rounding. auto: a CUDA graph where one can
+    be captured, else eager."""
+    settings: Annotated[RunSettings, tyro.conf.arg(name="")] = field(default_factory=RunSettings)
+
+
+def count(text: str) -> int:
+    """How many of something, as the `type` of an argparse option."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
+    return int(text)
+
+
+CONFIG_FIELDS = ("task", "model", "optimizer", "budget", "seed", "precision", "speed")
+
+
+def parse_run(name: str, arguments: Sequence[str]) -> tuple[RunConfig[Any, Any], RunSettings]:
+    """The config of the recipe `name` with `arguments` applied, and the settings among them.
+
+    An unknown flag, a value that does not fit and a config that refuses itself end the program
+    with status 2 and a message, as `--help` ends it with status 0.
+    """
+    make = find_recipe(name)
+    return apply_flags(make(), arguments, prog=f"tensor-memory run {name}", about=describe(make))
+
+
+def apply_flags(
+    config: RunConfig[Any, Any], arguments: Sequence[str], *, prog: str, about: str = ""
+) -> tuple[RunConfig[Any, Any], RunSettings]:
+    """A config with command-line flags applied to it, and the settings among the flags.
+
+    A field of the task may go without its group: `--data-dir` is `--task.data-dir`.
+    """
+    if not isinstance(config, RunConfig):
+        raise ValueError(
+            f"{prog}: expected a function that returns a RunConfig, got one that returns "
+            f"{type(config).__name__}; return one, such as replace(binding(), seed=1)"
+        )
+    flags = tyro.cli(
+        RunFlags[type(config.task), type(config.model)],
+        args=[_in_full(word, config.task) for word in arguments],
+        default=RunFlags(**{name: getattr(config, name) for name in CONFIG_FIELDS}),
+        prog=prog,
+        description=about,
+        # A field that is a dataclass or None stays what the recipe made it, without subcommands.
+        config=(tyro.conf.AvoidSubcommands,),
+    )
+    values = {name: getattr(flags, name) for name in CONFIG_FIELDS}
+    return RunConfig(recipe=config.recipe, **values), flags.settings
+
+
+def _in_full(word: str, task: Any) -> str:
+    """A word of the command line, a flag of the task with its group.
+
+    >>> from tensor_memory_lab.tasks.language import LanguageTaskConfig
+    >>> [_in_full(word, LanguageTaskConfig()) for word in ("--data-dir=here", "--seed", "paper")]
+    ['--task.data-dir=here', '--seed', 'paper']
+    """
+    name = word.removeprefix("--").partition("=")[0].removeprefix("no-").replace("-", "_")
+    taken = {*CONFIG_FIELDS, *(f.name for f in fields(RunSettings))}
+    bare = word.startswith("--") and name in {f.name for f in fields(task)} - taken
+    return f"--task.{word[2:]}" if bare else word
+
+
+def describe(make: Recipe) -> str:
+    """A recipe's docstring, for `--help`."""
+    return (make.__doc__ or "").strip()
+
+
+def is_main_process() -> bool:
+    """Whether this process speaks for the run: rank 0 of those a launcher started, or the one."""
+    return os.environ.get("RANK", "0") == "0"

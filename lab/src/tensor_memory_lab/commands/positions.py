@@ -1,0 +1,101 @@
+"""`tensor-memory positions RUN_FOLDER …`: loss against position, far beyond the training length."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from tensor_memory_lab.commands.arguments import count
+from tensor_memory_lab.commands.run import make_folder
+from tensor_memory_lab.records import run_name
+from tensor_memory_lab.records.positions import (
+    draw_positions,
+    positions_table,
+    write_positions,
+)
+from tensor_memory_lab.records.tables import markdown
+from tensor_memory_lab.train.positions import loss_by_position
+from tensor_memory_lab.train.processes import find_device
+from tensor_memory_lab.train.saved_text import load_text_run
+from tensor_memory_lab.wording import counted
+
+
+def positions_command(arguments: Sequence[str]) -> int:
+    """Measure every run, write a record of each and one figure of all."""
+    options = _parser().parse_args(arguments)
+    device = find_device(options.device)
+    records = []
+    for folder in options.folders:
+        config, vocabulary, model, step = load_text_run(
+            folder, options.which, device=device, carried=True
+        )
+        make_folder(options.output, "positions")  # now, and not after everything is measured
+        given = config.task
+        if options.data_dir is not None:
+            given = replace(given, data_dir=str(options.data_dir))
+        task = given.build(config.seed).to(torch.device(device))
+        if task.vocabulary != vocabulary:
+            raise ValueError(
+                f"{folder}: expected the text this run was trained on, got one with other words; "
+                "name its folder with --data-dir"
+            )
+        record = loss_by_position(
+            config, task, model, step=step, windows=options.times, size=options.rows
+        )
+        write_positions(options.output / f"{run_name(config)}.json", record)
+        records.append(record)
+    files = draw_positions(records, options.output / "positions")
+    print(markdown(positions_table(records)))
+    print(f"{counted(len(records), 'run')}, written to {options.output}; figure {files[0]}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tensor-memory positions",
+        description="Loss against position in the test text, up to many times the training length, "
+        "the state carried from window to window. The same tokens are scored at every distance. "
+        "Writes a JSON record per run and one figure as PNG and SVG.",
+    )
+    parser.add_argument(
+        "folders", nargs="+", type=Path, metavar="run_folder", help="language runs with checkpoints"
+    )
+    parser.add_argument(
+        "--times",
+        type=count,
+        default=16,
+        metavar="N",
+        help="read up to N windows in a row, each as long as in training (default 16)",
+    )
+    parser.add_argument(
+        "--rows",
+        type=count,
+        default=32,
+        metavar="N",
+        help="windows in one batch; the whole text is read in any case, so that N costs memory "
+        "and saves time (default 32)",
+    )
+    parser.add_argument(
+        "--data-dir",
+        type=Path,
+        metavar="FOLDER",
+        help="the text, where it has moved since training",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("positions"),
+        metavar="FOLDER",
+        help="for the records and the figure (default positions)",
+    )
+    parser.add_argument(
+        "--which", choices=("best", "last"), default="best", help="checkpoint (default best)"
+    )
+    parser.add_argument(
+        "--device", default="auto", help="auto, cpu, cuda, cuda:1, … (default auto)"
+    )
+    return parser

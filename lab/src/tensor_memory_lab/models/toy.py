@@ -1,0 +1,240 @@
+"""Models of the diagnostics: small causal Transformers that differ in one config value.
+
+All of them embed a task's tokens, run the same blocks under the same mask rule and answer at the
+positions asked for. Letters: B batch, N tokens, Q answers, T frames, d width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tensor_memory import MemoryConfig
+from tensor_memory_lab.models import Carry, Model
+from tensor_memory_lab.models.block import Place, check_memory_layers, initialise
+from tensor_memory_lab.models.matched import (
+    FLOAT_BYTES,
+    memory_bytes,
+    side_parameters,
+    wide_ratio,
+)
+from tensor_memory_lab.models.slots import check_slots
+from tensor_memory_lab.models.stack import Stack, StackConfig
+from tensor_memory_lab.tasks import Batch
+from tensor_memory_lab.tasks.binding import WRITE
+from tensor_memory_lab.tasks.map_building import FEATURES
+from tensor_memory_lab.tasks.occlusion import PATCH, TOKENS_PER_FRAME
+
+ToyMethod = Literal[
+    "base", "wide", "slots", "slots-matched", "tensor", "xl", "recurrent-slots", "linear"
+]
+
+REGISTERS = 8
+
+
+@dataclass(frozen=True)
+class ToyModelConfig:
+    """A causal Transformer for a diagnostic task."""
+
+    method: ToyMethod = "base"
+    """base; wide: the weights of `tensor` in the MLP; slots: 8 registers; slots-matched: registers
+    of the memory's bytes; tensor: the memory; xl: relative attention with a cache of the memory's
+    bytes; recurrent-slots: tokens of the memory's bytes, carried between segments; linear: a
+    linear-attention state of the memory's bytes beside attention."""
+    dim: int = 64
+    """d, width of the tokens."""
+    layers: int = 2
+    """Transformer blocks."""
+    heads: int = 4
+    """Attention heads; a divisor of `dim`."""
+    mlp_ratio: float = 4.0
+    """Width of the MLP over `dim`."""
+    dropout: float = 0.1
+    """On embeddings, and on what attention, MLP and side path add."""
+    window: int | None = None
+    """Tokens that attention sees, itself included; None sees the whole past. xl and
+    recurrent-slots take segments of so many tokens."""
+    memory: MemoryConfig = field(
+        default_factory=lambda: MemoryConfig(channels=16, grid=(6, 6, 6), chunk_size=1)
+    )
+    """The memory, whose bytes others are matched to; linear takes its `gain` too."""
+    memory_layers: tuple[int, ...] | None = None
+    """Layers with a side path (tensor, linear); None takes all."""
+    gate_init: float = 0.0
+    """Initial γ of the side paths."""
+    placement: Place = "after_mlp"
+    """Where the side path stands in its block."""
+    share_weights: bool = True
+    """One set of side-path weights for all layers."""
+    slots: int | None = None
+    """Registers or recurrent slots; None takes what the method says."""
+    cache: int | None = None
+    """Tokens in the cache of xl; None takes as many as fill the memory's bytes."""
+
+    def __post_init__(self) -> None:
+        if self.method not in get_args(ToyMethod):
+            raise ValueError(
+                f"model.method: expected one of {', '.join(get_args(ToyMethod))}, "
+                f"got {self.method!r}"
+            )
+        if self.method == "recurrent-slots" and self.window is None:
+            raise ValueError(
+                "model.window: expected a number of tokens, got None: recurrent-slots are carried "
+                "from segment to segment, and without a window there is but one"
+            )
+        check_memory_layers(self.with_memory, self.layers)
+
+    @property
+    def with_memory(self) -> tuple[int, ...]:
+        """Layers that hold the side path, or whose memory others are matched to."""
+        return tuple(range(self.layers)) if self.memory_layers is None else self.memory_layers
+
+    def build(self, task: Any) -> ToyModel:
+        """The model for one of the drawn tasks."""
+        return ToyModel(self, task)
+
+    def stack(self, length: int) -> StackConfig:
+        """The choices that `method` stands for."""
+        layers = self.with_memory
+        plain = StackConfig(
+            dim=self.dim,
+            layers=self.layers,
+            heads=self.heads,
+            length=length,
+            mlp_ratio=self.mlp_ratio,
+            dropout=self.dropout,
+        )
+        budget = memory_bytes(self.memory, len(layers))
+        changes: dict[str, Any] = {}
+        if self.method not in ("xl", "recurrent-slots"):
+            changes["window"] = self.window
+        if self.method == "wide":
+            extra = side_parameters(self.dim, self.memory, len(layers))
+            changes["mlp_ratio"] = wide_ratio(self.dim, self.layers, self.mlp_ratio, extra)
+        elif self.method == "slots":
+            slots = REGISTERS if self.slots is None else self.slots
+            changes["registers"] = check_slots(slots, self.method)
+        elif self.method == "slots-matched":
+            slots = budget // (FLOAT_BYTES * self.dim * self.layers)
+            changes["registers"] = check_slots(slots, self.method)
+        elif self.method in ("tensor", "linear"):
+            changes |= {
+                "side": self.method,
+                "memory": self.memory,
+                "side_layers": layers,
+                "side_place": self.placement,
+                "gate_init": self.gate_init,
+                "share_weights": self.share_weights,
+            }
+        elif self.method == "xl":
+            matched = budget // (FLOAT_BYTES * self.dim * self.layers)
+            cache = matched if self.cache is None else self.cache
+            changes |= {"attention": "relative", "segment": self.window, "cache": cache}
+        elif self.method == "recurrent-slots":
+            matched = budget // (FLOAT_BYTES * self.dim)
+            slots = check_slots(matched if self.slots is None else self.slots, self.method)
+            changes |= {"segment": self.window, "recurrent_slots": slots}
+        return replace(plain, **changes)
+
+
+class ToyModel(Model):
+    """Embedding, blocks, LayerNorm and a biased head at the positions "ask"."""
+
+    def __init__(self, config: ToyModelConfig, task: Any) -> None:
+        super().__init__()
+        if task.inputs not in EMBEDDINGS:
+            raise ValueError(
+                f"task.inputs: expected one of {', '.join(EMBEDDINGS)}, got {task.inputs!r}"
+            )
+        self.config = config
+        self.embed = EMBEDDINGS[task.inputs](config.dim, task)
+        self.norm = nn.LayerNorm(config.dim)
+        self.head = nn.Linear(config.dim, task.classes)
+        self.stack = Stack(config.stack(task.length))
+        initialise(self, narrow=True)
+
+    def forward(
+        self, batch: Batch, carry: Carry | None = None
+    ) -> tuple[dict[str, Tensor], Carry | None]:
+        """Logits (B, Q, classes) at batch["ask"]; nothing is carried."""
+        x = F.dropout(self.embed(batch), self.config.dropout, self.training)  # (B, N, d)
+        x, _ = self.stack(x)
+        asked = x.gather(1, batch["ask"][..., None].expand(-1, -1, x.shape[2]))
+        return {"logits": self.head(self.norm(asked))}, None
+
+    def state_bytes(self) -> int:
+        """Bytes one row carries past what attention sees."""
+        return self.stack.state_bytes()
+
+
+class BindingTokens(nn.Module):
+    """Kind, place and, where one is written, value: each its own embedding, summed."""
+
+    def __init__(self, dim: int, task: Any) -> None:
+        super().__init__()
+        self.kind = nn.Embedding(task.kinds, dim)
+        self.place = nn.Linear(3, dim)
+        self.value = nn.Embedding(task.classes, dim)
+
+    def forward(self, batch: Batch) -> Tensor:
+        """kind, value (B, N), place (B, N, 3) -> (B, N, d)."""
+        written = (batch["kind"] == WRITE)[..., None]
+        value = self.value(batch["value"]) * written
+        return self.kind(batch["kind"]) + self.place(batch["place"]) + value
+
+
+class MapTokens(nn.Module):
+    """Four cells, row, column and a query flag per token, and its position."""
+
+    def __init__(self, dim: int, task: Any) -> None:
+        super().__init__()
+        self.features = nn.Linear(FEATURES, dim)
+        self.position = nn.Parameter(torch.empty(task.positions, dim))
+
+    def forward(self, batch: Batch) -> Tensor:
+        """features (B, N, 7) -> (B, N, d)."""
+        features = batch["features"]
+        return self.features(features) + self.position[: features.shape[1]]
+
+
+class FrameTokens(nn.Module):
+    """Patches of 4 × 4 pixels, frame after frame, with a position per patch and per frame."""
+
+    def __init__(self, dim: int, task: Any) -> None:
+        super().__init__()
+        self.patch = nn.Linear(PATCH * PATCH, dim)
+        self.place = nn.Parameter(torch.empty(TOKENS_PER_FRAME, dim))
+        self.time = nn.Parameter(torch.empty(task.positions - TOKENS_PER_FRAME, dim))
+
+    def forward(self, batch: Batch) -> Tensor:
+        """frames (B, T, 16, 16) -> (B, T · 16, d)."""
+        frames = batch["frames"].unflatten(2, (-1, PATCH)).unflatten(4, (-1, PATCH))
+        patches = frames.transpose(3, 4).flatten(4).flatten(2, 3)  # (B, T, 16, 16 pixels)
+        time = self.time[: patches.shape[1], None]
+        return (self.patch(patches) + self.place + time).flatten(1, 2)
+
+
+class SymbolTokens(nn.Module):
+    """Symbols and positions."""
+
+    def __init__(self, dim: int, task: Any) -> None:
+        super().__init__()
+        self.symbol = nn.Embedding(task.classes, dim)
+        self.position = nn.Parameter(torch.empty(task.positions, dim))
+
+    def forward(self, batch: Batch) -> Tensor:
+        """symbols (B, N) -> (B, N, d)."""
+        return self.symbol(batch["symbols"]) + self.position[: batch["symbols"].shape[1]]
+
+
+EMBEDDINGS: dict[str, type[nn.Module]] = {
+    "binding": BindingTokens,
+    "map": MapTokens,
+    "occlusion": FrameTokens,
+    "no-harm": SymbolTokens,
+}
+"""By a task's `inputs`."""

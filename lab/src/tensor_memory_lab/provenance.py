@@ -1,0 +1,112 @@
+"""Where a number comes from: commit, versions, hardware, date."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+from contextlib import suppress
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tensor_memory
+from tensor_memory_lab.files import write_text
+
+_PACKAGES = ("torch", "triton", "transformers", "safetensors", "numpy")
+
+
+def provenance(device: torch.device | None = None) -> dict[str, Any]:
+    """What must stand beside a measured number for it to be repeated; plain values for JSON.
+
+    With the `device` of the measurement a GPU is named only where it is the one; without, the one
+    that is there.
+
+    >>> sorted(provenance())
+    ['commit', 'date', 'dirty', 'hardware', 'versions']
+    """
+    commit, dirty = _commit()
+    return {
+        "commit": commit,
+        "dirty": dirty,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": _versions(),
+        "hardware": _hardware(device),
+    }
+
+
+def write_record(
+    path: str | os.PathLike[str],
+    *,
+    benchmark: str,
+    config: dict[str, Any],
+    seed: int,
+    result: dict[str, Any],
+) -> None:
+    """Write what was run, what came out and where as JSON, whole or not at all."""
+    record = {"benchmark": benchmark, "config": config, "seed": seed, "result": result}
+    text = json.dumps(record | provenance(), indent=2, ensure_ascii=False) + "\n"
+    write_text(path, text)
+
+
+def _commit() -> tuple[str | None, bool | None]:
+    """HEAD of this package's repository and whether tracked files differ from it.
+
+    Where the package is not run from a checkout with commits, or git is not there: what
+    TENSOR_MEMORY_COMMIT says (a copy sent to another machine), and None.
+    """
+    package = Path(tensor_memory.__file__).resolve().parent
+    top = _git(package, "rev-parse", "--show-toplevel")
+    # An installed copy may lie inside somebody else's repository, whose commit says nothing.
+    ours = top is not None and Path(top).resolve() / "src" / "tensor_memory" == package
+    head = _git(package, "rev-parse", "--verify", "HEAD") if ours else None
+    if head is None:
+        return os.environ.get("TENSOR_MEMORY_COMMIT"), None
+    changed = _git(package, "status", "--porcelain", "--untracked-files=no")
+    return head, None if changed is None else changed != ""
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    if shutil.which("git") is None:
+        return None
+    done = subprocess.run(
+        ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _versions() -> dict[str, str]:
+    versions = {"tensor-memory": tensor_memory.__version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    versions["torch"] = torch.__version__  # with its build, which tells CPU from CUDA
+    return versions
+
+
+def _hardware(device: torch.device | None) -> dict[str, Any]:
+    gpu = None
+    if torch.cuda.is_available() and (device is None or device.type == "cuda"):
+        gpu = torch.cuda.get_device_name(device)
+    return {
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "gpu": gpu,
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def cpu_model() -> str:
+    """What the processor calls itself."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

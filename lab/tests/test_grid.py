@@ -1,0 +1,262 @@
+"""Grids of runs, from --over and from plan files."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from invented_runs import record
+from tensor_memory_lab.commands.forecast import forecast
+from tensor_memory_lab.commands.grid import (
+    Stage,
+    expand,
+    parse_over,
+    read_plan,
+    training_work,
+)
+from tensor_memory_lab.recipes.binding import binding
+from tensor_memory_lab.recipes.map_building import map_published
+from tensor_memory_lab.records import config_from_dict, read_results
+
+SIGN = "invented_runs:sign"
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    st.lists(st.integers(0, 99), min_size=1, max_size=4, unique=True),
+    st.lists(st.sampled_from(["base", "tensor"]), min_size=1, max_size=2, unique=True),
+    st.lists(st.integers(1, 9), min_size=1, max_size=3, unique=True),
+)
+def test_a_grid_is_the_product_of_its_values_each_once(seeds, methods, numbers):
+    over = {"seed": seeds, "model.method": methods, "task.numbers": numbers}
+    runs = expand([Stage([SIGN], over)])
+    found = {(r.config.seed, r.config.model.method, r.config.task.numbers) for r in runs}
+    assert len(runs) == len(found) == math.prod(len(values) for values in over.values())
+    assert len({run.name for run in runs}) == len(runs)
+    assert [run.config.seed for run in runs[: len(runs) // len(seeds)]] == [seeds[0]] * (
+        len(runs) // len(seeds)
+    )
+
+
+def test_values_are_read_as_flags_are():
+    over = parse_over(
+        ["model.memory.grid=2 2,3 3 3", "model.wide=true,false", "budget.patience=None,3"]
+    )
+    configs = [run.config for run in expand([Stage([SIGN], over)])]
+    assert {config.model.memory.grid for config in configs} == {(2, 2), (3, 3, 3)}
+    assert {config.model.wide for config in configs} == {True, False}
+    assert {config.budget.patience for config in configs} == {None, 3}
+
+
+def test_flags_given_plainly_apply_to_all():
+    runs = expand([Stage([SIGN], {"seed": [0, 1]}, ["--budget.steps", "7", "--model.wide"])])
+    assert all(run.config.budget.steps == 7 and run.config.model.wide for run in runs)
+
+
+@pytest.mark.parametrize("text", ["seed", "seed=", "=1", "seed=1,,2"])
+def test_a_malformed_over_is_refused(text):
+    with pytest.raises(ValueError, match="--over: expected field=value,value such as seed=0,1,2"):
+        parse_over([text])
+
+
+def test_a_field_that_comes_twice_is_refused():
+    with pytest.raises(ValueError, match="--over seed: expected each field once"):
+        parse_over(["seed=1", "seed=2"])
+
+
+@pytest.mark.parametrize("flags", [["--seed", "3"], ["--seed=3"]])
+def test_a_field_that_is_fixed_and_varied_is_refused(flags):
+    with pytest.raises(
+        ValueError, match=r"^seed: expected a value for all runs or several .* both"
+    ):
+        expand([Stage(["binding"], {"seed": [0, 1]}, flags)])
+
+
+def test_a_field_is_the_same_however_it_is_written(tmp_path):
+    with pytest.raises(ValueError, match="expected each field once, got it twice"):
+        parse_over(["budget.batch_size=8,16", "--budget.batch-size=32"])
+    with pytest.raises(ValueError, match="expected each field once, got it twice"):
+        parse_over(["noise=0,0.1", "task.noise=0.2"])
+    with pytest.raises(ValueError, match=r"^noise: expected a value for all runs or several"):
+        expand([Stage(["binding"], {"noise": [0, 0.1]}, ["--task.noise", "0.2"])])
+    plan = tmp_path / "plan.toml"
+    plan.write_text('[[stage]]\nrecipes = ["binding"]\nover = { "budget.batch_size" = [8, 16] }\n')
+    with pytest.raises(ValueError, match=r"plan.toml, stage 1: budget.batch_size: .* got both"):
+        expand(read_plan(plan, ["--budget.batch-size", "4"]))
+
+
+def test_the_longest_runs_of_a_stage_come_first_and_stages_stay_in_order():
+    stages = [
+        Stage([SIGN], {"budget.steps": [2, 8, 4]}),
+        Stage([SIGN], {"budget.steps": [16, 8]}),
+    ]
+    assert [run.config.budget.steps for run in expand(stages)] == [8, 4, 2, 16]
+
+
+def test_runs_with_longer_rows_count_as_longer():
+    writes = [5, 200, 20]
+    runs = expand([Stage(["binding"], {"task.writes": writes, "model.method": ["base", "wide"]})])
+    assert [run.config.task.writes for run in runs] == [200, 200, 20, 20, 5, 5]
+
+
+def planned(**over):
+    return expand([Stage(["binding", "map"], {name: [value] for name, value in over.items()})])
+
+
+def test_a_forecast_goes_by_the_pace_of_runs_of_its_recipe_and_method():
+    (twice,) = (run for run in planned(**{"budget.steps": 4000}) if run.config.recipe == "binding")
+    done = [record(binding(), wall_seconds=50.0), record(map_published(), wall_seconds=9000.0)]
+    told = forecast([twice] * 12, done, workers=4)
+    assert told == "about 0:05:00 at the pace of runs that are there"  # 12 × 100 s over 4
+    assert forecast([twice], done, workers=4).startswith("about 0:01:40 ")  # one run is not shared
+    unfinished = [record(binding(), wall_seconds=1.0, finished=False)]
+    assert forecast([twice], unfinished, workers=1) == "nothing is known of their time"
+
+
+def test_the_time_of_long_rows_is_guessed_from_short_ones():
+    folder = Path(__file__).parents[2] / "results" / "diagnostics"
+    records = read_results([folder])
+    found = {}
+    for name in ("windowed-binding", "windowed-binding-long"):
+        runs = [r for r in records if (r["recipe"], r["method"]) == (name, "base")]
+        seconds = statistics.median(r["wall_seconds"] for r in runs)
+        found[name] = seconds, training_work(config_from_dict(runs[0]["config"]))
+    (short, its_work), (long, more_work) = found.values()
+    assert short * more_work / its_work == pytest.approx(long, rel=0.15)
+
+
+def test_a_forecast_falls_back_on_the_method_and_counts_what_it_knows_nothing_of():
+    base, tensor = (planned(**{"model.method": method})[0] for method in ("base", "tensor"))
+    (done,) = (run.config for run in planned() if run.config.recipe == "map")
+    told = forecast([base, tensor], [record(done, wall_seconds=60.0)], workers=1)
+    work = training_work(base.config) / training_work(done)
+    assert told.startswith(f"about {timedelta(seconds=round(60 * work))} ")
+    assert told.endswith(", and 1 of which nothing is known")
+    assert forecast([], [], workers=1) == "nothing is left to do"
+
+
+def test_records_that_no_config_can_be_made_of_tell_no_pace():
+    foreign = record(binding()) | {"config": {"class": "nowhere:Config"}}
+    assert forecast(planned(), [foreign], workers=1) == "nothing is known of their time"
+
+
+def test_a_path_may_hold_blanks():
+    (run,) = expand([Stage([SIGN], {"task.data-dir": ["my disk/my data"]})])
+    assert run.config.task.data_dir == "my disk/my data"
+
+
+def test_runs_that_differ_only_in_where_their_data_lies_are_refused():
+    with pytest.raises(ValueError, match="expected runs that differ in more than where their data"):
+        expand([Stage([SIGN], {"task.data_dir": ["a", "b"]})])
+
+
+def test_an_unknown_field_ends_with_status_2_and_the_nearest_name(capsys):
+    with pytest.raises(SystemExit) as ended:
+        expand([Stage([SIGN], {"task.nubmers": [1]})])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert "--task.numbers" in error
+    assert f"tensor-memory run {SIGN} --help" in error  # sweep has no help of a recipe's fields
+
+
+def test_a_seed_that_is_no_number_is_refused_as_any_flag_is(capsys):
+    with pytest.raises(SystemExit) as ended:
+        expand([Stage([SIGN], parse_over(["seed=0,first"]))])
+    assert ended.value.code == 2
+    assert "first" in capsys.readouterr().err
+
+
+PLAN = """
+timeout = 60
+[[stage]]
+recipes = ["invented_runs:sign"]
+set = { "budget.steps" = 6, "model.wide" = true }
+over = { "model.method" = ["base", "tensor"], "model.memory.grid" = [[2, 2], [3, 3]] }
+[[stage]]
+recipes = "invented_runs:sign"
+over = { seed = [5] }
+timeout = 9.5
+"""
+
+
+def test_a_plan_is_read_from_toml_and_json(tmp_path: Path):
+    import tomllib
+
+    (tmp_path / "plan.toml").write_text(PLAN)
+    (tmp_path / "plan.json").write_text(json.dumps(tomllib.loads(PLAN)))
+    runs = expand(read_plan(tmp_path / "plan.toml", ["--task.numbers", "3"]))
+    assert [run.name for run in runs] == [
+        run.name for run in expand(read_plan(tmp_path / "plan.json", ["--task.numbers", "3"]))
+    ]
+    assert [run.timeout for run in runs] == [60, 60, 60, 60, 9.5]
+    assert [run.config.model.memory.grid for run in runs[:2]] == [(2, 2), (3, 3)]
+    assert all(run.config.task.numbers == 3 for run in runs)
+    assert runs[0].config.budget.steps == 6
+    assert runs[0].config.model.wide
+    assert runs[4].config.seed == 5
+
+
+def test_flags_beside_a_plan_are_stronger_than_what_it_sets(tmp_path: Path):
+    (tmp_path / "plan.toml").write_text(PLAN)
+    runs = expand(read_plan(tmp_path / "plan.toml", ["--budget.steps", "2"]))
+    assert {run.config.budget.steps for run in runs} == {2}
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[[stages]]\nrecipes = ['a']", r"unknown key 'stages'; did you mean 'stage'\?"),
+        ("[[stage]]\nrecipe = 'a'", r"stage 1: unknown key 'recipe'; did you mean 'recipes'\?"),
+        ("[[stage]]\nover = {seed = [1]}", r"stage 1: expected recipes = \[\"name\", ...\]"),
+        ("[[stage]]\nrecipes=['a']\nover={seed = 1}", "expected a list of values for 'seed', got"),
+        ("[[stage]]\nrecipes = [1]", r"stage 1: expected recipes = \[\"name\", ...\], got \[1\]"),
+        ("[[stage]]\nrecipes=['a']\ntimeout = true", "expected timeout in seconds, got True"),
+        ("timeout = 3", r"expected at least one \[\[stage\]\]"),
+        ("timeout = 'x'\n[[stage]]\nrecipes=['a']", "expected timeout in seconds, got 'x'"),
+        ("[[stage]]\nrecipes=['a']\ntimeout = 0", "stage 1: expected timeout in seconds, got 0"),
+        ("[[stage]]\nrecipes=['a']\nset = 3", "stage 1: expected a table for 'set', got 3"),
+        ("[[stage]]\nrecipes=['a']\nover = ['b']", r"expected a table for 'over', got \['b'\]"),
+        ("stage = 3", r"expected at least one \[\[stage\]\]"),
+        ("stage = [3]", "stage 1: expected a table, got 3"),
+        ("[[stage", "expected a plan as TOML, or as JSON in a .json file"),
+    ],
+)
+def test_a_wrong_plan_is_refused_with_what_was_expected(tmp_path, text, complaint):
+    (tmp_path / "plan.toml").write_text(text)
+    with pytest.raises(ValueError, match=complaint):
+        read_plan(tmp_path / "plan.toml")
+
+
+@pytest.mark.parametrize(
+    "typo", ['set = {"budget.stps" = 4}', 'over = {"budget.stps" = [4]}', 'set = {seed = "x"}']
+)
+def test_a_typo_in_a_stage_is_told_with_its_file_and_number(tmp_path, capsys, typo):
+    plan = tmp_path / "plan.toml"
+    plan.write_text(f"{PLAN}[[stage]]\nrecipes = '{SIGN}'\n{typo}\n")
+    with pytest.raises(SystemExit) as ended:
+        expand(read_plan(plan))
+    assert ended.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == (
+        f"{plan}, stage 3: expected fields of {SIGN}, got what is named above; mend the stage's "
+        "set or over, or the flags beside --plan"
+    )
+
+
+def test_a_recipe_that_is_not_there_is_told_with_its_file_and_stage(tmp_path):
+    plan = tmp_path / "plan.toml"
+    plan.write_text(f"{PLAN}[[stage]]\nrecipes = 'bindng'\n")
+    with pytest.raises(ValueError, match=r"plan\.toml, stage 3: recipe 'bindng': no such recipe"):
+        expand(read_plan(plan))
+
+
+def test_a_missing_plan_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"none\.toml: no such file; expected a plan"):
+        read_plan(tmp_path / "none.toml")

@@ -1,0 +1,201 @@
+"""tensor-memory inspect RUN_FOLDER: a trained model is watched on its task's own data."""
+
+import importlib.util
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tensor_memory import MemoryConfig, Recording, record
+from tensor_memory.cli import main
+from tensor_memory_lab.recipes import load_recipes
+from tensor_memory_lab.recipes.windowed import demo
+from tensor_memory_lab.records import records
+from tensor_memory_lab.train import RunOptions, load_run, train
+from vision_data import write_cub, write_ucf
+
+SMALL = MemoryConfig(channels=4, grid=(3, 3, 3), chunk_size=2)
+
+
+def binding_run(folder, method):
+    config = demo()
+    config = replace(
+        config,
+        task=replace(config.task, valid_rows=8, test_rows=16),
+        model=replace(config.model, method=method, dim=16, heads=2),
+        budget=replace(config.budget, steps=2, evaluate_every=1),
+    )
+    train(config, RunOptions(output=folder, device="cpu", quiet=True))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def binding(tmp_path_factory):
+    return binding_run(tmp_path_factory.mktemp("binding") / "tensor", "tensor")
+
+
+@pytest.fixture(scope="module")
+def language(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("language")
+    data = folder / "data"
+    data.mkdir()
+    for split in ("train", "valid", "test"):
+        (data / f"{split}.txt").write_text(" the cat sat on the mat . \n" * 40)
+    flags = (
+        f"--task.data-dir {data} --task.corpus any --task.length 10 --model.method tensor-local "
+        "--model.dim 16 --model.layers 2 --model.heads 2 --model.window 4 "
+        "--model.memory.grid 3 3 --model.memory.channels 4 --model.memory.chunk-size 4 "
+        "--budget.steps 2 --budget.batch-size 2 --budget.evaluate-every 1 --optimizer.warmup 1 "
+        "--precision float32 --device cpu --quiet"
+    ).split()
+    assert main(["run", "language-carried", *flags, "--output", str(folder / "run")]) == 0
+    return folder
+
+
+def test_a_run_is_recorded_on_the_first_rows_of_its_test_data(binding, tmp_path, capsys):
+    kept, page = tmp_path / "kept", tmp_path / "page.html"
+    assert main(["inspect", str(binding), "--save", str(kept), "--html", str(page)]) == 0
+    out = capsys.readouterr().out
+    assert f"page: {page}" in out
+    recording = Recording.load(kept)
+    _, task, model = load_run(binding)
+    batch = task.batch("test", 0, 4)
+    with torch.no_grad(), record(model) as expected:
+        model(batch)
+    assert recording.names == expected.names
+    for name, array in expected[0].arrays().items():
+        torch.testing.assert_close(
+            recording[0].arrays()[name], array, rtol=0, atol=0, equal_nan=True
+        )
+    assert recording.texts == task.describe(batch)["texts"]
+    assert "what is at (" in page.read_text(encoding="utf-8")
+
+
+OWN_RUNS = """
+from dataclasses import dataclass, replace
+from tensor_memory_lab.recipes.windowed import demo
+from tensor_memory_lab.tasks.binding import BindingConfig
+
+@dataclass(frozen=True)
+class OwnConfig(BindingConfig):
+    pass
+
+def own():
+    config = demo()
+    return replace(
+        config,
+        task=OwnConfig(valid_rows=8, test_rows=16, writes=4, values=4, queries=2, gap=1),
+        model=replace(config.model, method="tensor", dim=16, heads=2),
+        budget=replace(config.budget, steps=2, evaluate_every=1),
+    )
+"""
+
+
+def test_a_run_of_classes_of_one_s_own_is_opened_by_its_recipe(tmp_path, monkeypatch, capsys):
+    (tmp_path / "own_runs.py").write_text(OWN_RUNS)
+    monkeypatch.chdir(tmp_path)
+    run = ["run", "own_runs:own", "--output", "run", "--device", "cpu", "--quiet"]
+    assert main(run) == 0
+    monkeypatch.setattr(records, "_registered", {})  # as in a process that has not made the run
+    assert main(["inspect", "run"]) == 2
+    error = capsys.readouterr().err
+    assert "run/config.json: config: expected a dataclass of tensor_memory_lab" in error
+    assert "got 'own_runs:OwnConfig'; if it is yours" in error
+    assert "--recipe module:function" in error
+    assert "put back" not in error
+    assert main(["inspect", "run", "--recipe", "own_runs:own", "--save", "kept"]) == 0
+    assert Recording.load("kept").rows == 4
+
+
+def test_rows_split_and_checkpoint_can_be_chosen(binding, tmp_path, capsys):
+    options = ["--rows", "2", "--split", "valid", "--which", "last", "--save", str(tmp_path / "a")]
+    assert main(["inspect", str(binding), *options]) == 0
+    assert "2 rows" in capsys.readouterr().out
+    task = load_run(binding)[1]
+    texts = task.describe(task.batch("valid", 0, 2))["texts"]
+    assert Recording.load(tmp_path / "a").texts == texts
+
+
+def test_a_carried_text_goes_on_from_window_to_window(language, tmp_path):
+    kept = tmp_path / "kept"
+    options = ["--rows", "2", "--windows", "3", "--save", str(kept)]
+    assert main(["inspect", str(language / "run"), *options]) == 0
+    recording = Recording.load(kept)
+    assert recording.rows == 2
+    layer = recording[1]
+    assert layer.seen.tolist() == [8, 8]  # 30 tokens in chunks of 4, the last of them unfinished
+    assert layer.span[:, 0].tolist() == [[a, min(a + 4, 30)] for a in range(0, 30, 4)]
+    line = "\n the cat sat on the mat ."
+    assert "".join(recording.texts[0]) == (line * 4)[: len("".join(recording.texts[0]))]
+    assert recording.text(1, 2, 0) == "\n the cat sat"  # tokens 8 to 11: a line has eight
+
+
+def test_data_that_have_moved_can_be_named(language, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(language / "run", run)
+    moved = tmp_path / "moved"
+    (language / "data").rename(moved)
+    assert main(["inspect", str(run)]) == 2
+    assert str(language / "data") in capsys.readouterr().err
+    assert main(["inspect", str(run), "--data-dir", str(moved)]) == 0
+    moved.rename(language / "data")
+
+
+def test_what_a_run_cannot_do_is_told(binding, tmp_path, capsys, monkeypatch):
+    assert main(["inspect", str(binding), "--windows", "2"]) == 2
+    assert "--windows: expected 1, since binding W=8" in capsys.readouterr().err
+    assert main(["inspect", str(binding), "--rows", "2", "--every", "2"]) == 2
+    assert "--every: expected --html FILE" in capsys.readouterr().err
+    assert main(["inspect", str(binding), "--data-dir", "x"]) == 2
+    assert "data_dir: expected none for BindingConfig, whose data are" in capsys.readouterr().err
+    assert main(["inspect", str(binding), "--split", "tset"]) == 2
+    assert "split: expected train, valid or test, got 'tset'" in capsys.readouterr().err
+    base = binding_run(tmp_path / "base", "base")
+    capsys.readouterr()
+    assert main(["inspect", str(base)]) == 2
+    assert "expected a run whose model has a memory, got one of the method base" in (
+        capsys.readouterr().err
+    )
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert "expected the folder of a run, with config.json in it" in capsys.readouterr().err
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "tyro" else found(name)
+    )
+    assert main(["inspect", str(binding)]) == 2
+    assert "inspect RUN_FOLDER needs what experiments need; install it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["ucf101-9", "cub"])
+def test_pictures_are_shown_where_tokens_are_patches(tmp_path, name):
+    if name == "cub":
+        data = write_cub(tmp_path / "data", per_class=9)
+        layout = {"side": 40, "crop": 32, "patch": 8}
+        model = {"dim": 16, "decoder_dim": 8, "decoder_heads": 2, "layers": 3}
+    else:
+        data = write_ucf(tmp_path / "data", frames=6)
+        layout = {"frames": 2, "cached_frames": 4, "height": 32, "width": 64, "crop": (16, 32)}
+        layout |= {"patch": 8, "classes": ()}
+        model = {"dim": 16, "layers": 2}
+    config = load_recipes()[name]()
+    layout |= {"data_dir": str(data), "cache_dir": str(tmp_path / "cache")}
+    config = replace(
+        config,
+        task=replace(config.task, **layout),
+        model=replace(config.model, method="spatial", memory=SMALL, heads=2, **model),
+        optimizer=replace(config.optimizer, warmup=1),
+        budget=replace(config.budget, steps=1, batch_size=2, evaluate_every=1),
+        precision="float32",
+    )
+    train(config, RunOptions(output=tmp_path / "run", device="cpu", quiet=True))
+    kept = tmp_path / "kept"
+    assert main(["inspect", str(tmp_path / "run"), "--rows", "2", "--save", str(kept)]) == 0
+    recording, task = Recording.load(kept), load_run(tmp_path / "run")[1]
+    assert recording.frames is not None
+    last = int(recording[0].span[:, 0, 1].max())
+    assert last == recording.frames.shape[1] * recording.tokens_per_frame
+    if name == "cub":
+        assert recording.frames.shape == (2, 1, 32, 32, 3)
+    else:
+        assert torch.equal(recording.frames, task.batch("test", 0, 2)["clip"])

@@ -1,0 +1,105 @@
+"""Streams: what a window leaves is what the next one starts from, in training and in evaluation."""
+
+import math
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from tensor_memory import MemoryConfig
+from tensor_memory_lab.models.language import LanguageModel, LanguageModelConfig
+from tensor_memory_lab.run_config import BudgetConfig, RunConfig
+from tensor_memory_lab.tasks.language import LanguageTask, LanguageTaskConfig
+from tensor_memory_lab.tasks.text import Corpus, Vocabulary
+from tensor_memory_lab.train.batches import TrainingBatches
+from tensor_memory_lab.train.evaluation import Evaluator
+from tensor_memory_lab.train.schedule import make_optimizer
+from tensor_memory_lab.train.steps import Step
+
+WORDS, N, ROWS = 11, 6, 3
+CPU = torch.device("cpu")
+CARRIES = [
+    "tensor-local", "linear", "linear-local", "conv-local", "xl", "tensor-xl", "recurrent-slots",
+]  # fmt: skip
+
+
+def made(method, *, tokens=70):
+    """A config, its task of random words, and a model that uses what it carries."""
+    config = RunConfig(
+        recipe="language-carried",
+        task=LanguageTaskConfig(corpus="any", length=N, carried=True),
+        model=LanguageModelConfig(
+            method=method, dim=8, layers=2, heads=2, dropout=0.0, window=3, slots=2, cache=3,
+            memory=MemoryConfig(channels=4, grid=(3, 3), chunk_size=2),
+        ),
+        budget=BudgetConfig(steps=9, batch_size=ROWS),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    words = ("<eos>", "<unk>", *(str(i) for i in range(2, WORDS)))
+    splits = {split: torch.randint(WORDS, (tokens,)) for split in ("train", "valid", "test")}
+    task = LanguageTask(config.task, Corpus(Vocabulary(words), splits), 0)
+    model = config.model.build(task)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1 and "memory" not in name:
+            nn.init.normal_(parameter, std=0.5)
+    return config, task, model
+
+
+@pytest.mark.parametrize("method", CARRIES)
+def test_training_hands_every_window_what_the_one_before_left(method, monkeypatch):
+    config, task, model = made(method)
+    calls, forward = [], LanguageModel.forward
+
+    def watched(self, batch, carry=None, **options):
+        outputs, after = forward(self, batch, carry, **options)
+        calls.append((batch["fresh"].tolist(), carry, after))
+        return outputs, after
+
+    monkeypatch.setattr(LanguageModel, "forward", watched)
+    step = Step(model, task, make_optimizer(model, config.optimizer, CPU), config, CPU)
+    batches = TrainingBatches(task, config.budget, CPU, first=0)
+    for number in range(config.budget.steps):
+        step(number, batches.take())
+    windows = (70 // ROWS - N + 1) // N  # of an epoch, after which the streams begin anew
+    for number, (fresh, carry, after) in enumerate(calls):
+        assert fresh == [number % windows == 0] * ROWS
+        assert all(not tensor.requires_grad for tensor in after.values())
+        if number:
+            left = calls[number - 1][2]
+            assert carry.keys() == left.keys()
+            assert all(torch.equal(carry[name], left[name]) for name in left)
+
+
+@torch.no_grad()
+def loss_of_streams(task, model, split):
+    """Each stream of a split read alone, window after window: the mean over its tokens."""
+    tokens, start = task.splits[split], task.vocabulary.start
+    stream = math.ceil(len(tokens) / ROWS)
+    total = torch.zeros((), dtype=torch.float64)
+    before = torch.cat([torch.tensor([start]), tokens[:-1]])
+    for row in range(ROWS):
+        carry, end = None, min((row + 1) * stream, len(tokens))
+        for first in range(row * stream, end, N):
+            at = torch.arange(first, min(first + N, end))
+            outputs, carry = model({"ids": before[None, at], "targets": tokens[None, at]}, carry)
+            total += outputs["nll"].double().sum()
+    return (total / len(tokens)).item()
+
+
+@pytest.mark.parametrize("method", [*CARRIES, "local"])
+@pytest.mark.parametrize("split", ["valid", "test"])
+def test_a_score_of_streams_is_that_of_reading_each_to_its_end(method, split):
+    config, task, model = made(method)
+    found = Evaluator(model, task, config, Accelerator(cpu=True)).split(split)
+    assert found["loss"] == pytest.approx(loss_of_streams(task, model.eval(), split), rel=1e-6)
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+
+
+@pytest.mark.parametrize("method", CARRIES)
+def test_windows_that_start_empty_are_scored_beside_the_streams(method):
+    config, task, model = made(method, tokens=11 * N)  # the last batch has a row less
+    evaluator = Evaluator(model, task, config, Accelerator(cpu=True))
+    fresh = Evaluator(model, task.fresh(), config, Accelerator(cpu=True)).split("test")
+    assert evaluator.split("test@fresh")["loss"] == pytest.approx(fresh["loss"], rel=1e-6)
+    assert evaluator.split("test")["loss"] != pytest.approx(fresh["loss"], rel=1e-5)

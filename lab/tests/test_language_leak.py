@@ -1,0 +1,172 @@
+"""Tokens scored with and without their future, a text nobody can predict, and what it shows."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tensor_memory import MemoryConfig
+from tensor_memory_lab.models.language import LanguageModel, LanguageModelConfig
+from tensor_memory_lab.records import read_results
+from tensor_memory_lab.tasks.dice import DiceConfig
+from tensor_memory_lab.tasks.language import LanguageTask, LanguageTaskConfig
+from tensor_memory_lab.tasks.scored_tokens import PLACES, cut_after, places
+from tensor_memory_lab.tasks.text import Corpus, Vocabulary
+from tolerances import assert_same
+
+ROOT = Path(__file__).parents[2]
+SPLITS = ("test", "test@window", "test@prefix")
+
+
+def text_task(tokens=203, length=20, **options):
+    words = ("<eos>", "<unk>", *(str(number) for number in range(2, 211)))
+    splits = {split: torch.arange(tokens) for split in ("train", "valid", "test")}
+    config = LanguageTaskConfig(corpus="any", length=length, leak=True, **options)
+    return LanguageTask(config, Corpus(Vocabulary(words), splits), 0)
+
+
+def dice_task(**options):
+    return DiceConfig(**{"length": 12, "valid_rows": 8, "test_rows": 30} | options).build(0)
+
+
+def batches(task, split, size=4):
+    return [task.batch(split, index, size) for index in range(task.batches(split, size))]
+
+
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 100, 512])
+def test_scored_places_are_spread_over_the_window(length):
+    found = places(length)
+    assert found == places(length)
+    assert len(found) == min(length, PLACES)
+    part = length / len(found)
+    assert all(part * i - 1 < place < part * (i + 1) for i, place in enumerate(found))
+
+
+@pytest.mark.parametrize("task", [text_task(), dice_task()], ids=["text", "dice"])
+def test_the_same_tokens_are_scored_with_the_future_and_without(task):
+    assert task.test_splits == SPLITS
+    assert task.metric == "score"
+
+    def scored(split):
+        found = []
+        for batch in batches(task, split):
+            for ids, targets, mask in zip(
+                batch["ids"], batch["targets"], batch["scored"], strict=True
+            ):
+                for place in mask.nonzero().flatten().tolist():
+                    past = ids[: place + 1].tolist()
+                    found.append((tuple(past), int(targets[place])))
+        return sorted(found)
+
+    assert scored("test@window") == scored("test@prefix")
+    assert set(scored("test@prefix")) <= set(scored("test"))
+
+
+@pytest.mark.parametrize("task", [text_task(), dice_task()], ids=["text", "dice"])
+def test_a_cut_window_ends_with_the_token_it_scores(task):
+    for batch in batches(task, "test@prefix"):
+        assert not batch["scored"][:, :-1].any()
+        assert batch["ids"].shape == batch["targets"].shape == batch["scored"].shape
+    whole = task.batch("test", 0, 4)
+    assert torch.equal(cut_after(whole, 3)["ids"], whole["ids"][:, :4])
+
+
+def test_what_may_see_the_future_has_no_perplexity():
+    assert text_task().finish({"loss": math.log(7)}) == pytest.approx(
+        {"loss": math.log(7), "score": 7}
+    )
+    with pytest.raises(ValueError, match=r"task.leak: expected windows that start empty.*carried"):
+        LanguageTaskConfig(leak=True, carried=True)
+
+
+def model_of(method, task, std=0.5):
+    config = LanguageModelConfig(
+        method=method, dim=8, layers=2, heads=2, dropout=0.0, window=4,
+        memory=MemoryConfig(channels=4, grid=(3, 3), chunk_size=3),
+        slots=2, segment=4, non_causal=method == "tensor-depth",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    facts = task.facts()
+    model = LanguageModel(config, facts["vocabulary"], facts["window"])
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1 and "memory" not in name:
+            nn.init.normal_(parameter, std=std)
+    return model.double().eval()
+
+
+@torch.no_grad()
+def loss(model, task, split):
+    total = count = 0.0
+    for batch in batches(task, split):
+        part, number = task.measure(model(batch)[0], batch)["loss"]
+        total, count = total + part, count + number
+    return total / count
+
+
+@pytest.mark.parametrize("method", ["base", "local", "linear", "xl", "recurrent-slots", "tensor"])
+def test_a_causal_model_scores_alike_without_the_future(method):
+    task = dice_task()
+    model = model_of(method, task)
+    assert_same(loss(model, task, "test@prefix"), loss(model, task, "test@window"))
+
+
+def test_the_depth_threaded_model_does_not():
+    task = dice_task()
+    model = model_of("tensor-depth", task)
+    difference = loss(model, task, "test@prefix") - loss(model, task, "test@window")
+    assert difference.abs() > 1e-6  # of causal models they agree to 1e-10
+
+
+@torch.no_grad()
+def test_the_first_token_sees_the_last_one_even_of_a_chunk_that_is_not_full():
+    task = text_task(length=20)  # of chunks of 3
+    model = model_of("tensor-depth", task)
+    ids = task.batch("test", 0, 2)["ids"]
+    other = ids.clone()
+    other[:, -1] = 2
+    first, changed = (model.hidden(each)[0][:, 0] for each in (ids, other))
+    assert (first - changed).abs().max() > 1e-6
+
+
+def test_throws_are_independent_uniform_and_drawn_afresh():
+    task = dice_task(test_rows=4096)
+    (batch,) = batches(task, "test", 4096)
+    throws = batch["targets"]
+    assert (batch["ids"][:, 0] == 6).all()
+    assert torch.equal(batch["ids"][:, 1:], throws[:, :-1])
+    pairs = torch.bincount((6 * throws[:, :-1] + throws[:, 1:]).flatten(), minlength=36)
+    expected = pairs.sum() / 36
+    assert ((pairs - expected).abs() < 5 * expected.sqrt()).all()
+    assert task.ceiling("test") == 6.0
+    assert task.facts()["vocabulary"] == 7
+    first, second = (task.batch("train", index, 64)["targets"] for index in (0, 1))
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"sides": 1}, "task.sides: expected 2 or more"), ({"length": 0}, "task.length: expected 1")],
+)
+def test_a_senseless_die_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        DiceConfig(**options)
+
+
+def test_the_committed_demonstration_shows_the_leak():
+    records = read_results([ROOT / "results" / "leak-demo"])
+    seeds = {}
+    for record in records:
+        seeds.setdefault(record["method"], set()).add(record["seed"])
+        scores = {split: record["test"][split]["score"] for split in SPLITS}
+        if record["method"] == "tensor-depth":
+            assert record["labels"]["non_causal"]
+            assert scores["test@window"] < 2.5  # six is the floor of what sees only the past
+            assert scores["test@prefix"] > 6
+        else:
+            assert not record["labels"].get("non_causal")
+            assert min(scores.values()) > 5.98
+            assert scores["test@prefix"] == pytest.approx(scores["test@window"], rel=1e-4)
+        assert not record["dirty"]
+    assert seeds == {method: {0, 1, 2} for method in ("tensor-depth", "tensor", "base")}

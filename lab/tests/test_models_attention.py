@@ -1,0 +1,243 @@
+"""Every kind of attention against the plain formula that defines it."""
+
+import math
+
+import pytest
+import torch
+
+from tensor_memory_lab.models import attention as attention_module
+from tensor_memory_lab.models import xl
+from tensor_memory_lab.models.attention import SelfAttention, split_heads, visible
+from tensor_memory_lab.models.block import initialise
+from tensor_memory_lab.models.linear_attention import (
+    EPSILON,
+    LinearAttention,
+    linear_attention,
+    sizes_for,
+)
+from tensor_memory_lab.models.side import ShortConvolution
+from tensor_memory_lab.models.xl import PositionBias, RelativeAttention
+from tolerances import assert_same
+
+DOUBLE = torch.float64
+
+
+def drawn(module):
+    """The module in float64 with weights large enough to matter."""
+    initialise(module, std=0.3)
+    return module.double().eval()
+
+
+def softmax_attention(scores, v, mask):
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v
+
+
+def by_mask(module, x, mask):
+    """What softmax attention with the module's weights gives under an explicit mask."""
+    q, k, v = split_heads(module.qkv(x), 3, module.heads)
+    mixed = softmax_attention(q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]), v, mask)
+    return module.project(mixed.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("length", [1, 5, 7, 65, 130, 200])
+@pytest.mark.parametrize("window", [1, 3, 64, 70])
+def test_a_window_is_attention_under_its_mask(monkeypatch, length, window):
+    monkeypatch.setattr(attention_module, "SMALL", 0)  # so that short sequences run in blocks too
+    prepared = drawn(SelfAttention(8, 2, window=window, length=length))
+    x = torch.randn(2, length, 8, dtype=DOUBLE)
+    i, j = torch.arange(length)[:, None], torch.arange(length)
+    expected = by_mask(prepared, x, (j <= i) & (i - j < window))
+    assert_same(prepared(x)[0], expected)
+    elsewhere = SelfAttention(8, 2, window=window, length=3).double().eval()
+    elsewhere.load_state_dict(prepared.state_dict())
+    assert_same(elsewhere(x)[0], expected)  # a mask made on the spot
+
+
+def turned(x):
+    """Rotary positions by definition: pairs (a, b) at place p turned by p · 10,000^(-i / e)."""
+    places, width = torch.arange(x.shape[-2]), x.shape[-1]
+    rates = [10_000.0 ** (-i / width) for i in range(0, width, 2)]
+    angle = places[:, None] * torch.tensor(rates, dtype=DOUBLE)
+    a, b = x[..., 0::2], x[..., 1::2]
+    made = torch.empty_like(x)
+    made[..., 0::2] = a * angle.cos() - b * angle.sin()
+    made[..., 1::2] = a * angle.sin() + b * angle.cos()
+    return made
+
+
+@pytest.mark.parametrize("window", [None, 3, 64])
+def test_rotary_positions_turn_queries_and_keys_before_the_product(monkeypatch, window):
+    monkeypatch.setattr(attention_module, "SMALL", 0)
+    module = drawn(SelfAttention(12, 2, window=window, length=150, rotary=True))
+    x = torch.randn(2, 150, 12, dtype=DOUBLE)
+    q, k, v = split_heads(module.qkv(x), 3, module.heads)
+    scores = turned(q) @ turned(k).transpose(-1, -2) / math.sqrt(q.shape[-1])
+    mixed = softmax_attention(scores, v, visible(150, window=window))
+    assert_same(module(x)[0], module.project(mixed.transpose(1, 2).flatten(2)))
+
+
+@pytest.mark.parametrize("cuts", [(7,), (1, 6), (2, 2, 3)])
+def test_a_short_convolution_is_the_sum_over_four_tokens(cuts):
+    module = ShortConvolution(3).double()
+    x, state, made = torch.randn(2, 7, 3, dtype=DOUBLE), None, []
+    for part in x.split(cuts, dim=1):
+        m, state = module(part, state)
+        made.append(m)
+    padded = torch.cat([torch.zeros(2, 3, 3, dtype=DOUBLE), x], dim=1)
+    summed = torch.stack(
+        [sum(module.taps[k] * padded[:, n + k] for k in range(4)) for n in range(7)], dim=1
+    )
+    assert_same(torch.cat(made, dim=1), summed @ module.output.weight.T)
+
+
+def test_rotary_positions_need_an_even_width():
+    with pytest.raises(
+        ValueError, match="expected an even width of a head for rotary positions, got 3"
+    ):
+        SelfAttention(6, 2, rotary=True)
+
+
+def test_gradients_through_blocks_are_those_under_the_mask(monkeypatch):
+    monkeypatch.setattr(attention_module, "SMALL", 0)
+    module = drawn(SelfAttention(4, 2, window=5, length=150))
+    x = torch.randn(1, 150, 4, dtype=DOUBLE, requires_grad=True)
+    weights = torch.randn(1, 150, 4, dtype=DOUBLE)
+    (got,) = torch.autograd.grad((module(x)[0] * weights).sum(), x)
+    masked = by_mask(module, x, visible(150, window=5))
+    (expected,) = torch.autograd.grad((masked * weights).sum(), x)
+    assert_same(got, expected)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_full_attention_sees_the_past_or_everything(causal):
+    module = drawn(SelfAttention(8, 2, causal=causal))
+    x = torch.randn(2, 6, 8, dtype=DOUBLE)
+    assert_same(module(x)[0], by_mask(module, x, visible(6, causal)))
+
+
+def test_slots_see_and_are_seen_by_the_one_rule():
+    module = drawn(SelfAttention(8, 2, read_slots=2, write_slots=3, window=2, length=4))
+    x = torch.randn(2, 9, 8, dtype=DOUBLE)
+    mask = torch.zeros(9, 9, dtype=torch.bool)
+    mask[:, :2] = True  # everybody sees the read slots
+    for token in range(2, 6):
+        mask[token, max(2, token - 1) : token + 1] = True
+    mask[6:] = True  # write slots see everything
+    assert torch.equal(mask, visible(4, True, 2, 2, 3))
+    assert_same(module(x)[0], by_mask(module, x, mask))
+
+
+@pytest.mark.parametrize("length", [1, 4, 5, 11])
+@pytest.mark.parametrize("chunk", [1, 4, 64])
+def test_linear_attention_equals_its_quadratic_form(length, chunk):
+    q, k = torch.randn(2, 2, 3, length, 5, dtype=DOUBLE)
+    v = torch.randn(2, 3, length, 4, dtype=DOUBLE)
+    feature = torch.nn.functional.elu
+    scores = ((feature(q) + 1) @ (feature(k) + 1).transpose(-1, -2)).tril()
+    expected = scores @ v / (scores.sum(-1, keepdim=True) + EPSILON)
+    got, state = linear_attention(q, k, v, chunk=chunk)
+    assert_same(got, expected)
+    assert_same(state[..., -1], (feature(k) + 1).sum(2))
+
+
+def test_linear_attention_continues_from_its_state():
+    module = drawn(LinearAttention(8, 2))
+    x = torch.randn(2, 9, 8, dtype=DOUBLE)
+    whole, _ = module(x)
+    first, state = module(x[:, :4], module.zeros(2, x))
+    second, _ = module(x[:, 4:], state)
+    assert_same(torch.cat([first, second], 1), whole)
+
+
+@pytest.mark.parametrize(("values", "heads"), [(32_768, 8), (6_912, 4), (1_000, 4), (777, 3)])
+def test_a_linear_state_fills_the_bytes_it_is_given(values, heads):
+    key, value = sizes_for(values, heads)
+    assert 0.98 * values <= heads * key * (value + 1) <= values
+
+
+def relative_by_definition(module, source, first, mask):
+    """The paper's formula, a score at a time: source (1, M, d) whose queries start at `first`."""
+    d, h = source.shape[2], module.heads
+    q, k, v = split_heads(module.qkv(source), 3, h)
+    u, place = (bias.view(h, -1) for bias in (module.bias.content, module.bias.place))
+    M, e = source.shape[1], d // h
+    scores = torch.zeros(h, M, M, dtype=source.dtype)
+    for i in range(M):
+        for j in range(i + 1):
+            angle = (i - j) * module.rates
+            r = module.relative(torch.cat([angle.sin(), angle.cos()])).view(h, e)
+            content = ((q[0, :, i] + u) * k[0, :, j]).sum(-1)
+            scores[:, i, j] = (content + ((q[0, :, i] + place) * r).sum(-1)) / math.sqrt(e)
+    mixed = softmax_attention(scores, v[0], mask)
+    return module.project(mixed.transpose(0, 1).flatten(1))[None, first:]
+
+
+def relative(**options):
+    bias = PositionBias(8)
+    module = RelativeAttention(8, 2, bias, **options)
+    module.held = bias  # so that it is initialised and converted too
+    return drawn(module)
+
+
+def test_relative_attention_is_the_papers_formula():
+    module = relative()
+    x = torch.randn(1, 6, 8, dtype=DOUBLE)
+    assert_same(module(x)[0], relative_by_definition(module, x, 0, visible(6)))
+
+
+def test_the_sinusoids_turn_at_the_papers_rates():
+    expected = [10_000 ** (-2 * i / 8) for i in range(4)]
+    assert_same(relative().rates, torch.tensor(expected), torch.float32)
+
+
+def test_xl_with_its_cache_equals_full_attention_over_the_same_span():
+    module = relative(cache=4, carried=True)
+    x = torch.randn(1, 11, 8, dtype=DOUBLE)
+    _, cache = module(x[:, :6])
+    got, cache = module(x[:, 6:], cache)
+    assert cache["seen"].tolist() == [4]
+    assert_same(got, relative_by_definition(module, x[:, 2:], 4, visible(9)))
+
+
+@pytest.mark.parametrize("smallest", [1, 64])
+@pytest.mark.parametrize(("segment", "cache"), [(2, 3), (3, 3), (4, 1), (5, 0), (3, 20)])
+def test_segments_side_by_side_equal_segments_one_by_one(monkeypatch, smallest, segment, cache):
+    monkeypatch.setattr(xl, "SMALLEST_BLOCK", smallest)
+    together = relative(segment=segment, cache=cache)
+    alone = RelativeAttention(8, 2, together.held, cache=cache, carried=True).double().eval()
+    alone.load_state_dict(together.state_dict(), strict=False)
+    x = torch.randn(2, 13, 8, dtype=DOUBLE)
+    carried, parts = alone.zeros(2, x), []
+    for part in x.split(segment, dim=1):
+        made, carried = alone(part, carried)
+        parts.append(made)
+    assert_same(together(x)[0], torch.cat(parts, 1))
+
+
+def test_an_empty_cache_equals_none():
+    module = relative(cache=5, carried=True)
+    x = torch.randn(2, 4, 8, dtype=DOUBLE)
+    got, kept = module(x, module.zeros(2, x))
+    expected, started = module(x)
+    assert_same(got, expected)
+    assert_same(kept["inputs"], started["inputs"])
+    assert torch.equal(kept["seen"], started["seen"])
+
+
+def test_heads_that_do_not_divide_the_width_are_refused():
+    with pytest.raises(ValueError, match="heads: expected a divisor of the width 10, got 4"):
+        SelfAttention(10, 4)
+
+
+def test_relative_attention_without_pairs_of_sinusoids_or_tokens_to_read_is_refused():
+    with pytest.raises(ValueError, match="dim: expected an even width for sinusoids, got 9"):
+        RelativeAttention(9, 3, PositionBias(9))
+    with pytest.raises(ValueError, match="segment of 1 or more, got 0 and 0"):
+        RelativeAttention(8, 2, PositionBias(8), segment=0)
+    with pytest.raises(ValueError, match=r"expected cache of 0 or more .* got -1 and None"):
+        RelativeAttention(8, 2, PositionBias(8), cache=-1)
+
+
+def test_a_window_on_a_model_that_looks_ahead_is_refused():
+    with pytest.raises(ValueError, match="window: expected 1 or more tokens of a causal model"):
+        SelfAttention(8, 2, causal=False, window=3)

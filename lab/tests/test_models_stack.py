@@ -1,0 +1,238 @@
+"""What layers carry, how they start, and that a call cut in two is the same call."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from tensor_memory import MemoryConfig, MemoryResidual, TensorMemory
+from tensor_memory_lab.models.attention import SelfAttention
+from tensor_memory_lab.models.block import Block, drop_path, initialise
+from tensor_memory_lab.models.language import LanguageModelConfig
+from tensor_memory_lab.models.stack import Stack, StackConfig
+from tensor_memory_lab.models.toy import ToyModelConfig
+from tolerances import assert_same
+
+MEMORY = MemoryConfig(channels=3, grid=(3, 4), chunk_size=3)
+PLAIN = StackConfig(dim=8, layers=2, heads=2, length=12, carried=True)
+CARRIED = {  # attention that cannot reach into the call before, so that only the state does
+    "tensor": replace(PLAIN, window=1, side="tensor", memory=MEMORY, side_layers=(0, 1)),
+    "tensor, token reads": replace(
+        PLAIN, window=1, side="tensor", memory=replace(MEMORY, reads="token"), side_layers=(1,)
+    ),
+    "tensor, own weights": replace(
+        PLAIN, window=1, side="tensor", memory=MEMORY, side_layers=(0, 1), share_weights=False
+    ),
+    "linear side": replace(PLAIN, window=1, side="linear", memory=MEMORY, side_layers=(0, 1)),
+    "linear": replace(PLAIN, attention="linear"),
+    "xl": replace(PLAIN, attention="relative", segment=3, cache=4),
+    "recurrent slots": replace(PLAIN, recurrent_slots=2, segment=3),
+}
+
+
+def made(config):
+    torch.manual_seed(3)
+    stack = Stack(config)
+    initialise(stack, std=0.3)
+    return stack.double().eval()
+
+
+def tokens(rows=2, length=12):
+    return torch.randn(rows, length, 8, dtype=torch.float64)
+
+
+def in_calls(stack, x, lengths, carry=None):
+    parts = []
+    for part in x.split(lengths, dim=1):
+        y, carry = stack(part, carry, torch.zeros(len(x), dtype=torch.bool))
+        parts.append(y)
+    return torch.cat(parts, dim=1), carry
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_carried_calls_equal_one_long_pass(name):
+    stack, x = made(CARRIED[name]), tokens()
+    whole, _ = stack(x)
+    cut, _ = in_calls(stack, x, [6, 3, 3])
+    assert_same(cut, whole)
+
+
+@pytest.mark.parametrize("lengths", [[4, 4, 4], [1, 2, 9], [6, 1, 5]])
+@pytest.mark.parametrize("name", ["tensor", "tensor, token reads", "linear", "linear side"])
+def test_calls_may_be_cut_inside_a_chunk(name, lengths):
+    stack, x = made(CARRIED[name]), tokens()
+    assert_same(in_calls(stack, x, lengths)[0], stack(x)[0])
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_a_fresh_row_forgets_and_the_others_remember(name):
+    stack, x = made(CARRIED[name]), tokens(rows=3)
+    _, carry = stack(x[:, :6])
+    remembered, _ = stack(x[:, 6:], carry)
+    forgotten, _ = stack(x[:, 6:])
+    got, _ = stack(x[:, 6:], carry, torch.tensor([True, False, True]))
+    assert_same(got[0], forgotten[0])
+    assert_same(got[1], remembered[1])
+    assert_same(got[2], forgotten[2])
+    assert (remembered - forgotten).abs().amax((1, 2)).min() > 1e-6  # what is carried matters
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_zeros_in_fresh_rows_equal_a_start_from_nothing(name):
+    stack, x = made(CARRIED[name]), tokens()
+    expected, after = stack(x)
+    empty = stack.empty_carry(2, x)
+    assert all(not tensor.any() for tensor in empty.values())
+    got, kept = stack(x, empty, torch.ones(2, dtype=torch.bool))
+    assert_same(got, expected)
+    assert kept.keys() == after.keys() == empty.keys()
+    for key in kept:
+        assert kept[key].shape == empty[key].shape
+        assert kept[key].dtype == empty[key].dtype
+        assert_same(kept[key].double(), after[key].double())
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_the_bytes_stated_are_the_bytes_carried(name):
+    stack = made(CARRIED[name]).float()
+    _, carry = stack(torch.randn(5, 12, 8))
+    state = [tensor for tensor in carry.values() if tensor.is_floating_point()]
+    assert sum(tensor.nbytes for tensor in state) == 5 * stack.state_bytes() > 0
+    counters = [tensor for tensor in carry.values() if not tensor.is_floating_point()]
+    assert all(tensor.shape == (5,) for tensor in counters)
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_what_is_carried_has_no_gradient_and_is_no_view_of_the_parameters(name):
+    stack = made(CARRIED[name]).train()
+    _, carry = stack(tokens())
+    assert not any(tensor.requires_grad for tensor in carry.values())
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_rows_do_not_see_each_other(name):
+    stack, x = made(CARRIED[name]), tokens(rows=3)
+    _, carry = stack(x)
+    y, _ = stack(x, carry)
+    alone, _ = stack(x[1:2], {key: tensor[1:2] for key, tensor in carry.items()})
+    assert_same(alone, y[1:2])
+
+
+def test_nothing_is_carried_where_nothing_is_asked_to_be():
+    for config in CARRIED.values():
+        _, carry = made(replace(config, carried=False))(tokens())
+        assert carry is None
+
+
+def test_one_memory_is_registered_once_and_shared():
+    stack = made(CARRIED["tensor"])
+    memories = [module for module in stack.modules() if isinstance(module, TensorMemory)]
+    assert memories == [stack.memory]
+    assert all(block.side.memory is stack.memory for block in stack.blocks)
+    assert len([name for name in stack.state_dict() if "write_proj" in name]) == 1
+
+
+@pytest.mark.parametrize("kind", [ToyModelConfig, LanguageModelConfig])
+@pytest.mark.parametrize("method", ["tensor", "wide", "xl"])
+@pytest.mark.parametrize("layers", [(0, 2), (0, 0)])
+def test_a_memory_layer_that_does_not_exist_or_is_named_twice_is_refused(kind, method, layers):
+    with pytest.raises(ValueError, match=r"memory_layers: expected different layers of 0 to 1, go"):
+        kind(method=method, layers=2, memory_layers=layers)
+
+
+TINY = MemoryConfig(channels=1, grid=(2,), chunk_size=1)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ToyModelConfig(method="slots", slots=0),
+        ToyModelConfig(method="slots-matched", memory=TINY),
+        ToyModelConfig(method="recurrent-slots", window=2, memory=TINY),
+        ToyModelConfig(method="recurrent-slots", window=2, slots=-1),
+    ],
+)
+def test_a_method_of_slots_without_any_is_refused(config):
+    with pytest.raises(ValueError, match=rf"model.slots: expected 1 or more for {config.method}, "):
+        config.stack(length=12)
+
+
+def test_a_decoder_of_slots_without_any_is_refused():
+    config = LanguageModelConfig(method="recurrent-slots", memory=TINY)
+    with pytest.raises(ValueError, match=r"model.slots: expected 1 or more for recurrent-slots, "):
+        config.stack(length=12, carried=True)
+
+
+def test_a_segment_without_tokens_is_refused():
+    config = LanguageModelConfig(method="recurrent-slots", segment=0)
+    with pytest.raises(ValueError, match=r"segment: expected 1 or more tokens .* got 0"):
+        Stack(config.stack(length=12, carried=True))
+
+
+@pytest.mark.parametrize("side", ["tensor", "linear"])
+def test_the_initialiser_leaves_memory_norms_and_gates_alone(side):
+    stack = Stack(replace(CARRIED["tensor"], side=side, gate_init=-2.0))
+    before = {name: tensor.clone() for name, tensor in stack.state_dict().items()}
+    initialise(stack)
+    for name, after in stack.state_dict().items():
+        kept = "memory" in name or "norm" in name or name.endswith("gate")
+        if name.endswith("bias") and not kept:
+            assert not after.any()
+        else:
+            assert torch.equal(after, before[name]) == kept, name
+    if side == "tensor":
+        assert stack.memory.spread.bias.item() == 1.0
+    assert stack.blocks[0].side.gate.item() == -2.0
+
+
+def test_weights_come_from_a_normal_of_deviation_002():
+    layer = nn.Linear(400, 400)
+    initialise(layer)
+    assert layer.weight.std().item() == pytest.approx(0.02, rel=0.02)
+    assert abs(layer.weight.mean().item()) < 2e-4
+
+
+def test_all_methods_start_from_the_same_weights_under_one_seed():
+    plain = made(replace(PLAIN, window=1)).state_dict()
+    for config in CARRIED.values():
+        for name, tensor in made(config).state_dict().items():
+            if name in plain:
+                assert torch.equal(tensor, plain[name]), name
+
+
+def test_another_seed_draws_other_weights():
+    one, two = nn.Linear(3, 3), nn.Linear(3, 3)
+    for seed, layer in ((0, one), (1, two)):
+        torch.manual_seed(seed)
+        initialise(layer)
+    assert not torch.equal(one.weight, two.weight)
+
+
+@pytest.mark.parametrize("place", ["after_mlp", "after_attention"])
+def test_a_side_path_stands_where_it_is_put(place):
+    memory = TensorMemory(8, MEMORY)
+    side = MemoryResidual(memory)
+    block = Block(8, attention=SelfAttention(8, 2), side=side, side_place=place)
+    x = torch.randn(2, 6, 8)
+    got, _ = block(x)
+    y, _ = block.attend(x)
+    if place == "after_attention":
+        expected = block.transform(side(y)[0])
+    else:
+        expected, _ = side(block.transform(y))
+    assert torch.equal(got, expected)
+
+
+def test_an_unknown_place_is_refused():
+    with pytest.raises(ValueError, match="side_place: expected after_mlp or after_attention"):
+        Block(8, attention=SelfAttention(8, 2), side_place="before")  # type: ignore[arg-type]
+
+
+def test_drop_path_drops_whole_rows_and_keeps_the_mean():
+    module = nn.Identity()
+    dropped = drop_path(torch.ones(4000, 3), 0.25, module)
+    assert dropped.unique().tolist() == pytest.approx([0, 4 / 3])
+    assert torch.equal(dropped[:, 0], dropped[:, 1])
+    assert dropped.mean().item() == pytest.approx(1, abs=0.05)
+    assert torch.equal(drop_path(torch.ones(4, 3), 0.25, module.eval()), torch.ones(4, 3))

@@ -1,0 +1,54 @@
+"""Progress is a bar for people and a few lines for logs."""
+
+import importlib.util
+import io
+
+import pytest
+
+from tensor_memory_lab.progress import progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def work(file, total=1000):
+    with progress("counting", total, unit="sheep", file=file) as advance:
+        for done in range(total):
+            advance(1, note=f"saw {done + 1}")
+    return file.getvalue()
+
+
+def test_a_log_gets_ten_lines_however_small_the_steps():
+    lines = work(io.StringIO()).splitlines()
+    assert len(lines) == 10
+    assert lines[0].startswith("counting: 100 of 1,000 sheep, 10 %, ")
+    assert lines[-1].startswith("counting: 1,000 of 1,000 sheep, 100 %, ")
+    assert lines[-1].endswith(", saw 1000")
+
+
+def test_a_terminal_gets_a_bar():
+    shown = work(Terminal())
+    assert "counting" in shown
+    assert "1000/1000" in shown
+    assert "saw 1000" in shown
+    assert "100 %" not in shown
+
+
+def test_a_terminal_without_rich_gets_the_lines(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert len(work(Terminal()).splitlines()) == 10
+
+
+def test_a_note_stays_until_the_next_one():
+    file = io.StringIO()
+    with progress("counting", 20, file=file) as advance:
+        advance(2, note="first")
+        advance(2)
+    assert file.getvalue().splitlines()[1].endswith(", first")
+
+
+def test_an_error_inside_passes_through():
+    with pytest.raises(KeyError, match="mine"), progress("counting", 2, file=Terminal()):
+        raise KeyError("mine")

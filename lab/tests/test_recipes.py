@@ -1,0 +1,120 @@
+"""Every recipe runs: two steps through the command line, on data made here.
+
+A new recipe is tested without a word here when it needs no data. One that does, or whose sizes are
+too large for a CPU, gets an entry in SMALL: flags by the beginning of its name, `{data}` standing
+for the folder that `data` fills.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tensor_memory.cli import main
+from tensor_memory_lab.recipes import load_recipes
+from tensor_memory_lab.records import config_from_dict, read_results
+from vision_data import CLASSES, write_cub, write_ucf
+
+TWO_STEPS = (
+    "--budget.steps 2 --budget.batch-size 4 --budget.evaluate-every 2 "
+    "--budget.evaluation-batches 1 --budget.evaluation-batch-size 4 --optimizer.warmup 1 "
+    "--precision float32 --device cpu --quiet"
+)
+
+IMAGE = "--task.data-dir {data} --task.cache-dir {data}/decoded --model.dim 24 --model.layers 3 "
+VIDEO = IMAGE + f"--task.classes {' '.join(CLASSES)} --task.cached-frames 8 "
+SMALL = {
+    "language": "--task.data-dir {data} --task.corpus any --task.length 32 --model.dim 16 "
+    "--model.layers 2 --model.heads 2",
+    "cub": IMAGE + "--task.side 32 --task.crop 32 --task.patch 8 --model.decoder-dim 24",
+    "images": IMAGE + "--task.side 32 --task.crop 32 --task.patch 8 --model.decoder-dim 24",
+    "ucf101": VIDEO + "--task.height 32 --task.width 64 --task.crop 32 32 --model.heads 2",
+}
+DRAWN = "--task.valid-rows 4 --task.test-rows 6"
+"""Of recipes that need no data."""
+
+
+def data(name: str, folder: Path) -> None:
+    """Write what a recipe reads."""
+    if name.startswith("language"):
+        for split in ("train", "valid", "test"):
+            (folder / f"{split}.txt").write_text(" the cat sat on the mat . \n" * 40)
+    elif name.startswith(("cub", "images")):
+        write_cub(folder)
+    elif name.startswith("ucf101"):
+        write_ucf(folder, groups=3, clips=1, frames=8)
+
+
+def small(name: str, folder: Path) -> list[str]:
+    """The flags that make a recipe small."""
+    flags = next((flags for start, flags in SMALL.items() if name.startswith(start)), DRAWN)
+    return f"{TWO_STEPS} {flags}".format(data=folder).split()
+
+
+def runs() -> list[tuple[str, str]]:
+    """Every recipe with the method it names, and with the memory where that is another."""
+    found = []
+    for name, make in sorted(load_recipes().items()):
+        default = make().model.method
+        memory = "spatial" if name.startswith(("cub", "images", "ucf101")) else "tensor"
+        found += [(name, method) for method in dict.fromkeys((default, memory))]
+    return [(name, method) for name, method in found if (name, method) not in NOT_ASKED]
+
+
+NOT_ASKED = {
+    ("language-leak", "tensor"),
+    ("language-carried", "tensor"),
+    ("leak-demo", "tensor"),
+}
+"""Recipes whose own method is a memory already."""
+
+
+@pytest.mark.parametrize(("name", "method"), runs())
+def test_two_steps_of_every_recipe(name, method, tmp_path, capsys):
+    assert load_recipes()[name]().recipe == name
+    data(name, tmp_path)
+    flags = [*small(name, tmp_path), "--model.method", method, "--output", f"{tmp_path}/run"]
+    assert main(["run", name, *flags]) == 0
+    (record,) = read_results([tmp_path / "run" / "result.json"])
+    config = config_from_dict(record["config"])
+    assert (config.recipe, config.model.method, config.budget.steps) == (name, method, 2)
+    assert record["finished"]
+    assert record["steps"] == 2
+    for split, measures in record["test"].items():
+        assert measures[record["metric"]] is not None, split
+    assert f"{record['parameters']:,} parameters" in capsys.readouterr().out
+
+
+def configs(config: Any) -> Iterator[Any]:
+    """A config and those inside it."""
+    yield config
+    for field in fields(config):
+        if is_dataclass(getattr(config, field.name)):
+            yield from configs(getattr(config, field.name))
+
+
+def described(kind: type) -> set[str]:
+    """Fields of a dataclass, inherited ones too, with the docstring that `--help` shows."""
+    found = set()
+    for part in kind.__mro__[:-1]:
+        body = ast.parse(inspect.getsource(part)).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for field, after in pairwise(body.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):
+                found.add(ast.unparse(field.target))
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(load_recipes()))
+def test_help_says_what_every_flag_means(name):
+    for config in configs(load_recipes()[name]()):
+        plain = [f.name for f in fields(config) if not is_dataclass(getattr(config, f.name))]
+        silent = set(plain) - described(type(config)) - {"recipe"}  # which is no flag
+        assert not silent, f"{type(config).__name__}: {silent}"

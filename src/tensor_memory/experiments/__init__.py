@@ -1,1 +1,0 @@
-"""Experiments: tasks, models, one training loop, results. The core never imports from here."""

@@ -1,7 +1,0 @@
-"""One training loop: processes, precision, checkpoints that survive a kill, speed, the record."""
-
-from tensor_memory.experiments.train.loop import train
-from tensor_memory.experiments.train.options import RunOptions
-from tensor_memory.experiments.train.saved import load_run
-
-__all__ = ["RunOptions", "load_run", "train"]
