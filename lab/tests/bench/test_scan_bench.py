@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tensor_memory_lab import bench, ops
+from tensor_memory import ops
+from tensor_memory_lab import bench
 from tensor_memory_lab.bench import agreement, aims, report, scan, timing
 from tensor_memory_lab.bench.shapes import PUBLISHED, ScanShape, draw_inputs, work
 

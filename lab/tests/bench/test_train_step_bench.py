@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from tensor_memory_lab import bench, ops
+from tensor_memory import ops
+from tensor_memory_lab import bench
 from tensor_memory_lab.bench import hosts, train_step
 from tensor_memory_lab.bench.timing import QUICK
 from tensor_memory_lab.models.video import VideoModel
