@@ -1,7 +1,7 @@
 """A fixed-size, recurrent, spatial memory that any Transformer can carry."""
 
 from tensor_memory.attach import Attachment, attach, detach, memory_disabled
-from tensor_memory.causality import LeakReport, find_leak
+from tensor_memory.leaks import LeakReport, find_leak
 from tensor_memory.checkpoint import load_memory, save_memory
 from tensor_memory.config import MemoryConfig
 from tensor_memory.inspect import Recording, record

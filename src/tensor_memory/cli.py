@@ -19,7 +19,7 @@ from pathlib import Path
 import tensor_memory
 from tensor_memory.doctor import run_doctor
 from tensor_memory.inspect.command import add_options, run_inspect
-from tensor_memory.leak_check import run_leak_check
+from tensor_memory.leaks.command import run_leak_check
 
 MISTAKES = (ValueError, TypeError, OSError, ImportError)
 """What a user can cause and repair: told without a traceback, exit status 2."""

@@ -1,9 +1,11 @@
-"""find_leak on a model named on the command line."""
+"""`tensor-memory leak-check`: find_leak on a model named on the command line."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensor_memory.causality import find_leak
-from tensor_memory.local_modules import find_modules_here
+from tensor_memory.leaks.find import find_leak
 
 
 def run_leak_check(options: argparse.Namespace) -> int:
@@ -66,7 +67,9 @@ def load_factory(name: str) -> Callable[[], Any]:
             f"leak-check: expected package.module:factory, got {name!r}; "
             "the part after the colon is a function without arguments"
         )
-    find_modules_here()
+    here = os.getcwd()
+    if here not in sys.path:  # `python -m` puts it there, an installed command does not
+        sys.path.insert(0, here)  # and it stays: the module may import its neighbours late
     with _told_of_crashes(f"{module_name} cannot be imported:"):
         module = importlib.import_module(module_name)
     factory = module

@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-from tensor_memory.leak_check import load_factory
 from tensor_memory_lab.recipes import find_recipe
 
 
@@ -21,10 +20,9 @@ def _own_folder(tmp_path, monkeypatch):
     importlib.invalidate_caches()
 
 
-@pytest.mark.parametrize("find", [find_recipe, load_factory])
-def test_a_module_that_is_named_is_found_with_its_neighbours_and_once(find, tmp_path):
-    assert find("my_models:make")() == 1
-    assert find("my_parts:make")() == 1
+def test_a_module_that_is_named_is_found_with_its_neighbours_and_once(tmp_path):
+    assert find_recipe("my_models:make")() == 1
+    assert find_recipe("my_parts:make")() == 1
     assert sys.path[0] == str(tmp_path)
     assert sys.path.count(str(tmp_path)) == 1
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tensor_memory.leaks import NOISE_MARGIN, CutReport, LeakReport
+from tensor_memory.leaks.report import NOISE_MARGIN, CutReport, LeakReport
 
 REPEATS = 2  # runs of the same input beyond the first, to measure what changes by itself
 
