@@ -13,7 +13,7 @@ from torch import nn
 
 from memories import DIM, OPTIONS, make_memory, make_tokens
 from tensor_memory import MemoryConfig, MemoryResidual, Recording, record
-from tensor_memory.inspect import figures, pictures
+from tensor_memory.inspect import figure_files, figures
 from tensor_memory.inspect.command import summary
 from tensor_memory.inspect.page import page
 from tensor_memory.inspect.theme import DARK, LIGHT, WIDTH, is_dark, palette, theme
@@ -299,8 +299,8 @@ def test_no_label_overlaps_another_or_leaves_the_figure(tmp_path, recording, num
         looked_at.append(self)
 
     monkeypatch.setattr(Figure, "savefig", look)
-    monkeypatch.setattr(pictures, "write_whole", lambda path, write: write(path))
-    pictures.write_figures(recording, tmp_path, layers=[number], row=0)
+    monkeypatch.setattr(figure_files, "write_whole", lambda path, write: write(path))
+    figure_files.write_figures(recording, tmp_path, layers=[number], row=0)
     assert len(looked_at) == 9
     for figure in looked_at:
         assert figure.get_size_inches()[0] == WIDTH
@@ -316,19 +316,19 @@ def test_no_label_overlaps_another_or_leaves_the_figure(tmp_path, recording, num
 
 
 def test_every_figure_is_written_in_both_themes(tmp_path, recording, monkeypatch):
-    monkeypatch.setattr(pictures, "DPI", 30)  # small pictures are written fast
+    monkeypatch.setattr(figure_files, "DPI", 30)  # small pictures are written fast
     shown = Recording([recording[2, :4]])
-    files = pictures.write_figures(shown, tmp_path / "a", themes=("light", "dark"), row=1)
+    files = figure_files.write_figures(shown, tmp_path / "a", themes=("light", "dark"), row=1)
     assert sorted(path.name for path in files) == sorted(
         f"{name}-{kind}.png"
         for kind in ("light", "dark")
         for name in (
-            *(f"{kind}-0" for kind in pictures.OF_A_LAYER),
-            *pictures.OF_ALL,
+            *(f"{kind}-0" for kind in figure_files.OF_A_LAYER),
+            *figure_files.OF_ALL,
         )
     )
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in files)
-    again = pictures.write_figures(shown, tmp_path / "b", themes=("light",), row=1)
+    again = figure_files.write_figures(shown, tmp_path / "b", themes=("light",), row=1)
     for path in again:  # the same recording gives the same file
         assert path.read_bytes() == (tmp_path / "a" / path.name).read_bytes()
 
@@ -345,7 +345,7 @@ def test_every_figure_is_written_in_both_themes(tmp_path, recording, monkeypatch
 def test_a_model_that_has_come_to_nothing_can_still_be_looked_at(
     tmp_path, broken, dtype, monkeypatch
 ):
-    monkeypatch.setattr(pictures, "DPI", 30)
+    monkeypatch.setattr(figure_files, "DPI", 30)
     layer = MemoryResidual(make_memory(OPTIONS["paper"], dtype=torch.float32))
     x = make_tokens(1, 9, DIM, dtype=torch.float32)
     with torch.no_grad():
@@ -356,7 +356,7 @@ def test_a_model_that_has_come_to_nothing_can_still_be_looked_at(
             spoiled.fill_(float("nan"))
         with record(layer, dtype=dtype) as recording:
             layer(x)
-    assert len(pictures.write_figures(recording, tmp_path)) == 9
+    assert len(figure_files.write_figures(recording, tmp_path)) == 9
     assert "NaN" not in page(recording).split('id="recording">')[1].split("</script>")[0]
     assert "nan" not in summary(recording)
     recording.save(tmp_path / "a")
@@ -364,16 +364,16 @@ def test_a_model_that_has_come_to_nothing_can_still_be_looked_at(
 
 
 def test_single_figures_can_be_asked_for(tmp_path, recording, monkeypatch):
-    monkeypatch.setattr(pictures, "DPI", 30)
+    monkeypatch.setattr(figure_files, "DPI", 30)
     asked = {"layers": [2], "kinds": ["gates", "use"]}
-    files = pictures.write_figures(recording, tmp_path, **asked)
+    files = figure_files.write_figures(recording, tmp_path, **asked)
     assert [path.name for path in files] == ["gates-2-light.png", "use-light.png"]
     with pytest.raises(ValueError, match=r"kinds: expected some of slices, .*, got 'gate'"):
-        pictures.write_figures(recording, tmp_path, kinds=["gates", "gate"])
+        figure_files.write_figures(recording, tmp_path, kinds=["gates", "gate"])
 
 
 def test_a_row_or_a_layer_that_is_not_there_is_named(tmp_path, recording):
     with pytest.raises(ValueError, match="row: expected one of 0 to 1, got 2"):
-        pictures.write_figures(recording, tmp_path, row=2)
+        figure_files.write_figures(recording, tmp_path, row=2)
     with pytest.raises(ValueError, match=r"layer: expected a number below 5 or one of blocks\.0"):
-        pictures.write_figures(recording, tmp_path, layers=["x"])
+        figure_files.write_figures(recording, tmp_path, layers=["x"])

@@ -9,7 +9,7 @@ import torch
 from memories import DIM, OPTIONS, make_memory, make_tokens
 from tensor_memory import MemoryResidual, Recording, record
 from tensor_memory.cli import main
-from tensor_memory.inspect import command, pictures
+from tensor_memory.inspect import command, figure_files
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,7 +59,7 @@ def test_a_table_says_what_a_recording_holds(saved, capsys):
 
 
 def test_figures_and_a_page_are_written_and_named(saved, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(pictures, "DPI", 30)
+    monkeypatch.setattr(figure_files, "DPI", 30)
     page, folder = tmp_path / "page.html", tmp_path / "figures"
     options = ["--html", str(page), "--figures", str(folder), "--layer", "0", "--row", "1"]
     assert main(["inspect", str(saved), *options, "--chunks", "0:2", "--theme", "dark"]) == 0
@@ -71,7 +71,7 @@ def test_figures_and_a_page_are_written_and_named(saved, tmp_path, capsys, monke
 
 
 def test_an_empty_recording_is_shown_too(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(pictures, "DPI", 30)
+    monkeypatch.setattr(figure_files, "DPI", 30)
     with record(make_layer()) as recording:
         pass
     recording.save(tmp_path / "a")

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from tensor_memory.inspect.figure_files import KINDS, THEMES, write_figures
 from tensor_memory.inspect.page import LIMIT_MB, write_page
-from tensor_memory.inspect.pictures import KINDS, THEMES, write_figures
 from tensor_memory.inspect.recorder import record
 from tensor_memory.inspect.recording import Recording
 from tensor_memory.wording import counted

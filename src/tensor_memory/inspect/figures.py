@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensor_memory.inspect.layer_recording import LayerRecording, require_index
-from tensor_memory.inspect.recording import Recording
-from tensor_memory.inspect.theme import ink, palette, theme
-from tensor_memory.inspect.volumes import (
+from tensor_memory.inspect.grid_figures import (
     draw_mask,
     draw_projection,
     draw_slices,
     nothing,
 )
+from tensor_memory.inspect.layer_recording import LayerRecording, require_index
+from tensor_memory.inspect.recording import Recording
+from tensor_memory.inspect.theme import ink, palette, theme
 
 __all__ = [
     "draw_gates",

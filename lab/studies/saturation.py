@@ -1,6 +1,6 @@
 """What a new memory still holds of a write after 124 blank tokens, by how its gates start.
 
-    python examples/saturation.py       # three minutes on a CPU core
+    python lab/studies/saturation.py       # three minutes on a CPU core
 
 Rows of `windowed-binding-long` go through a model that has learned nothing. Then, with everything
 written and 124 blank tokens gone by, three things are measured: the part of the cells whose tanh is
@@ -9,7 +9,7 @@ at its place; and how loud that content is in the readout. Reads and writes are 
 the task, which training has to find: what is asked here is whether the cells keep what they are
 given. Linear maps are judged on rows that they were not fitted to.
 
-Needs: pip install 'tensor-memory[experiments]'.
+Needs: pip install tensor-memory-lab.
 """
 
 from __future__ import annotations

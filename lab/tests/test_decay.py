@@ -8,9 +8,9 @@ import pytest
 from tensor_memory_lab.recipes import find_recipe
 from tensor_memory_lab.records import read_results
 
-ROOT = Path(__file__).parents[1]
-EXAMPLE = ROOT / "examples" / "decay.py"
-spec = importlib.util.spec_from_file_location("example_decay", EXAMPLE)
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "lab" / "studies" / "decay.py"
+spec = importlib.util.spec_from_file_location("study_decay", EXAMPLE)
 decay = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(decay)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 spec = importlib.util.spec_from_file_location(
-    "example_saturation", ROOT / "examples" / "saturation.py"
+    "study_saturation", ROOT / "lab" / "studies" / "saturation.py"
 )
 saturation = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = saturation

@@ -1,13 +1,13 @@
 """Make everything that docs/inspect.md shows: train, record, draw, photograph the viewer.
 
-    python examples/gallery.py --data-dir wikitext-2   # half an hour on one CPU core, or
-    python examples/gallery.py --draw                  # from the recordings there are, in a minute
+    python lab/studies/gallery.py --data-dir wikitext-2   # half an hour on one CPU core
+    python lab/studies/gallery.py --draw                  # a minute, from saved recordings
 
 Models are trained only where their runs are not there yet. Without --data-dir (a folder with
 train.txt, valid.txt and test.txt of WikiText-2) the model of text keeps the recording it has. The
 viewer is photographed where there is a chromium and playwright to drive it.
 
-Needs: pip install 'tensor-memory[experiments]'.
+Needs: pip install tensor-memory-lab.
 """
 
 from __future__ import annotations

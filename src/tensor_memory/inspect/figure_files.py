@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tensor_memory.files import write_whole
-from tensor_memory.inspect import figures, volumes
+from tensor_memory.inspect import figures, grid_figures
 from tensor_memory.inspect.layer_recording import LayerRecording
 from tensor_memory.inspect.recording import Recording
 from tensor_memory.inspect.theme import WIDTH, theme
@@ -27,18 +27,18 @@ class Picture(NamedTuple):
 
 
 def _moments_height(layer: LayerRecording) -> float:
-    return volumes.height(layer.config.grid, columns=volumes.TILES)
+    return grid_figures.height(layer.config.grid, columns=grid_figures.TILES)
 
 
 def _mask_height(layer: LayerRecording) -> float:
     lines = layer.config.write_heads
-    return volumes.height(layer.config.grid, lines=lines)
+    return grid_figures.height(layer.config.grid, lines=lines)
 
 
 OF_A_LAYER = {
-    "slices": Picture(volumes.draw_slices, _moments_height),
-    "projection": Picture(volumes.draw_projection, _moments_height),
-    "mask": Picture(volumes.draw_mask, _mask_height),
+    "slices": Picture(grid_figures.draw_slices, _moments_height),
+    "projection": Picture(grid_figures.draw_projection, _moments_height),
+    "mask": Picture(grid_figures.draw_mask, _mask_height),
     "trajectories": Picture(figures.draw_trajectories, lambda _: 4.0, solid=True),
     "gates": Picture(figures.draw_gates, lambda _: 1.9),
     "occupancy": Picture(figures.draw_occupancy, lambda _: 1.9),

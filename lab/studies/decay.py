@@ -1,13 +1,13 @@
 """How long a write lasts before anything is learned, by where the forget gate starts.
 
-    python examples/decay.py            # a minute on a CPU core, draws docs/images/decay.png
+    python lab/studies/decay.py            # a minute on a CPU core, draws docs/images/decay.png
 
 A memory can only learn to keep what still reaches the loss. At the start of training the forget
 gate is σ(forget bias) everywhere, so what a token wrote fades by that factor with every later
 write. Measured is ‖∂m_t / ∂x_s‖, how much the read of token t still depends on token s, over the
 distance t - s, with the weights a new `TensorMemory` has. The paper's bias is 0.
 
-Needs: pip install 'tensor-memory[experiments]'.
+Needs: pip install tensor-memory-lab.
 """
 
 from __future__ import annotations

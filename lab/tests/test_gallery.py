@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tensor_memory import Recording
-from tensor_memory.inspect import pictures
+from tensor_memory.inspect import figure_files
 from tensor_memory_lab.commands.arguments import parse_run
 from tensor_memory_lab.records import read_results
 
@@ -18,8 +18,8 @@ DOCS = ROOT / "docs"
 
 @pytest.fixture
 def gallery(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    monkeypatch.setattr(pictures, "DPI", 30)
+    monkeypatch.syspath_prepend(ROOT / "lab" / "studies")
+    monkeypatch.setattr(figure_files, "DPI", 30)
     return importlib.import_module("gallery")
 
 
