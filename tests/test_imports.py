@@ -19,7 +19,7 @@ LAYERS = (  # from the ground up; a module may import from its own line and from
     ("chunking", "weights"),
     ("module",),
     ("residual",),
-    ("attach", "checkpoint", "leaks"),
+    ("attachment", "checkpoint", "leaks"),
     ("inspect",),
     ("",),  # the package itself, which exports the public names of all above
     ("provenance",),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tensor_memory.attach import Attachment, attachment_of
+from tensor_memory.attachment import Attachment, attachment_of
 from tensor_memory.config import MemoryConfig
 from tensor_memory.files import load_tensors, read_json, save_tensors, write_text
 from tensor_memory.wording import counted

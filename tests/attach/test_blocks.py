@@ -11,8 +11,8 @@ from hosts import SMALL, WIDTH, TimmBlock, TimmViT
 from torch import Tensor, nn
 
 from tensor_memory import attach
-from tensor_memory.attach import NoBlocksFoundError
-from tensor_memory.attach.blocks import find_blocks
+from tensor_memory.attachment import NoBlocksFoundError
+from tensor_memory.attachment.blocks import find_blocks
 
 
 class MLP(nn.Module):

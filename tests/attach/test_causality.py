@@ -9,7 +9,7 @@ from hosts import HOSTS, SMALL, WIDTH, Host, bert, encoder, ids, llama, read
 from torch import nn
 
 from tensor_memory import attach, detach, find_leak
-from tensor_memory.attach.causal_calls import refuse_causal_call
+from tensor_memory.attachment.causal_hosts import refuse_causal_call
 from tolerances import assert_same
 
 CAUSAL = {name: host for name, host in HOSTS.items() if host.causal}

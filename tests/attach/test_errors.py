@@ -11,7 +11,7 @@ from hosts import SMALL, WIDTH, TimmViT, bert, encoder, ids, llama
 from torch import Tensor, nn
 
 from tensor_memory import attach, detach, memory_disabled
-from tensor_memory.attach import NoBlocksFoundError
+from tensor_memory.attachment import NoBlocksFoundError
 
 
 def untouched(model: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from hosts import SMALL, VOCABULARY, WIDTH, gpt2, ids, llama, mistral
 from torch import Tensor, nn
 
 from tensor_memory import MemoryConfig, attach, memory_disabled
-from tensor_memory.attach.caches import find_cache
+from tensor_memory.attachment.caches import find_cache
 from tolerances import assert_same
 
 Build = Callable[..., nn.Module]

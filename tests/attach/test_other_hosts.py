@@ -13,7 +13,7 @@ from hosts import BOTH, SMALL, VOCABULARY, WIDTH, encoder, ids, llama
 from torch import Tensor, nn
 
 from tensor_memory import attach, detach, memory_disabled
-from tensor_memory.attach.caches import tokens_in
+from tensor_memory.attachment.caches import tokens_in
 from tolerances import assert_same
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tensor_memory.attach import Attachment
-from tensor_memory.attach.recompute import in_backward
+from tensor_memory.attachment import Attachment
+from tensor_memory.attachment.recompute import in_backward
 from tensor_memory.inspect.recording import Recording
 from tensor_memory.inspect.replay import Given, steps, waiting
 from tensor_memory.inspect.store import LayerStore

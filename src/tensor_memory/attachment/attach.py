@@ -9,29 +9,17 @@ from typing import Any, Literal
 
 from torch import nn
 
-from tensor_memory.attach.attachment import NAME, Attachment
-from tensor_memory.attach.blocks import (
+from tensor_memory.attachment.attachment import NAME, Attachment
+from tensor_memory.attachment.blocks import (
     Layers,
-    NoBlocksFoundError,
     find_blocks,
     is_causal,
     placement,
 )
-from tensor_memory.attach.causal_calls import LEAK
-from tensor_memory.attach.compiled import refuse_compiled
-from tensor_memory.attach.sites import refuse_carrying
-from tensor_memory.attach.stream import Stream
+from tensor_memory.attachment.causal_hosts import LEAK
+from tensor_memory.attachment.compiled import refuse_compiled
+from tensor_memory.attachment.hooks import refuse_carrying
 from tensor_memory.config import MemoryConfig
-
-__all__ = [
-    "Attachment",
-    "NoBlocksFoundError",
-    "Stream",
-    "attach",
-    "attachment_of",
-    "detach",
-    "memory_disabled",
-]
 
 _RESIDUAL = {
     "gate_init": "a number",

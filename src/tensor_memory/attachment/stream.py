@@ -12,7 +12,7 @@ from torch import Tensor
 from tensor_memory.state import MemoryState
 
 if TYPE_CHECKING:
-    from tensor_memory.attach.attachment import Attachment
+    from tensor_memory.attachment.attachment import Attachment
 
 
 class StreamState(dict[str, MemoryState]):

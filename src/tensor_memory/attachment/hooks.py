@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tensor_memory.attach.blocks import Block
-from tensor_memory.attach.caches import find_cache
-from tensor_memory.attach.call import Call
-from tensor_memory.attach.causal_calls import refuse_causal_call
-from tensor_memory.attach.hidden import put_hidden, take_hidden
-from tensor_memory.attach.recompute import FirstRuns, Given, in_backward
+from tensor_memory.attachment.blocks import Block
+from tensor_memory.attachment.caches import find_cache
+from tensor_memory.attachment.causal_hosts import refuse_causal_call
+from tensor_memory.attachment.hidden_states import put_hidden, take_hidden
+from tensor_memory.attachment.host_call import Call
+from tensor_memory.attachment.recompute import FirstRuns, Given, in_backward
 from tensor_memory.state import MemoryState
 
 if TYPE_CHECKING:
-    from tensor_memory.attach.attachment import Attachment
+    from tensor_memory.attachment.attachment import Attachment
 
 DEPTH = "depth"
 """The scope in which one state goes through all sites."""

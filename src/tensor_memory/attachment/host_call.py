@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tensor_memory.attach.caches import find_cache
+from tensor_memory.attachment.caches import find_cache
 from tensor_memory.state import MemoryState
 
 

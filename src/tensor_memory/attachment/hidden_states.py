@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tensor_memory.attach.blocks import Block
+from tensor_memory.attachment.blocks import Block
 
 _NAMES = ("last_hidden_state", "hidden_states", "hidden_state", "sample", "output")
 

@@ -9,19 +9,19 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from tensor_memory.attach.blocks import Block, placement
-from tensor_memory.attach.caches import (
+from tensor_memory.attachment.blocks import Block, placement
+from tensor_memory.attachment.caches import (
     WAYS,
     find_cache,
     memory_of,
     refuse_foreign_cache,
     stay_out_of_graphs,
 )
-from tensor_memory.attach.call import Call, Marks, OpenCall, Signature, refuse_4d_mask
-from tensor_memory.attach.compiled import guard_hooks
-from tensor_memory.attach.recompute import Streamed, in_backward
-from tensor_memory.attach.sites import DEPTH, Site
-from tensor_memory.attach.stream import Stream
+from tensor_memory.attachment.compiled import guard_hooks
+from tensor_memory.attachment.hooks import DEPTH, Site
+from tensor_memory.attachment.host_call import Call, Marks, OpenCall, Signature, refuse_4d_mask
+from tensor_memory.attachment.recompute import Streamed, in_backward
+from tensor_memory.attachment.stream import Stream
 from tensor_memory.config import MemoryConfig
 from tensor_memory.module import TensorMemory
 from tensor_memory.residual import MemoryResidual

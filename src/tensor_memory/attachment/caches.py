@@ -19,7 +19,7 @@ from tensor_memory.state import MemoryState
 from tensor_memory.wording import counted
 
 if TYPE_CHECKING:
-    from tensor_memory.attach.stream import Stream
+    from tensor_memory.attachment.stream import Stream
 
 _ATTRIBUTE = "_tensor_memory"
 
