@@ -34,7 +34,6 @@ from tensor_memory import (
     TensorMemory,
     record,
 )
-from tensor_memory.inspect.page import write_page
 from tensor_memory_lab.progress import progress
 from tensor_memory_lab.provenance import write_record
 
@@ -371,7 +370,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.page and "with memory" in results:
         recording = record_stream(results["with memory"][0], episodes=10, seed=options.seed + 3)
         options.page.parent.mkdir(parents=True, exist_ok=True)
-        write_page(recording, options.page)
+        recording.save_page(options.page)
         print(f"See inside the memory: open {options.page} in a browser.")
     if options.output:
         write_record(

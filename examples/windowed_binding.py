@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from tensor_memory import Recording, record
-from tensor_memory.inspect.page import write_page
 from tensor_memory_lab.recipes.windowed import demo
 from tensor_memory_lab.records import run_name
 from tensor_memory_lab.records.comparison import compare
@@ -129,7 +128,7 @@ def main(argv: list[str] | None = None) -> int:
     (comparison,) = compare(list(records.values()))
     curves = draw_curves(comparison, options.output / "curves")
     page = options.output / "memory.html"
-    write_page(watch(folder), page, title="Windowed binding")
+    watch(folder).save_page(page, title="Windowed binding")
     show(records)
     print(f"learning curves:    {curves[0]}")
     print(f"inside the memory:  {page} (open it in a browser)")

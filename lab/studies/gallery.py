@@ -18,8 +18,8 @@ import shutil
 from pathlib import Path
 
 from tensor_memory import Recording
-from tensor_memory.cli import main as tensor_memory
-from tensor_memory.inspect.page import write_page
+from tensor_memory_lab.cli import main as lab
+from tensor_memory_lab.commands.inspect import record_run
 
 RECIPES = {
     "binding": "demo --model.method tensor --model.memory.forget-bias 0 --optimizer.warmup 100 "
@@ -30,10 +30,10 @@ RECIPES = {
     "--optimizer.lr 2e-3 --optimizer.warmup 100 --budget.steps 1500 --budget.batch-size 16 "
     "--budget.evaluate-every 500 --precision float32",
 }
-"""What `tensor-memory run` trains."""
+"""What `tensor-memory-lab run` trains."""
 
-WATCHED = {"binding": ["--rows", "2"], "language": ["--rows", "2", "--windows", "4"]}
-"""What `tensor-memory inspect` records of it."""
+WINDOWS = {"binding": 1, "language": 4}
+"""Windows of test data that are recorded of it, two rows each."""
 
 FIGURES = {
     "binding": ["slices", "projection", "mask", "trajectories", "gates", "state-norm"],
@@ -49,30 +49,18 @@ VIEWS = {
 """Photographs of a page: name, size of the window, the chunk shown."""
 
 
-def record_run(name: str, runs: Path, recordings: Path, data: Path | None) -> None:
-    """Train the model where it is not trained, and record what it does with test data."""
-    folder = runs / name
-    if not (folder / "result.json").exists():
-        where = [] if data is None else ["--task.data-dir", str(data)]
-        resumed = ["--resume"] if folder.exists() else []
-        arguments = [*RECIPES[name].split(), *where, *resumed, "--device", "cpu"]
-        if tensor_memory(["run", *arguments, "--output", str(folder)]):
-            raise SystemExit(f"{name}: stopped before the end; the same command goes on")
-    moved = [] if data is None else ["--data-dir", str(data)]
-    kept = str(recordings / f"{name}.safetensors")
-    if tensor_memory(["inspect", str(folder), *WATCHED[name], *moved, "--save", kept]):
-        raise SystemExit(f"{name}: could not be recorded")
+def train(name: str, folder: Path, data: Path | None) -> None:
+    """Train the model where it is not trained."""
+    if (folder / "result.json").exists():
+        return
+    where = [] if data is None else ["--task.data-dir", str(data)]
+    resumed = ["--resume"] if folder.exists() else []
+    arguments = [*RECIPES[name].split(), *where, *resumed, "--device", "cpu"]
+    if lab(["run", *arguments, "--output", str(folder)]):
+        raise SystemExit(f"{name}: stopped before the end; the same command goes on")
 
 
-def draw(name: str, recordings: Path, images: Path) -> None:
-    """Every figure of FIGURES, light and dark."""
-    only = [part for kind in FIGURES[name] for part in ("--only", kind)]
-    where = ["--figures", str(images / name), "--theme", "both", "--layer", "0"]
-    if tensor_memory(["inspect", str(recordings / f"{name}.safetensors"), *where, *only]):
-        raise SystemExit(f"{name}: could not be drawn")
-
-
-def photograph(name: str, recordings: Path, images: Path, page: Path) -> None:
+def photograph(name: str, recording: Recording, images: Path, page: Path) -> None:
     """The viewer as a browser shows it, light and dark."""
     found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
     if found is None or importlib.util.find_spec("playwright") is None:
@@ -80,9 +68,8 @@ def photograph(name: str, recordings: Path, images: Path, page: Path) -> None:
         return
     from playwright.sync_api import sync_playwright
 
-    recording = Recording.load(recordings / f"{name}.safetensors")
     page.parent.mkdir(parents=True, exist_ok=True)
-    write_page(recording, page, title=TITLES[name])
+    recording.save_page(page, title=TITLES[name])
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
         for view, (width, height), chunk in VIEWS[name]:
@@ -120,12 +107,19 @@ def main(argv: list[str] | None = None) -> int:
     recordings, images = options.docs / "recordings", options.docs / "images" / "inspect"
     recordings.mkdir(parents=True, exist_ok=True)
     for name in RECIPES:
-        data = options.data_dir if name == "language" else None
+        data, kept = None, recordings / f"{name}.safetensors"
+        if name == "language":
+            data = options.data_dir
         if not options.draw and (name != "language" or data is not None):
-            record_run(name, options.runs, recordings, data)
-        if (recordings / f"{name}.safetensors").exists():
-            draw(name, recordings, images)
-            photograph(name, recordings, images, options.runs / f"{name}.html")
+            folder = options.runs / name
+            train(name, folder, data)
+            record_run(folder, rows=2, windows=WINDOWS[name], data_dir=data).save(kept)
+        if kept.exists():
+            recording = Recording.load(kept)
+            recording.save_figures(
+                images / name, layers=[0], themes=("light", "dark"), kinds=FIGURES[name]
+            )
+            photograph(name, recording, images, options.runs / f"{name}.html")
     return 0
 
 

@@ -1,6 +1,5 @@
-"""tensor-memory inspect RUN_FOLDER: a trained model is watched on its task's own data."""
+"""tensor-memory-lab inspect RUN_FOLDER: a trained model is recorded on its task's own data."""
 
-import importlib.util
 import shutil
 from dataclasses import replace
 
@@ -8,8 +7,8 @@ import pytest
 import torch
 
 from tensor_memory import MemoryConfig, Recording, record
-from tensor_memory.cli import main
-from tensor_memory_lab.recipes import load_recipes
+from tensor_memory_lab.commands.inspect import inspect_command
+from tensor_memory_lab.recipes import find_recipe
 from tensor_memory_lab.recipes.windowed import demo
 from tensor_memory_lab.records import records
 from tensor_memory_lab.train import RunOptions, load_run, train
@@ -42,21 +41,31 @@ def language(tmp_path_factory):
     data.mkdir()
     for split in ("train", "valid", "test"):
         (data / f"{split}.txt").write_text(" the cat sat on the mat . \n" * 40)
-    flags = (
-        f"--task.data-dir {data} --task.corpus any --task.length 10 --model.method tensor-local "
-        "--model.dim 16 --model.layers 2 --model.heads 2 --model.window 4 "
-        "--model.memory.grid 3 3 --model.memory.channels 4 --model.memory.chunk-size 4 "
-        "--budget.steps 2 --budget.batch-size 2 --budget.evaluate-every 1 --optimizer.warmup 1 "
-        "--precision float32 --device cpu --quiet"
-    ).split()
-    assert main(["run", "language-carried", *flags, "--output", str(folder / "run")]) == 0
+    config = find_recipe("language-carried")()
+    memory = MemoryConfig(channels=4, grid=(3, 3), chunk_size=4)
+    config = replace(
+        config,
+        task=replace(config.task, data_dir=str(data), corpus="any", length=10),
+        model=replace(
+            config.model, method="tensor-local", dim=16, layers=2, heads=2, window=4, memory=memory
+        ),
+        optimizer=replace(config.optimizer, warmup=1),
+        budget=replace(config.budget, steps=2, batch_size=2, evaluate_every=1),
+        precision="float32",
+    )
+    train(config, RunOptions(output=folder / "run", device="cpu", quiet=True))
     return folder
 
 
+def inspect(folder, *options):
+    assert inspect_command([str(folder), *map(str, options)]) == 0
+
+
 def test_a_run_is_recorded_on_the_first_rows_of_its_test_data(binding, tmp_path, capsys):
-    kept, page = tmp_path / "kept", tmp_path / "page.html"
-    assert main(["inspect", str(binding), "--save", str(kept), "--html", str(page)]) == 0
+    kept, page = tmp_path / "new" / "kept", tmp_path / "page.html"
+    inspect(binding, "--save", kept, "--html", page)
     out = capsys.readouterr().out
+    assert "4 rows, 1 layer" in out
     assert f"page: {page}" in out
     recording = Recording.load(kept)
     _, task, model = load_run(binding)
@@ -92,35 +101,29 @@ def own():
 """
 
 
-def test_a_run_of_classes_of_one_s_own_is_opened_by_its_recipe(tmp_path, monkeypatch, capsys):
+def test_a_run_of_classes_of_one_s_own_is_opened_by_its_recipe(tmp_path, monkeypatch):
     (tmp_path / "own_runs.py").write_text(OWN_RUNS)
     monkeypatch.chdir(tmp_path)
-    run = ["run", "own_runs:own", "--output", "run", "--device", "cpu", "--quiet"]
-    assert main(run) == 0
+    train(find_recipe("own_runs:own")(), RunOptions(output=tmp_path / "run", quiet=True))
     monkeypatch.setattr(records, "_registered", {})  # as in a process that has not made the run
-    assert main(["inspect", "run"]) == 2
-    error = capsys.readouterr().err
-    assert "run/config.json: config: expected a dataclass of tensor_memory_lab" in error
-    assert "got 'own_runs:OwnConfig'; if it is yours" in error
-    assert "--recipe module:function" in error
-    assert "put back" not in error
-    assert main(["inspect", "run", "--recipe", "own_runs:own", "--save", "kept"]) == 0
+    with pytest.raises(ValueError, match=r"got 'own_runs:OwnConfig'; .*--recipe module:function"):
+        inspect("run")
+    inspect("run", "--recipe", "own_runs:own", "--save", "kept")
     assert Recording.load("kept").rows == 4
 
 
-def test_rows_split_and_checkpoint_can_be_chosen(binding, tmp_path, capsys):
-    options = ["--rows", "2", "--split", "valid", "--which", "last", "--save", str(tmp_path / "a")]
-    assert main(["inspect", str(binding), *options]) == 0
-    assert "2 rows" in capsys.readouterr().out
+def test_rows_split_and_checkpoint_can_be_chosen(binding, tmp_path):
+    inspect(
+        binding, "--rows", 2, "--split", "valid", "--which", "last", "--save", tmp_path / "kept"
+    )
     task = load_run(binding)[1]
     texts = task.describe(task.batch("valid", 0, 2))["texts"]
-    assert Recording.load(tmp_path / "a").texts == texts
+    assert Recording.load(tmp_path / "kept").texts == texts
 
 
 def test_a_carried_text_goes_on_from_window_to_window(language, tmp_path):
     kept = tmp_path / "kept"
-    options = ["--rows", "2", "--windows", "3", "--save", str(kept)]
-    assert main(["inspect", str(language / "run"), *options]) == 0
+    inspect(language / "run", "--rows", 2, "--windows", 3, "--save", kept)
     recording = Recording.load(kept)
     assert recording.rows == 2
     layer = recording[1]
@@ -131,40 +134,30 @@ def test_a_carried_text_goes_on_from_window_to_window(language, tmp_path):
     assert recording.text(1, 2, 0) == "\n the cat sat"  # tokens 8 to 11: a line has eight
 
 
-def test_data_that_have_moved_can_be_named(language, tmp_path, capsys):
+def test_data_that_have_moved_can_be_named(language, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(language / "run", run)
     moved = tmp_path / "moved"
     (language / "data").rename(moved)
-    assert main(["inspect", str(run)]) == 2
-    assert str(language / "data") in capsys.readouterr().err
-    assert main(["inspect", str(run), "--data-dir", str(moved)]) == 0
+    with pytest.raises(OSError, match=str(language / "data")):
+        inspect(run)
+    inspect(run, "--data-dir", moved)
     moved.rename(language / "data")
 
 
-def test_what_a_run_cannot_do_is_told(binding, tmp_path, capsys, monkeypatch):
-    assert main(["inspect", str(binding), "--windows", "2"]) == 2
-    assert "--windows: expected 1, since binding W=8" in capsys.readouterr().err
-    assert main(["inspect", str(binding), "--rows", "2", "--every", "2"]) == 2
-    assert "--every: expected --html FILE" in capsys.readouterr().err
-    assert main(["inspect", str(binding), "--data-dir", "x"]) == 2
-    assert "data_dir: expected none for BindingConfig, whose data are" in capsys.readouterr().err
-    assert main(["inspect", str(binding), "--split", "tset"]) == 2
-    assert "split: expected train, valid or test, got 'tset'" in capsys.readouterr().err
+def test_what_a_run_cannot_do_is_told(binding, tmp_path):
+    for options, complaint in (
+        (["--windows", "2"], "--windows: expected 1, since binding W=8"),
+        (["--data-dir", "x"], "data_dir: expected none for BindingConfig"),
+        (["--split", "tset"], "split: expected train, valid or test, got 'tset'"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            inspect(binding, *options)
     base = binding_run(tmp_path / "base", "base")
-    capsys.readouterr()
-    assert main(["inspect", str(base)]) == 2
-    assert "expected a run whose model has a memory, got one of the method base" in (
-        capsys.readouterr().err
-    )
-    assert main(["inspect", str(tmp_path)]) == 2
-    assert "expected the folder of a run, with config.json in it" in capsys.readouterr().err
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "tyro" else found(name)
-    )
-    assert main(["inspect", str(binding)]) == 2
-    assert "inspect RUN_FOLDER needs what experiments need; install it" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="a memory, got one of the method base"):
+        inspect(base)
+    with pytest.raises((ValueError, OSError), match=r"expected the folder of a run, with config"):
+        inspect(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["ucf101-9", "cub"])
@@ -178,7 +171,7 @@ def test_pictures_are_shown_where_tokens_are_patches(tmp_path, name):
         layout = {"frames": 2, "cached_frames": 4, "height": 32, "width": 64, "crop": (16, 32)}
         layout |= {"patch": 8, "classes": ()}
         model = {"dim": 16, "layers": 2}
-    config = load_recipes()[name]()
+    config = find_recipe(name)()
     layout |= {"data_dir": str(data), "cache_dir": str(tmp_path / "cache")}
     config = replace(
         config,
@@ -190,7 +183,7 @@ def test_pictures_are_shown_where_tokens_are_patches(tmp_path, name):
     )
     train(config, RunOptions(output=tmp_path / "run", device="cpu", quiet=True))
     kept = tmp_path / "kept"
-    assert main(["inspect", str(tmp_path / "run"), "--rows", "2", "--save", str(kept)]) == 0
+    inspect(tmp_path / "run", "--rows", 2, "--save", kept)
     recording, task = Recording.load(kept), load_run(tmp_path / "run")[1]
     assert recording.frames is not None
     last = int(recording[0].span[:, 0, 1].max())

@@ -72,8 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         "inspect",
         help="look inside a memory: a table, figures, a page for a browser",
         description="Show what a recording of a memory holds, draw its figures, and write a page "
-        "that opens in a browser from disk. Of a run's folder, its trained model is recorded on "
-        "some of its test data.",
+        "that opens in a browser from disk.",
     )
     add_options(inspect)
     inspect.set_defaults(run=run_inspect)

@@ -6,8 +6,7 @@ import pytest
 from browsing import DESKTOP, PATIENCE, settle
 from invented import invented
 
-from tensor_memory.inspect.page import write_page
-from tensor_memory.inspect.recording import Recording
+from tensor_memory import Recording
 
 QUIET = (
     "--no-sandbox",
@@ -40,7 +39,7 @@ def opened(browser, tmp_path):
 
     def open_page(recording: Recording, *, size=DESKTOP, scheme="light", touch=False, **options):
         path = tmp_path / f"{len(contexts)}.html"
-        write_page(recording, path, **options)
+        recording.save_page(path, **options)
         context = browser.new_context(
             viewport={"width": size[0], "height": size[1]},
             color_scheme=scheme,

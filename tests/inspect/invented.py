@@ -2,9 +2,8 @@
 
 import torch
 
-from tensor_memory import MemoryConfig
-from tensor_memory.inspect.layer_recording import LayerRecording
-from tensor_memory.inspect.recording import Recording
+from tensor_memory import MemoryConfig, Recording
+from tensor_memory.inspect import LayerRecording
 from tensor_memory.ops.reference import gaussian_mask, nearest_mask
 
 

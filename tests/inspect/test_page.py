@@ -7,11 +7,19 @@ from base64 import b64decode
 
 import pytest
 import torch
-from invented import invented, invented_layer
+from invented import invented
 from PIL import Image
 
-from tensor_memory.inspect.page import page, write_page
-from tensor_memory.inspect.recording import Recording
+from tensor_memory import Recording
+
+
+@pytest.fixture
+def page(tmp_path):
+    def write(recording: Recording, **options) -> str:
+        recording.save_page(tmp_path / "page.html", **options)
+        return (tmp_path / "page.html").read_text(encoding="utf-8")
+
+    return write
 
 
 def carried(text: str) -> dict:
@@ -25,7 +33,7 @@ def array(text: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(b64decode(text)), dtype=dtype).reshape(shape)
 
 
-def test_the_values_on_the_page_are_the_recorded_ones():
+def test_the_values_on_the_page_are_the_recorded_ones(page):
     recording = invented(1, chunks=5, rows=3, grid=(3, 4, 5), heads=2)
     layer, packed = recording[0], carried(page(recording))["layers"][0]
     assert torch.equal(array(packed["writeAt"], torch.float32, 5, 3, 2, 3), layer.write_at)
@@ -42,7 +50,7 @@ def test_the_values_on_the_page_are_the_recorded_ones():
     assert float(error) <= half_a_level * 1.001
 
 
-def test_the_page_reaches_for_nothing_outside_itself():
+def test_the_page_reaches_for_nothing_outside_itself(page):
     text = page(invented(1, chunks=2))
     assert "Content-Security-Policy" in text
     assert "default-src 'none'" in text
@@ -50,7 +58,7 @@ def test_the_page_reaches_for_nothing_outside_itself():
     assert not re.search(r"https?://|@import|\burl\(|<link[^>]+href=\"(?!data:)", namespaces)
 
 
-def test_no_token_or_title_can_end_the_data_or_become_markup():
+def test_no_token_or_title_can_end_the_data_or_become_markup(page):
     recording = invented(1, chunks=2, rows=1, texts=False, chunk_size=1)
     nasty = ["</script><script>alert(1)</script>", "<!-- <script> {{style}} \u2028 \ud800"]
     recording.annotate(texts=[nasty])
@@ -67,16 +75,16 @@ def test_a_page_over_the_limit_is_refused_and_the_advice_works(tmp_path):
     with pytest.raises(
         ValueError, match=r"at most 0.1 MB, got .* MB for 2 layers, 2 rows"
     ) as error:
-        write_page(recording, target, limit_mb=0.1)
+        recording.save_page(target, limit_mb=0.1)
     assert not target.exists()
     every = int(re.search(r"every=(\d+)", str(error.value))[1])  # pyright: ignore[reportOptionalSubscript]
     assert "rows=1" in str(error.value)
     assert "raise limit_mb" in str(error.value)
-    write_page(recording, target, limit_mb=0.15, every=every)
+    recording.save_page(target, limit_mb=0.15, every=every)
     assert target.stat().st_size <= 0.15e6
 
 
-def test_what_was_thinned_on_the_page_is_said_on_it():
+def test_what_was_thinned_on_the_page_is_said_on_it(page):
     values = carried(page(invented(1, chunks=10, rows=3), every=4, rows=1))
     assert values["notices"] == [
         "One recorded chunk in 4 is on this page: 3 of 10.",
@@ -87,7 +95,7 @@ def test_what_was_thinned_on_the_page_is_said_on_it():
     assert chunk.tolist() == [0, 4, 8]
 
 
-def test_what_was_thinned_while_recording_is_said_on_the_page():
+def test_what_was_thinned_while_recording_is_said_on_the_page(page):
     recording = invented(1, chunks=6, rows=2, every=5)
     recording.rows_left_out = 7
     assert carried(page(recording))["notices"] == [
@@ -96,11 +104,7 @@ def test_what_was_thinned_while_recording_is_said_on_the_page():
     ]
 
 
-def test_a_whole_recording_has_nothing_to_confess():
-    assert carried(page(invented(2)))["notices"] == []
-
-
-def test_a_large_grid_is_drawn_as_the_largest_of_blocks_and_the_page_says_so():
+def test_a_large_grid_is_drawn_as_the_largest_of_blocks_and_the_page_says_so(page):
     recording = invented(1, chunks=2, rows=1, grid=(20, 18, 20), texts=False)
     values = carried(page(recording))
     packed = values["layers"][0]
@@ -114,12 +118,12 @@ def test_a_large_grid_is_drawn_as_the_largest_of_blocks_and_the_page_says_so():
     assert torch.equal(levels, (blocks / blocks.max() * 255).round().to(torch.uint8))
 
 
-def test_the_first_of_four_axes_is_never_pooled():
+def test_the_first_of_four_axes_is_never_pooled(page):
     recording = invented(1, chunks=1, rows=1, grid=(5, 20, 20, 20), texts=False)
     assert carried(page(recording))["layers"][0]["shown"] == [5, 10, 10, 10]
 
 
-def test_values_that_are_not_finite_are_counted_on_the_page():
+def test_values_that_are_not_finite_are_counted_on_the_page(page):
     recording = invented(1, chunks=3, rows=2, texts=False)
     recording[0].hidden_norm[1, 0, 2, 2, :2] = float("nan")
     recording[0].hidden_norm[2, 1, 0, 0, 0] = float("inf")
@@ -130,7 +134,7 @@ def test_values_that_are_not_finite_are_counted_on_the_page():
     assert values["layers"][0]["top"] < 1
 
 
-def test_only_text_near_a_chunk_on_the_page_is_carried():
+def test_only_text_near_a_chunk_on_the_page_is_carried(page):
     recording = invented(1, chunks=3, rows=1, chunk_size=2, every=100, texts=False)
     tokens = [f"t{at}" for at in range(404)]
     recording.annotate(texts=[tokens])
@@ -139,7 +143,7 @@ def test_only_text_near_a_chunk_on_the_page_is_carried():
     assert all(texts == tokens[start : start + len(texts)] for start, texts in stretches)
 
 
-def test_frames_travel_as_images_with_the_same_pixels():
+def test_frames_travel_as_images_with_the_same_pixels(page):
     recording = invented(1, chunks=4, rows=2, chunk_size=3, texts=False)
     frames = torch.randint(0, 256, (2, 3, 5, 7, 3), dtype=torch.uint8)
     recording.annotate(frames=frames, tokens_per_frame=6)
@@ -148,31 +152,3 @@ def test_frames_travel_as_images_with_the_same_pixels():
     image = Image.open(io.BytesIO(b64decode(rows[1]["1"])))
     assert image.size == (7, 5)
     assert image.tobytes() == bytes(frames[1, 1].flatten().tolist())
-
-
-def test_a_recording_in_half_precision_makes_the_same_page_but_for_rounding():
-    layer = invented_layer("block", chunks=2, rows=1)
-    halved = {
-        name: value.half() if value.is_floating_point() else value
-        for name, value in layer.arrays().items()
-    }
-    recording = Recording(layers=[type(layer)("block", layer.config, 0.5, **halved)])
-    packed = carried(page(recording))["layers"][0]
-    at = array(packed["writeAt"], torch.float32, 2, 1, 1, 3)
-    assert torch.equal(at, layer.write_at.half().float())
-
-
-def test_a_wrong_argument_is_named():
-    with pytest.raises(TypeError, match=r"expected a Recording, got dict; make one with .*record"):
-        page({})  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="every: expected an integer of at least 1, got 0"):
-        page(Recording(), every=0)
-    with pytest.raises(ValueError, match="rows: expected an integer of at least 1, got -1"):
-        page(Recording(), rows=-1)
-
-
-def test_a_folder_that_is_not_there_is_told_by_the_name_that_was_given(tmp_path):
-    where = tmp_path / "nowhere" / "page.html"
-    with pytest.raises(FileNotFoundError) as told:
-        write_page(invented(1), where)
-    assert told.value.filename == str(where)

@@ -9,22 +9,6 @@ from tensor_memory import MemoryConfig, record
 ONE = MemoryConfig(channels=2, grid=(3, 2), chunk_size=1)
 
 
-def test_every_nth_chunk_is_kept_and_says_so():
-    memory = make_memory(OPTIONS["paper"])
-    x = make_tokens(2, 3 * 10, DIM)
-    with record(memory, dtype=torch.float64) as full:
-        memory(x)
-    with record(memory, every=4, dtype=torch.float64) as recording:
-        memory(x)
-    layer = recording[0]
-    assert layer.chunk.tolist() == [0, 4, 8]
-    assert (recording.every, recording.asked_every) == (4, 4)
-    assert layer.seen.tolist() == [10, 10]
-    assert recording.dropped == 2 * 7
-    for name in ("write_at", "hidden_norm", "gates", "use", "span"):
-        torch.testing.assert_close(getattr(layer, name), getattr(full[0], name)[::4])
-
-
 @pytest.mark.parametrize("pieces", [1, 100], ids=["one call", "chunk by chunk"])
 def test_a_stream_longer_than_the_bound_is_thinned_out(pieces):
     memory = make_memory(ONE)
@@ -40,17 +24,6 @@ def test_a_stream_longer_than_the_bound_is_thinned_out(pieces):
     with record(memory, dtype=torch.float64) as full:
         memory(x)
     torch.testing.assert_close(layer.hidden_norm, full[0].hidden_norm[::16], rtol=0, atol=1e-10)
-
-
-def test_what_is_held_does_not_grow_with_the_stream():
-    memory = make_memory(ONE)
-    held = []
-    for length in (100, 700):
-        with record(memory, max_chunks=32) as recording:
-            memory(make_tokens(1, length, DIM))
-        held.append(recording.nbytes)
-        assert 16 <= len(recording[0]) <= 32
-    assert held[1] <= 2 * held[0]
 
 
 def test_rows_beyond_the_bound_are_counted_not_kept():

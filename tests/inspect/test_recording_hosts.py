@@ -135,18 +135,6 @@ def test_beam_search_is_followed_from_place_to_place():
     assert layer.present.all()
 
 
-@pytest.mark.parametrize("share_weights", [True, False])
-def test_recording_changes_no_bit_of_what_a_host_computes(share_weights):
-    host = make_host(share_weights=share_weights)
-    tokens = ids(2, 11)
-    before = host(tokens).logits
-    with record(host):
-        during = host(tokens).logits
-    after = host(tokens).logits
-    assert torch.equal(before, during)
-    assert torch.equal(before, after)
-
-
 def test_recording_changes_no_bit_of_generated_scores():
     host = make_host()
     options = dict(max_new_tokens=5, output_logits=True, return_dict_in_generate=True)
@@ -197,15 +185,6 @@ def test_gradient_checkpointing_records_each_chunk_once():
     assert recording[0].seen.tolist() == [2, 2]
 
 
-def test_no_hook_stays_behind():
-    host = make_host()
-    before = hooks_of(host)
-    with record(host):
-        host(ids(1, 4))
-        assert hooks_of(host) != before
-    assert hooks_of(host) == before
-
-
 def test_an_error_inside_leaves_no_hook_and_keeps_what_was_seen():
     host = make_host()
     before = hooks_of(host)
@@ -235,14 +214,6 @@ def test_a_memory_that_a_layer_owns_is_recorded_through_it_alone():
     assert recording.names == ["memory"]
     assert recording[0].gate == 0.5
     assert recording[0].seen.tolist() == [2]
-
-
-def test_the_memory_inside_a_layer_gets_no_hook_which_would_keep_it_from_the_fused_way():
-    layer = MemoryResidual(make_memory(OPTIONS["paper"]))
-    with record(layer):
-        assert layer._forward_hooks
-        assert not layer.memory._forward_hooks
-        assert not layer.memory._forward_pre_hooks
 
 
 @pytest.mark.parametrize("residual", [False, True])

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from memories import DIM, OPTIONS, Call, calls, configs, make_marks, make_memory, make_tokens, run
-from tensor_memory import MemoryConfig, MemoryResidual, MemoryState
-from tensor_memory.inspect import LayerRecording, record
+from tensor_memory import MemoryResidual, MemoryState
+from tensor_memory.inspect import record
 from tolerances import assert_same
 
 FLOATS = ("read_at", "readout", "hidden_norm", "use")
@@ -76,19 +76,6 @@ def test_any_memory_and_any_call_is_recorded_as_the_oracle_computes_it(data):
     assert_as_expected(watch(memory, pieces_of(call, cuts)), memory, call)
 
 
-@pytest.mark.parametrize("name", ["paper", "token reads", "heads"])
-def test_streaming_token_by_token_records_what_one_call_records(name):
-    memory = make_memory(OPTIONS[name])
-    call = Call(make_tokens(2, 11, DIM))
-    whole = watch(memory, [call])
-    streamed = watch(memory, pieces_of(call, range(1, 11)))
-    for key, array in whole.arrays().items():
-        torch.testing.assert_close(
-            streamed.arrays()[key], array, rtol=0, atol=1e-10, equal_nan=True
-        )
-    assert_as_expected(streamed, memory, call)
-
-
 def test_a_residual_records_its_gate_and_what_it_adds():
     memory = make_memory(OPTIONS["paper"])
     layer = MemoryResidual(memory, gate_init=-1.0, norm=False).double()
@@ -107,16 +94,6 @@ def test_use_is_measured_against_what_the_norm_has_not_touched():
         y, _ = layer(x)
     ratio = (y - x).norm(dim=-1) / x.norm(dim=-1)  # (1, 6)
     assert_same(recording[0].use[:, 0], ratio[0].reshape(2, 3).mean(1))
-
-
-def test_a_half_precision_memory_is_recorded_in_the_precision_of_its_state():
-    memory = make_memory(OPTIONS["paper"], dtype=torch.bfloat16)
-    call = Call(make_tokens(1, 9, DIM, dtype=torch.bfloat16))
-    layer = watch(memory, [call])
-    exact = watch(memory.double(), [Call(call.x.double())])
-    assert layer.present.all()
-    assert_same(layer.hidden_norm, exact.hidden_norm, torch.bfloat16)
-    assert_same(layer.write_at, exact.write_at, torch.bfloat16)
 
 
 def test_under_autocast_the_heads_are_recorded_as_the_model_ran_them():
@@ -138,22 +115,6 @@ def test_a_half_precision_stream_under_autocast_is_recorded_to_its_end():
             _, state = layer(part, state)
     assert recording[0].seen.tolist() == [3]
     assert_same(recording[0].hidden_norm[-1, 0], state.hidden.norm(dim=1)[0], torch.bfloat16)
-
-
-def test_the_last_recorded_state_is_the_state_the_module_returned():
-    for name, config in OPTIONS.items():
-        memory = make_memory(config)
-        with record(memory, dtype=torch.float64) as recording:
-            _, state = memory(make_tokens(2, 12, DIM), flush=True)
-        assert_same(recording[0].hidden_norm[-1], state.hidden.norm(dim=1)), name
-
-
-def test_readouts_are_those_the_outputs_were_made_of():
-    memory = make_memory(OPTIONS["heads"])
-    with record(memory, dtype=torch.float64) as recording:
-        m, _ = memory(make_tokens(1, 9, DIM))
-    again = memory.output(recording[0].readout[:, 0].flatten(1))  # (3, d)
-    assert_same(m[0, ::3], again)
 
 
 def test_a_flush_without_tokens_writes_what_was_waiting():
@@ -236,18 +197,6 @@ def test_recording_that_starts_in_the_middle_counts_from_the_waiting_tokens():
         assert_same(getattr(layer, name), getattr(whole, name)[1:])
 
 
-def test_float16_keeps_three_digits():
-    memory = make_memory(OPTIONS["paper"])
-    call = Call(make_tokens(2, 9, DIM))
-    exact = watch(memory, [call])
-    with record(memory) as recording:
-        run(memory, [call])
-    for name in ("read_at", "write_at", "spread", "gates", "hidden_norm", "readout", "use"):
-        kept = getattr(recording[0], name)
-        assert kept.dtype == torch.float16
-        assert_same(kept, getattr(exact, name))
-
-
 def test_a_value_too_large_for_the_kept_type_stays_finite():
     memory = make_memory(OPTIONS["paper"])
     with torch.no_grad():
@@ -270,16 +219,3 @@ def test_one_state_continued_twice_gives_two_rows(length):
     assert recording.rows == 2
     assert layer.seen.tolist() == [3, 3]
     assert torch.equal(layer.span[:, 0], layer.span[:, 1])
-
-
-def test_an_empty_state_given_by_hand_starts_new_rows():
-    config = MemoryConfig(channels=2, grid=(3, 2), chunk_size=3)
-    memory = make_memory(config)
-    x = make_tokens(2, 6, DIM)
-    with record(memory) as recording:
-        for _ in range(2):
-            memory(x, MemoryState.zeros(config, DIM, 2, dtype=torch.float64))
-    assert recording.rows == 4
-    layer: LayerRecording = recording[0]
-    assert torch.equal(layer.write_at[:, :2], layer.write_at[:, 2:])
-    assert layer.present.all()

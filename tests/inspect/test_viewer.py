@@ -6,7 +6,7 @@ import pytest
 from browsing import PATIENCE, picture, slide, text
 from invented import invented
 
-from tensor_memory.inspect.recording import Recording
+from tensor_memory import Recording
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="the viewer needs playwright")
 

@@ -5,7 +5,7 @@ import torch
 from browsing import keep, orange, picture, settle, slide, text
 from invented import invented
 
-from tensor_memory.inspect.recording import Recording
+from tensor_memory import Recording
 
 
 def test_it_shows_the_first_chunk_of_the_first_layer(opened, recording):

@@ -7,6 +7,7 @@ with theme():
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from tensor_memory.inspect.grid_figures import (
     nothing,
 )
 from tensor_memory.inspect.layer_recording import LayerRecording, require_index
-from tensor_memory.inspect.recording import Recording
 from tensor_memory.inspect.theme import ink, palette, theme
 
 __all__ = [
@@ -116,16 +116,17 @@ def draw_gates(axis: Any, layer: LayerRecording, *, row: int = 0) -> None:
     _finish(axis, f"gates of {layer.name}")
 
 
-def draw_use(axis: Any, recording: Recording) -> None:
-    """For every layer σ(γ), how far its gate is open, and how much of x it adds.
+def draw_use(axis: Any, layers: Iterable[LayerRecording]) -> None:
+    """For every layer of a recording σ(γ), how far its gate is open, and how much of x it adds.
 
     Use is ‖σ(γ)m‖ / ‖x‖ of all chunks and rows: the median, and from the 10th to the 90th of 100.
     """
-    if not any(bool(layer.present.any()) for layer in recording.layers):
+    layers = list(layers)
+    if not any(bool(layer.present.any()) for layer in layers):
         nothing(axis)
         return
     gate_in, use_in, *_ = palette(axis)
-    for place, layer in enumerate(recording.layers):
+    for place, layer in enumerate(layers):
         use = layer.use[layer.present].double()
         use = use[~use.isnan()]
         named = {"label": "‖σ(γ)m‖ / ‖x‖"} if place == 0 else {}
@@ -136,18 +137,18 @@ def draw_use(axis: Any, recording: Recording) -> None:
         named = {"label": "σ(γ)"} if place == 0 else {}
         if layer.gate is not None:
             axis.plot([layer.gate], [place - 0.12], "D", color=gate_in, markersize=5, **named)
-    axis.set_yticks(range(len(recording)), recording.names)
-    axis.set_ylim(len(recording) - 0.5, -0.5)
+    axis.set_yticks(range(len(layers)), [layer.name for layer in layers])
+    axis.set_ylim(len(layers) - 0.5, -0.5)
     axis.set_xlim(left=0)
     axis.set_xlabel("share")
     axis.set_title("gate and use per layer", loc="left")
     axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
-def draw_state_norm(axis: Any, recording: Recording, *, row: int = 0) -> None:
-    """‖h‖ of the whole grid over the stream, a line per layer."""
+def draw_state_norm(axis: Any, layers: Iterable[LayerRecording], *, row: int = 0) -> None:
+    """‖h‖ of the whole grid over the stream, a line per layer of a recording."""
     drawn = 0
-    for number, layer in enumerate(recording.layers):
+    for number, layer in enumerate(layers):
         tokens, chunks = _timeline(layer, row, layer.present)
         if not len(chunks):
             continue

@@ -17,20 +17,28 @@ from tensor_memory.wording import counted
 if TYPE_CHECKING:
     import numpy
 
-FLOATS = (
-    "read_at",
-    "write_at",
-    "spread",
-    "content_norm",
-    "gates",
-    "hidden_norm",
-    "readout",
-    "use",
-)
-"""The arrays of a `LayerRecording` that hold measured values, in its float type."""
 
-ARRAYS = (*FLOATS, "span", "written", "present", "chunk", "seen")
-"""All arrays of a `LayerRecording`."""
+def float_shapes(config: MemoryConfig) -> dict[str, tuple[int, ...]]:
+    """Every array of measured values by name, and its shape after (T, B).
+
+    >>> float_shapes(MemoryConfig(channels=4, grid=(3, 3), chunk_size=2))["readout"]
+    (1, 4)
+    """
+    M, n = config.write_heads, config.axes
+    Q = config.read_heads * (config.chunk_size if config.reads == "token" else 1)
+    shapes = {
+        "read_at": (Q, n),
+        "write_at": (M, n),
+        "spread": (M,),
+        "content_norm": (M,),
+        "gates": (3,),
+        "hidden_norm": config.grid,
+        "readout": (Q, config.channels),
+        "use": (),
+    }
+    if config.write == "nearest":
+        del shapes["spread"]
+    return shapes
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,9 +122,9 @@ class LayerRecording:
         return sum(array.nbytes for array in self.arrays().values())
 
     def arrays(self) -> dict[str, Tensor]:
-        """Every array by name; no `spread` where there is none."""
-        named = {name: getattr(self, name) for name in ARRAYS}
-        return {name: array for name, array in named.items() if array is not None}
+        """Every array by name; no `spread` where the nearest voxel alone is written."""
+        names = (*float_shapes(self.config), "span", "written", "present", "chunk", "seen")
+        return {name: getattr(self, name) for name in names}
 
     def mask(self, chunk: int, row: int = 0) -> Tensor:
         """(M, *grid) float32: the weight each write gave each voxel; NaN where none happened."""

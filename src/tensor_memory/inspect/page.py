@@ -12,21 +12,18 @@ from __future__ import annotations
 import ctypes
 import json
 import math
-import os
 import struct
 import zlib
 from base64 import b64encode
 from html import escape
 from importlib.resources import files
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from tensor_memory.files import write_text
 from tensor_memory.inspect.layer_recording import LayerRecording
-from tensor_memory.inspect.recording import Recording
 from tensor_memory.wording import counted
 
 LIMIT_MB = 32.0
@@ -41,49 +38,31 @@ CONTEXT = 24
 _SCRIPTS = ("data.js", "view.js", "scene.js", "charts.js", "panel.js", "app.js")
 
 
-def write_page(
-    recording: Recording,
-    path: str | os.PathLike[str],
-    *,
-    title: str | None = None,
-    every: int = 1,
-    rows: int | None = None,
-    limit_mb: float = LIMIT_MB,
-) -> None:
-    """Write `page` to `path`, whole or not at all; the arguments are those of `page`."""
-    text = page(recording, title=title, every=every, rows=rows, limit_mb=limit_mb)
-    write_text(path, text)
+class Recorded(Protocol):
+    """What a page is made of; `Recording` is one."""
+
+    layers: list[LayerRecording]
+    every: int
+    rows_left_out: int
+    texts: list[list[str]] | None
+    frames: Tensor | None
+    tokens_per_frame: int
+
+    @property
+    def rows(self) -> int: ...  # noqa: D102
+    @property
+    def dropped(self) -> int: ...  # noqa: D102
 
 
-def page(
-    recording: Recording,
-    *,
-    title: str | None = None,
-    every: int = 1,
-    rows: int | None = None,
-    limit_mb: float = LIMIT_MB,
-) -> str:
+def page(recording: Recorded, *, title: str, every: int, rows: int | None, limit_mb: float) -> str:
     """The interactive viewer of a recording: one HTML document, no network needed.
 
-    Args:
-        recording: what `tensor_memory.record` gave; an empty one makes a page that says so.
-        title: heading of the page.
-        every: put one recorded chunk in so many on the page, which then says so.
-        rows: put only the first so many rows on the page, which then says so.
-        limit_mb: refuse a page larger than this.
-
-    >>> "Nothing was recorded" in page(Recording())
-    True
+    `Recording.save_page` explains the options. A recording without layers makes a page that says
+    so.
     """
-    if not isinstance(recording, Recording):
-        raise TypeError(
-            f"recording: expected a Recording, got {type(recording).__name__}; "
-            "make one with tensor_memory.record, or read one with Recording.load"
-        )
     for name, value in (("every", every), ("rows", rows)):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"{name}: expected an integer of at least 1, got {value!r}")
-    title = "Tensor Memory recording" if title is None else title
     layers = [layer[::every, :rows] for layer in recording.layers]
     encoded = [_encoded_layer(layer) for layer in layers]
     shown_rows = layers[0].rows if layers else 0
@@ -107,7 +86,7 @@ def page(
             f"{counted(len(layers), 'layer')}, {counted(shown_rows, 'row')} and "
             f"{counted(chunks, 'chunk')}; put fewer chunks on it with "
             f"every={every * min(math.ceil(share), max(chunks, 1))}, fewer rows with rows=1, "
-            "or raise limit_mb (--every, --rows, --limit-mb on the command line)"
+            "or raise limit_mb (--every, --rows, --limit-mb of `tensor-memory inspect`)"
         )
     return text
 
@@ -189,7 +168,7 @@ def _pooled(norms: Tensor) -> tuple[Tensor, list[list[float]], list[int]]:
 
 
 def _notices(
-    recording: Recording, layers: list[LayerRecording], encoded: list[dict[str, Any]], every: int
+    recording: Recorded, layers: list[LayerRecording], encoded: list[dict[str, Any]], every: int
 ) -> list[str]:
     """What this page does not show, in words: nothing is left out silently."""
     found = []
@@ -222,7 +201,7 @@ def _notices(
     return found
 
 
-def _texts(recording: Recording, layers: list[LayerRecording]) -> list[list[Any]] | None:
+def _texts(recording: Recorded, layers: list[LayerRecording]) -> list[list[Any]] | None:
     """Per row, [start, [texts...]] for each stretch of tokens at or near a chunk shown."""
     if recording.texts is None or not layers:
         return None
@@ -240,7 +219,7 @@ def _texts(recording: Recording, layers: list[LayerRecording]) -> list[list[Any]
     return rows
 
 
-def _frames(recording: Recording, layers: list[LayerRecording]) -> list[dict[int, str]] | None:
+def _frames(recording: Recorded, layers: list[LayerRecording]) -> list[dict[int, str]] | None:
     """Per row, the PNG of every frame in which a chunk shown begins."""
     if recording.frames is None or not layers:
         return None

@@ -1,24 +1,37 @@
-"""What the memories of a model did while `record` was watching: to look at, save and draw.
+"""What the memories of a model did while `record` was watching, and the file that keeps it.
 
-Letters: B rows, F frames, h and w their height and width.
+The file is one safetensors file: the arrays of every layer as `layers.NUMBER.NAME`, the frames,
+and a description in JSON, stored as bytes.
+
+Letters: T chunks kept, B rows, F frames, h and w their height and width.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
+from tensor_memory.config import MemoryConfig
+from tensor_memory.files import load_tensors, save_tensors, write_text
 from tensor_memory.inspect.annotations import checked_texts, thumbnails
-from tensor_memory.inspect.layer_recording import LayerRecording, require_index
+from tensor_memory.inspect.figure_files import write_figures
+from tensor_memory.inspect.layer_recording import LayerRecording, float_shapes, require_index
+from tensor_memory.inspect.page import LIMIT_MB, page
 from tensor_memory.wording import counted
 
 if TYPE_CHECKING:
     import numpy
+
+KIND = "tensor-memory recording"
+FORMAT = 1
 
 
 @dataclass(eq=False)
@@ -53,6 +66,10 @@ class Recording:
     def __len__(self) -> int:
         """The number of layers."""
         return len(self.layers)
+
+    def __iter__(self) -> Iterator[LayerRecording]:
+        """The layers, in the model's order."""
+        return iter(self.layers)
 
     def __getitem__(self, at: Any) -> Any:
         """A layer by number or name; `[layer, chunk, row]` as in `LayerRecording`."""
@@ -136,50 +153,213 @@ class Recording:
         """Every array of every layer, by the layer's name and the array's."""
         return {layer.name: layer.to_numpy() for layer in self.layers}
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write one safetensors file, whole or not at all, the description in it as JSON."""
-        from tensor_memory.inspect.saved import save_recording
+    def summary(self) -> str:
+        """A table with one line per layer, and what was not kept."""
+        table = _table(self.layers)
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if column < 2 else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in table
+        ]
+        return "\n".join([*lines, self._extent()])
 
-        save_recording(self, path)
+    def save_page(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        title: str = "Tensor Memory recording",
+        every: int = 1,
+        rows: int | None = None,
+        limit_mb: float = LIMIT_MB,
+    ) -> None:
+        """Write the interactive viewer: one HTML file that opens from disk, without a network.
+
+        Args:
+            path: the file.
+            title: heading of the page.
+            every: put one recorded chunk in so many on the page, which then says so.
+            rows: put only the first so many rows on the page, which then says so.
+            limit_mb: refuse a page larger than this.
+        """
+        text = page(self, title=title, every=every, rows=rows, limit_mb=limit_mb)
+        write_text(path, text)
+
+    def save_figures(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        row: int = 0,
+        layers: Sequence[int | str] | None = None,
+        chunks: slice = slice(None),
+        themes: Sequence[str] = ("light",),
+        kinds: Sequence[str] | None = None,
+    ) -> list[Path]:
+        """Draw PNG figures: `KIND-LAYER-THEME.png`, or `KIND-THEME.png` of all layers together.
+
+        Args:
+            folder: made where it does not exist.
+            row: the row that figures of one row show.
+            layers: numbers or names of the layers to draw one by one; all by default.
+            chunks: the kept chunks to show, such as `slice(0, 12)`.
+            themes: "light", "dark" or both.
+            kinds: names of the figures to draw, such as "projection"; all by default.
+
+        Returns:
+            The files written.
+        """
+        options: dict[str, Any] = {"row": row, "layers": layers, "chunks": chunks}
+        return write_figures(self.layers, folder, themes=themes, kinds=kinds, **options)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write one safetensors file, whole or not at all."""
+        described = {
+            "format": FORMAT,
+            "layers": [
+                {"name": layer.name, "config": layer.config.to_dict(), "gate": layer.gate}
+                for layer in self.layers
+            ],
+            "every": self.every,
+            "asked_every": self.asked_every,
+            "rows_left_out": self.rows_left_out,
+            "texts": self.texts,
+            "tokens_per_frame": self.tokens_per_frame,
+        }
+        text = json.dumps(described, ensure_ascii=True).encode()
+        tensors = {"description": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
+        if self.frames is not None:
+            tensors["frames"] = self.frames
+        for number, layer in enumerate(self.layers):
+            for name, array in layer.arrays().items():
+                # A copy: safetensors refuses tensors that share memory, as slices of a layer do.
+                tensors[f"layers.{number}.{name}"] = array.clone()
+        save_tensors(path, tensors, kind=KIND)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Recording:
         """Read what `save` wrote; a truncated or foreign file is a `ValueError`."""
-        from tensor_memory.inspect.saved import load_recording
-
-        return load_recording(path)
+        tensors = load_tensors(path, kind=KIND)
+        described = _description(tensors.pop("description", torch.empty(0)), path)
+        frames = tensors.pop("frames", None)
+        try:
+            layers = [
+                _layer(number, tensors, **values)
+                for number, values in enumerate(described["layers"])
+            ]
+            if tensors:
+                raise ValueError(f"unknown tensors {', '.join(sorted(tensors))}")
+            if len({layer.rows for layer in layers}) > 1:
+                raise ValueError("its layers differ in their rows")
+            recording = cls(
+                layers,
+                every=int(described["every"]),
+                asked_every=int(described["asked_every"]),
+                rows_left_out=int(described["rows_left_out"]),
+            )
+            recording.annotate(
+                texts=described["texts"],
+                frames=frames,
+                tokens_per_frame=described["tokens_per_frame"],
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path}: expected a complete {KIND}, got a damaged one ({error}); save it again"
+            ) from error
+        return recording
 
     def __repr__(self) -> str:
         kept = max((len(layer) for layer in self.layers), default=0)
-        chunks = counted(kept, "chunk")
-        return f"Recording({self._size()}, {chunks} kept)"
-
-    def _size(self) -> str:
-        return f"{counted(len(self.layers), 'layer')}, {counted(self.rows, 'row')}"
+        layers, rows = counted(len(self), "layer"), counted(self.rows, "row")
+        return f"Recording({layers}, {rows}, {counted(kept, 'chunk')} kept)"
 
     def _repr_html_(self) -> str:
-        head = ("layer", "grid", "chunks kept", "chunks seen", "σ(γ)", "use", "i", "f", "o")
-        lines = []
-        for layer in self.layers:
-            gates = _mean(layer.gates.flatten(0, 1)) if layer.present.any() else [None] * 3
-            use = _mean(layer.use.reshape(-1, 1))[0] if layer.present.any() else None
-            cells = (
-                layer.name,
-                "×".join(map(str, layer.config.grid)),
-                str(int(layer.present.sum())),
-                str(int(layer.seen.sum())),
-                *("–" if value is None else f"{value:.3f}" for value in (layer.gate, use, *gates)),
-            )
-            lines.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
-        header = "".join(f"<th>{escape(name)}</th>" for name in head)
-        kept = f", one chunk in {self.every} kept" if self.every > 1 else ""
-        left = f", {counted(self.rows_left_out, 'more row')} left out" if self.rows_left_out else ""
+        head, *lines = (
+            "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in line)
+            for tag, line in zip(("th", *["td"] * len(self)), _table(self.layers), strict=True)
+        )
+        body = "".join(f"<tr>{line}</tr>" for line in lines)
         return (
-            f"<p>Recording of {self._size()}{left}{kept}, "
-            f"{self.nbytes / 2**20:.1f} MiB</p>"
-            f"<table><thead><tr>{header}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+            f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+            f"<p>{escape(self._extent())}</p>"
         )
 
+    def _extent(self) -> str:
+        """How much was recorded, and what was left out."""
+        rows, layers = counted(self.rows, "row"), counted(len(self), "layer")
+        if self.rows_left_out:
+            rows += f" ({counted(self.rows_left_out, 'more was', 'more were')} left out)"
+        extent = f"{rows}, {layers}, {self.nbytes / 2**20:.1f} MiB"
+        if self.every > 1:
+            others = counted(self.dropped, "was", "were")
+            extent += f"\none chunk in {self.every} was kept, {others} not"
+        return extent
 
-def _mean(values: Tensor) -> list[float]:
-    return values.double().nanmean(0).tolist()
+
+def _table(layers: Sequence[LayerRecording]) -> list[tuple[str, ...]]:
+    """A head and one line per layer: what was kept, and the means over chunks and rows."""
+    table: list[tuple[str, ...]] = [
+        ("layer", "grid", "kept", "seen", "gate", "use", "i", "f", "o", "sigma")
+    ]
+    unknown = torch.tensor(torch.nan)
+    for layer in layers:
+        spread = unknown if layer.spread is None else layer.spread.double().nanmean()
+        numbers = (
+            unknown if layer.gate is None else torch.tensor(layer.gate),
+            layer.use.double().nanmean(),
+            *layer.gates.double().flatten(0, 1).nanmean(0),
+            spread,
+        )
+        table.append(
+            (
+                layer.name,
+                "x".join(map(str, layer.config.grid)),
+                str(int(layer.present.sum())),
+                str(int(layer.seen.sum())),
+                *("-" if value.isnan() else f"{value:.3f}" for value in numbers),
+            )
+        )
+    return table
+
+
+def _description(stored: Tensor, path: str | os.PathLike[str]) -> dict[str, Any]:
+    try:
+        described = json.loads(bytes(stored.tolist()))
+    except ValueError as error:
+        raise ValueError(
+            f"{path}: expected a description in JSON, got a damaged one ({error}); save it again"
+        ) from error
+    found = described.get("format") if isinstance(described, dict) else None
+    if found != FORMAT:
+        raise ValueError(
+            f"{path}: expected format {FORMAT}, got {found!r}; it was written by another version "
+            "of tensor-memory: load it with that one, or save it again"
+        )
+    return described
+
+
+def _layer(
+    number: int, tensors: dict[str, Tensor], name: str, config: dict[str, Any], gate: float | None
+) -> LayerRecording:
+    """Take one layer's arrays out of `tensors`; wrong shapes and types are a `ValueError`."""
+    made = MemoryConfig.from_dict(config)
+    T, B = (tensors[f"layers.{number}.{size}"].numel() for size in ("chunk", "seen"))
+    expected: dict[str, tuple[tuple[int, ...], torch.dtype | None]] = {
+        array: ((T, B, *shape), None) for array, shape in float_shapes(made).items()
+    }
+    expected |= {
+        "span": ((T, B, 2), torch.int64),
+        "written": ((T, B), torch.bool),
+        "present": ((T, B), torch.bool),
+        "chunk": ((T,), torch.int64),
+        "seen": ((B,), torch.int64),
+    }
+    arrays = {array: tensors.pop(f"layers.{number}.{array}") for array in expected}
+    for array, (shape, dtype) in expected.items():
+        found = arrays[array]
+        if found.shape != shape:
+            raise ValueError(f"{array} of {name} has shape {tuple(found.shape)}, not {shape}")
+        if not (found.is_floating_point() if dtype is None else found.dtype == dtype):
+            raise ValueError(f"{array} of {name} holds {found.dtype}")
+    return LayerRecording(name, made, gate, **{"spread": None, **arrays})

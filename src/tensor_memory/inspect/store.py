@@ -1,6 +1,6 @@
 """Arrays that grow with what is recorded, and are thinned out where a bound is met.
 
-Letters: T chunks kept, B rows, P chunks put at once, Q reads and M writes per chunk.
+Letters: T chunks kept, B rows, P chunks put at once.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tensor_memory.config import MemoryConfig
-from tensor_memory.inspect.layer_recording import LayerRecording
+from tensor_memory.inspect.layer_recording import LayerRecording, float_shapes
 
 
 class LayerStore:
@@ -19,22 +19,9 @@ class LayerStore:
         self.name, self.config = name, config
         self.gate: float | None = None
         self.chunks = 0
-        M, n, C = config.write_heads, config.axes, config.channels
-        Q = config.read_heads * (config.chunk_size if config.reads == "token" else 1)
-        floats = {
-            "read_at": (Q, n),
-            "write_at": (M, n),
-            "spread": (M,),
-            "content_norm": (M,),
-            "gates": (3,),
-            "hidden_norm": config.grid,
-            "readout": (Q, C),
-            "use": (),
-        }
-        if config.write == "nearest":
-            del floats["spread"]
         self._arrays = {
-            name: torch.empty(0, 0, *shape, dtype=dtype) for name, shape in floats.items()
+            name: torch.empty(0, 0, *shape, dtype=dtype)
+            for name, shape in float_shapes(config).items()
         }
         self._arrays["span"] = torch.empty(0, 0, 2, dtype=torch.long)
         self._arrays["written"] = torch.empty(0, 0, dtype=torch.bool)

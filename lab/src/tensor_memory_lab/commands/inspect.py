@@ -1,52 +1,81 @@
-"""What `tensor-memory inspect RUN_FOLDER` watches: a run's model on some of its task's data."""
+"""`tensor-memory-lab inspect RUN_FOLDER`: record what a run's memory does with its task's data."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
 
 import torch
 
-from tensor_memory import MemoryResidual, TensorMemory
-from tensor_memory.inspect.command import RUN_ROWS, OpenedRun
+from tensor_memory import MemoryResidual, Recording, TensorMemory, record
 from tensor_memory_lab.recipes import find_recipe
 from tensor_memory_lab.records import config_dict
-from tensor_memory_lab.tasks import Annotations, Describes, Task
+from tensor_memory_lab.tasks import Annotations, Describes
 from tensor_memory_lab.train import load_run
 
 
-def open_run(options: argparse.Namespace) -> OpenedRun:
-    """The model of the run in `options.source`, and the first batches of its test data."""
+def inspect_command(arguments: Sequence[str]) -> int:
+    """Record the model of a run, print a table, and write what was asked for."""
+    options = _parser().parse_args(arguments)
     if options.recipe is not None:
         config_dict(find_recipe(options.recipe)())  # which makes the classes in it known
-    config, task, model = load_run(
-        options.source, options.which or "best", data_dir=options.data_dir
+    for path in filter(None, (options.save, options.html)):
+        path.parent.mkdir(parents=True, exist_ok=True)  # now, and not after the model ran
+    recording = record_run(
+        options.folder,
+        options.which,
+        split=options.split,
+        rows=options.rows,
+        windows=options.windows,
+        data_dir=options.data_dir,
     )
+    print(recording.summary())
+    if options.save:
+        recording.save(options.save)
+        print(f"recording: {options.save}")
+    if options.figures:
+        print(f"figures: {len(recording.save_figures(options.figures))} in {options.figures}")
+    if options.html:
+        recording.save_page(options.html, title=options.folder.name)
+        print(f"page: {options.html}")
+    return 0
+
+
+def record_run(
+    folder: Path,
+    which: Literal["best", "last"] = "best",
+    *,
+    split: str | None = None,
+    rows: int = 4,
+    windows: int = 1,
+    data_dir: Path | None = None,
+) -> Recording:
+    """What the model of a run does with the first rows of its test data."""
+    config, task, model = load_run(folder, which, data_dir=data_dir)
     if not any(isinstance(part, MemoryResidual | TensorMemory) for part in model.modules()):
         raise ValueError(
-            f"{options.source}: expected a run whose model has a memory, got one of the method "
+            f"{folder}: expected a run whose model has a memory, got one of the method "
             f"{config.model.method}, which has none; methods with a memory are called tensor "
             "or spatial"
         )
-    wanted = options.windows or 1
-    if wanted > 1 and not task.carries:
+    if windows > 1 and not task.carries:
         raise ValueError(
             f"--windows: expected 1, since {task.name} carries nothing from one batch to the next, "
-            f"got {wanted}; take more --rows"
+            f"got {windows}; take more --rows"
         )
-    split, rows = options.split or _test_split(task), options.rows or RUN_ROWS
-    windows = range(min(wanted, task.batches(split, rows)))
-    batches = [task.batch(split, index, rows) for index in windows]
-
-    def call() -> None:
-        carry = None
+    if split is None:  # the split called test, or the first of several such as test@25%
+        split = "test" if "test" in task.test_splits else task.test_splits[0]
+    count = min(windows, task.batches(split, rows))
+    batches = [task.batch(split, index, rows) for index in range(count)]
+    carry = None
+    with torch.no_grad(), record(model.eval()) as recording:
         for batch in batches:
             _, carry = model(batch, carry)
-
-    annotations: dict[str, Any] = {}
     if isinstance(task, Describes):
-        annotations |= joined([task.describe(batch) for batch in batches])
-    return OpenedRun(model, call, annotations)
+        recording.annotate(**joined([task.describe(batch) for batch in batches]))
+    return recording
 
 
 def joined(parts: list[Annotations]) -> Annotations:
@@ -64,6 +93,44 @@ def joined(parts: list[Annotations]) -> Annotations:
     return whole
 
 
-def _test_split(task: Task) -> str:
-    """The split called test, or the first of several such as test@25%."""
-    return "test" if "test" in task.test_splits else task.test_splits[0]
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tensor-memory-lab inspect",
+        description="Record what the memory of a run does with some of its task's data. "
+        "`tensor-memory inspect` shows a saved recording again, with more options.",
+    )
+    parser.add_argument("folder", type=Path, metavar="RUN_FOLDER", help="a run with checkpoints")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page for a browser")
+    parser.add_argument("--figures", type=Path, metavar="FOLDER", help="draw every figure there")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="keep the recording there")
+    parser.add_argument(
+        "--rows", type=_positive, default=4, metavar="N", help="rows to record (default 4)"
+    )
+    parser.add_argument(
+        "--windows",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="so many, one after the other, where the task carries its state on (default 1)",
+    )
+    parser.add_argument(
+        "--split", help="of the task's data (default: test, or the first split of that name)"
+    )
+    parser.add_argument(
+        "--which", choices=("best", "last"), default="best", help="checkpoint (default best)"
+    )
+    parser.add_argument(
+        "--data-dir", type=Path, metavar="FOLDER", help="where the data have moved since training"
+    )
+    parser.add_argument(
+        "--recipe",
+        metavar="MODULE:FUNCTION",
+        help="your recipe that made the run, where its task or model is a class of your own",
+    )
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
+    return int(text)
