@@ -9,16 +9,11 @@ from typing import Any, Literal
 
 from torch import nn
 
-from tensor_memory.attachment.attachment import NAME, Attachment
-from tensor_memory.attachment.blocks import (
-    Layers,
-    find_blocks,
-    is_causal,
-    placement,
-)
-from tensor_memory.attachment.causal_hosts import LEAK
+from tensor_memory.attachment.attachment import Attachment
+from tensor_memory.attachment.blocks import Block, Layers, find_blocks, placement
+from tensor_memory.attachment.causal_hosts import LEAK, is_causal
 from tensor_memory.attachment.compiled import refuse_compiled
-from tensor_memory.attachment.hooks import refuse_carrying
+from tensor_memory.attachment.hooks import NAME, refuse_carrying
 from tensor_memory.config import MemoryConfig
 
 _RESIDUAL = {
@@ -139,7 +134,8 @@ def attach(
         residual=residual,
     )
     with ExitStack() as undo:  # a host that refuses half-way is left as it was
-        undo.callback(_release, attachment)
+        undo.callback(_unfreeze, attachment)
+        undo.callback(attachment.uninstall)
         if freeze_host:
             attachment.frozen = [p for p in model.parameters() if p.requires_grad]
             for parameter in attachment.frozen:
@@ -154,8 +150,8 @@ def detach(model: nn.Module) -> None:
     """Take the memory off: the host is what it was before `attach`, bit for bit."""
     attachment = attachment_of(model, "detach")
     delattr(attachment.host, NAME)  # `model` may be a wrapper that hands on what it is asked for
-    _release(attachment)
-    attachment.detached = True
+    attachment.retire()
+    _unfreeze(attachment)
 
 
 @contextmanager
@@ -188,8 +184,7 @@ def attachment_of(model: nn.Module, asker: str = "attachment_of") -> Attachment:
     return attachment
 
 
-def _release(attachment: Attachment) -> None:
-    attachment.uninstall()
+def _unfreeze(attachment: Attachment) -> None:
     for parameter in attachment.frozen:
         parameter.requires_grad_(True)
     attachment.frozen = []
@@ -226,7 +221,7 @@ def _require_residual_options(residual: dict[str, Any]) -> None:
             raise TypeError(f"{name}: expected {_RESIDUAL[name]}, got {value!r}")
 
 
-def _require_shareable(blocks: list[Any]) -> None:
+def _require_shareable(blocks: list[Block]) -> None:
     for what, values in (
         ("widths", {block.dim for block in blocks}),
         ("devices", {str(placement(block).device) for block in blocks}),

@@ -1,4 +1,4 @@
-"""Finding the repeated blocks of a Transformer by their structure; their width, place, causality.
+"""Finding the repeated blocks of a Transformer by their structure; their width and their place.
 
 A block is one of a row of siblings that all attend (a module with query, key and value
 projections inside) and all have weights beside their attention (a feed-forward part).
@@ -62,7 +62,7 @@ def find_blocks(
     found = _auto(model) if isinstance(layers, str) and layers == "auto" else _named(model, layers)
     blocks = []
     for path, module in found[::every]:
-        inferred = _width(module, _config_value(model, "hidden_size"))
+        inferred = _width(module, config_value(model, "hidden_size"))
         if inferred is None and dim is None:
             raise ValueError(
                 f"attach: the width of block '{path}' ({type(module).__name__}) cannot be "
@@ -81,24 +81,6 @@ def find_blocks(
             sequence_first = not batch_first
         blocks.append(Block(path, module, width, sequence_first))
     return blocks
-
-
-def is_causal(model: nn.Module, blocks: Sequence[Block]) -> bool:
-    """Whether the host attends causally; what its modules do not say counts as causal.
-
-    Hugging Face attention modules carry `is_causal`, and blocks that can be either carry
-    `is_decoder`. In `nn.TransformerEncoder` causality is a fact of the call, so it is unknown here.
-    """
-    if _config_value(model, "is_decoder"):
-        return True
-    said = [
-        flag
-        for block in blocks
-        for module in block.module.modules()
-        for flag in (getattr(module, "is_causal", None), getattr(module, "is_decoder", None))
-        if isinstance(flag, bool)
-    ]
-    return not said or any(said)
 
 
 def placement(block: Block) -> Tensor:
@@ -297,7 +279,7 @@ def _is_sequence_first(path: str, block: nn.Module) -> bool:
     return found
 
 
-def _config_value(model: nn.Module, name: str) -> object:
+def config_value(model: nn.Module, name: str) -> object:
     """A value of the host's own config, or of a wrapped host's (PEFT, DDP)."""
     for module in model.modules():
         config = getattr(module, "config", None)

@@ -10,16 +10,13 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from tensor_memory.attachment.stream import Stream
 from tensor_memory.state import MemoryState
 from tensor_memory.wording import counted
-
-if TYPE_CHECKING:
-    from tensor_memory.attachment.stream import Stream
 
 _ATTRIBUTE = "_tensor_memory"
 
@@ -106,7 +103,7 @@ def carry(cache: Any) -> CacheMemory:
     return memory
 
 
-class Lent:
+class LentCache:
     """A cache in an open stream: the stream keeps the states, the cache counts the tokens."""
 
     def __init__(self, memory: CacheMemory, stream: Stream) -> None:
@@ -121,6 +118,10 @@ class Lent:
         self.stream.put(slot, state, tokens)
         self.memory.seen[slot] = self.memory.seen.get(slot, 0) + tokens
         self.memory.moment = self.stream.moment
+
+
+StateHolder = Stream | CacheMemory | LentCache
+"""Who keeps the state of every memory layer from one call of the host to the next."""
 
 
 def admit(cache: Any, stream: Stream | None, added: int = 0) -> None:
@@ -162,13 +163,13 @@ def _require_stream(moment: tuple[str, int], seen: int, stream: Stream | None) -
         )
 
 
-def hold(cache: Any, stream: Stream | None, tokens: int, admitted: list[Any]) -> Any:
+def hold(cache: Any, stream: Stream | None, tokens: int, admitted: list[Any]) -> StateHolder:
     """Who keeps the state of a call with this cache; one the host made itself is checked here."""
     if not any(cache is other for other in admitted):
         admit(cache, stream, tokens)
         admitted.append(cache)
     memory = carry(cache)
-    return memory if stream is None else Lent(memory, stream)
+    return memory if stream is None else LentCache(memory, stream)
 
 
 def tokens_in(cache: Any) -> int:
@@ -192,24 +193,24 @@ def _layers(cache: Any) -> list[Any]:
     return list(getattr(getattr(cache, "self_attention_cache", cache), "layers", ()))
 
 
-@dataclass
-class _Ways:
-    """How the hooks of a host reach `admit` and `hold`."""
+class _Untraced:
+    """`admit` and `hold` for the hooks: dynamo, which cannot trace a change of class, skips them.
 
-    admit: Callable[..., Any] = admit
-    hold: Callable[..., Any] = hold
-
-
-WAYS = _Ways()
-
-
-def stay_out_of_graphs() -> None:
-    """Let compiled hosts call `WAYS`: dynamo cannot trace a change of class.
-
-    Importing dynamo takes seconds, and transformers, where caches come from, has done so already.
+    Importing dynamo takes seconds, so they are wrapped only after something else has imported it.
+    transformers, where caches come from, does.
     """
-    if "torch._dynamo" in sys.modules and WAYS.hold is hold:
-        WAYS.admit, WAYS.hold = torch.compiler.disable(admit), torch.compiler.disable(hold)
+
+    def __init__(self) -> None:
+        self.admit: Callable[..., Any] = admit
+        self.hold: Callable[..., Any] = hold
+
+    def update(self) -> None:
+        """Wrap the functions where dynamo has been imported since."""
+        if "torch._dynamo" in sys.modules and self.hold is hold:
+            self.admit, self.hold = torch.compiler.disable(admit), torch.compiler.disable(hold)
+
+
+UNTRACED = _Untraced()
 
 
 class _Carries:

@@ -1,10 +1,36 @@
-"""Seeing at call time that a host attends causally although its modules do not say so."""
+"""Whether a host attends causally: what its modules say, and what a call says."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+
+from tensor_memory.attachment.blocks import Block, config_value
+
+LEAK = (
+    "scope='depth' starts each layer from the state that the layer before it left after the whole "
+    "sequence, so that from the second layer on a token would read what later tokens wrote"
+)
+
+
+def is_causal(model: nn.Module, blocks: Sequence[Block]) -> bool:
+    """Whether the host attends causally; what its modules do not say counts as causal.
+
+    Hugging Face attention modules carry `is_causal`, and blocks that can be either carry
+    `is_decoder`. In `nn.TransformerEncoder` causality is a fact of the call, so it is unknown here.
+    """
+    if config_value(model, "is_decoder"):
+        return True
+    said = [
+        flag
+        for block in blocks
+        for module in block.module.modules()
+        for flag in (getattr(module, "is_causal", None), getattr(module, "is_decoder", None))
+        if isinstance(flag, bool)
+    ]
+    return not said or any(said)
 
 
 def refuse_causal_call(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -14,12 +40,6 @@ def refuse_causal_call(path: str, args: tuple[Any, ...], kwargs: dict[str, Any])
         raise ValueError(
             f"attach: block '{path}' is called with a causal mask, and {LEAK}; use scope='layer'"
         )
-
-
-LEAK = (
-    "scope='depth' starts each layer from the state that the layer before it left after the whole "
-    "sequence, so that from the second layer on a token would read what later tokens wrote"
-)
 
 
 def _is_causal_mask(value: Any) -> bool:

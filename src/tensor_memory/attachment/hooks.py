@@ -1,34 +1,102 @@
-"""Where a memory stands: the hook after one block of the host."""
+"""The hooks on a host: around the modules that hold its blocks, and after each block."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from tensor_memory.attachment.arguments import Signature, TokenArguments, refuse_4d_mask
 from tensor_memory.attachment.blocks import Block
-from tensor_memory.attachment.caches import find_cache
+from tensor_memory.attachment.caches import UNTRACED, find_cache, refuse_foreign_cache
 from tensor_memory.attachment.causal_hosts import refuse_causal_call
 from tensor_memory.attachment.hidden_states import put_hidden, take_hidden
-from tensor_memory.attachment.host_call import Call
-from tensor_memory.attachment.recompute import FirstRuns, Given, in_backward
+from tensor_memory.attachment.host_call import DEPTH, HostCall, HostCalls
+from tensor_memory.attachment.recompute import FirstRuns, Given, Streamed, in_backward
+from tensor_memory.residual import MemoryResidual
 from tensor_memory.state import MemoryState
 
-if TYPE_CHECKING:
-    from tensor_memory.attachment.attachment import Attachment
-
-DEPTH = "depth"
-"""The scope in which one state goes through all sites."""
+NAME = "tensor_memory"
+"""The host's attribute that holds the attachment, and the prefix of its `state_dict` keys."""
 
 
-class Site:
-    """The hook after one block."""
+class EntryHook:
+    """The hooks around one module that holds blocks; the outermost one opens a call."""
 
-    def __init__(self, attachment: Attachment, block: Block, layer: Any) -> None:
-        self.attachment, self.block, self.layer = attachment, block, layer
+    def __init__(self, calls: HostCalls, module: nn.Module, *, next_to_blocks: bool) -> None:
+        self.calls, self.module, self.next_to_blocks = calls, module, next_to_blocks
+        self.signature = Signature(module)
+        self.streamed = Streamed()
+
+    def install(self) -> list[RemovableHandle]:
+        """Put the hooks on the module."""
+        return [
+            self.module.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True),
+            self.module.register_forward_hook(self.returned),
+            self.module.register_forward_hook(self.after, always_call=True),
+        ]
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The module is entered."""
+        compiling = torch.compiler.is_compiling()
+        stream = self.calls.opened.stream
+        call = self.calls.current
+        # A call that Ctrl-C cut short never left: hooks run for an Exception, and that is none.
+        if call is None or self.module is self.calls.host or call.inside(self):
+            if not compiling:
+                self._require_registered()
+                if in_backward():
+                    self.streamed.refuse(args, kwargs, stream_open=stream is not None)
+            call = HostCall()
+        if not call.levels:
+            refuse_4d_mask(self.signature, args, kwargs)
+        if stream is None:
+            refuse_foreign_cache(self.module, lambda name: self.signature.get(name, args, kwargs))
+        if self.next_to_blocks:  # further out, it may be the cache of blocks without a memory
+            cache = find_cache(args, kwargs)
+            if cache is not None:
+                UNTRACED.admit(cache, stream)
+                call.caches.append(cache)
+        if not compiling and stream is not None:
+            self.streamed.remember(args, kwargs)
+        around = call.levels[-1][1] if call.levels else None
+        call.enter(self, TokenArguments.read(self.signature, args, kwargs, around))
+        self.calls.current = call
+
+    def returned(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """The module returned, and did not raise."""
+        call = self.calls.current
+        if call is not None:
+            call.returned = self
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """The module returned or raised; leaving the outermost one ends the call."""
+        call = self.calls.current
+        if call is not None and call.leave(self) and not call.levels:
+            self.calls.current = None
+            if call.returned is self:
+                call.hand_over()
+
+    def _require_registered(self) -> None:
+        """Raise where the host holds something else in this memory's place, which never runs."""
+        host = self.calls.host
+        found = host._modules.get(NAME)
+        if found is not self.calls.memory:
+            raise RuntimeError(
+                f"attach: expected {type(host).__name__}.{NAME} to be the memory that "
+                f"attach() registered there, got {type(found).__name__}, whose weights no call "
+                "would use or train; detach, wrap the model first (LoRA and the like), then attach"
+            )
+
+
+class BlockHook:
+    """The hook after one block, which runs its memory layer."""
+
+    def __init__(self, calls: HostCalls, block: Block, layer: MemoryResidual) -> None:
+        self.calls, self.block, self.layer = calls, block, layer
         self.first_runs = FirstRuns()
 
     def install(self) -> RemovableHandle:
@@ -40,22 +108,21 @@ class Site:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
         """What the block returned, with what its memory adds."""
-        attachment, block = self.attachment, self.block
+        calls, block = self.calls, self.block
         x = take_hidden(output, block)
-        call = attachment.call()
+        call = calls.current
         if call is None and in_backward():
             given = self.first_runs.recall(block.path, args, kwargs)
             return put_hidden(output, block, self._run(x, given)[0])
 
-        call = call or Call()
-        depth = attachment.scope == DEPTH
-        if depth and attachment.refuse_causal:
+        call = call or HostCall()
+        depth = calls.scope == DEPTH
+        if depth and calls.refuse_causal:
             refuse_causal_call(block.path, args, kwargs)
         slot = DEPTH if depth else call.slot(block.path)
         call.require_rows_first(block.path, x)
-        mask, reset = call.marks(x)
-        cache = find_cache(args, kwargs)
-        holder = attachment.holder(call, x.shape[1], cache)
+        mask, reset = call.mask_and_reset(x)
+        holder = calls.holder(call, x.shape[1], find_cache(args, kwargs))
         state = call.states.get(slot) if depth else None
         if state is None and holder is not None:
             state = holder.get(slot)
@@ -81,22 +148,33 @@ class Site:
                 f"attachment.to({x.dtype}), or the host, or run under torch.autocast"
             )
         return self.layer(
-            x,
-            given.state,
-            mask=given.mask,
-            reset=given.reset,
-            flush=self.attachment.scope == DEPTH,
+            x, given.state, mask=given.mask, reset=given.reset, flush=self.calls.scope == DEPTH
         )
+
+
+def modules_around(host: nn.Module, paths: Sequence[str]) -> list[tuple[nn.Module, bool]]:
+    """The modules on the way from the host to its blocks, outermost first; is a block next?"""
+    around, nearest = {"": host}, set()
+    for path in paths:
+        parts = path.split(".")
+        called = ""
+        for length in range(1, len(parts)):
+            name = ".".join(parts[:length])
+            module = host.get_submodule(name)
+            if not isinstance(module, nn.ModuleList | nn.ModuleDict) and name not in paths:
+                around[name], called = module, name
+        nearest.add(called)
+    return [(module, name in nearest) for name, module in around.items()]
 
 
 def refuse_carrying(blocks: Sequence[Block]) -> None:
     """Raise where a block has a memory already, attached to a module around it or a wrapper."""
     for block in blocks:
         for hook in block.module._forward_hooks.values():
-            site = getattr(hook, "__self__", None)
-            if isinstance(site, Site):
+            owner = getattr(hook, "__self__", None)
+            if isinstance(owner, BlockHook):
                 raise ValueError(
                     f"attach: block '{block.path}' already carries a memory, attached to a "
-                    f"{type(site.attachment.host).__name__} that holds it too; detach that one "
+                    f"{type(owner.calls.host).__name__} that holds it too; detach that one "
                     "first"
                 )

@@ -1,129 +1,41 @@
-"""One call of the host: what its entry was given, and what that means for the memory.
+"""One call of the host: the modules entered, the mask of its tokens, the states it leaves.
 
-Blocks see a 4-D attention mask or none, so the 2-D mask is taken where the caller gave it: at the
-host's entry, or at the innermost module around the blocks that still has one (a PEFT model calls
-its base model directly in `generate`, and may lengthen the mask on the way in).
+The 2-D mask is taken where the caller gave it: at the host's entry, or at the innermost module
+around the blocks that still has one (a PEFT model calls its base model directly in `generate`, and
+may lengthen the mask on the way in).
 """
 
 from __future__ import annotations
 
-import inspect
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tensor_memory.attachment.caches import find_cache
+from tensor_memory.attachment.arguments import TokenArguments, document_starts, last_columns
+from tensor_memory.attachment.caches import UNTRACED, StateHolder
+from tensor_memory.attachment.stream import OpenStream
 from tensor_memory.state import MemoryState
 
-
-class Signature:
-    """Finds arguments by name in a call of one module, positional ones too."""
-
-    def __init__(self, module: nn.Module) -> None:
-        parameters = inspect.signature(module.forward).parameters
-        self.places = {name: place for place, name in enumerate(parameters)}
-        config = getattr(module, "config", None)
-        self.two_sided = {"src_key_padding_mask", "tgt_key_padding_mask"} <= set(parameters) or (
-            getattr(config, "is_encoder_decoder", None) is True
-        )
-        """An encoder and a decoder: what it is given about one says nothing of the other."""
-
-    def get(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The argument, or None where it was not given."""
-        place = self.places.get(name)
-        if name in kwargs:
-            return kwargs[name]
-        return args[place] if place is not None and place < len(args) else None
+DEPTH = "depth"
+"""The scope in which one state goes through all blocks."""
 
 
 @dataclass
-class Marks:
-    """What one level of the call says about its tokens, as the caller gave it."""
-
-    attention_mask: Tensor | None = None
-    """(B, W), not zero where a token is real; its last N columns belong to this call."""
-
-    padding: Tensor | None = None
-    """(B, N) or (N,): torch.nn's mask, true or not zero where a token is not real."""
-
-    positions: Tensor | None = None
-    """(B, N) or (N,) position ids."""
-
-    tokens: tuple[int, ...] | None = None
-    """B and N in either order, of the ids or hidden states given; None for another input."""
-
-    ids: tuple[int, ...] | None = None
-    """(B, N), shape of the token ids given."""
-
-    holds_tokens: bool = True
-    """False where it was given an input of its own that is no row of tokens: pixels, say."""
-
-    additive: bool = False
-    """Whether `attention_mask` may be what is added to scores: 0 where a token is real."""
-
-    two_sided: bool = False
-    """Whether the module holds an encoder and a decoder, so that its parts speak for themselves."""
-
-    @classmethod
-    def read(
-        cls,
-        signature: Signature,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        around: Marks | None = None,
-    ) -> Marks:
-        """Take the 2-D mask and the position ids out of a module's arguments.
-
-        `around` is what the module outside was given: a mask of floats that a host makes itself, as
-        Longformer does, is added to its scores.
-        """
-        mask = _tensor(signature.get("attention_mask", args, kwargs), (2,))
-        additive = around is not None and mask is not None and mask.is_floating_point()
-        if around is not None and mask is around.attention_mask:
-            additive = around.additive
-        tokens = _tokens(signature, args, kwargs)
-        ids = _tensor(signature.get("input_ids", args, kwargs), (2,))
-        return cls(
-            mask,
-            _padding(signature, args, kwargs),
-            _tensor(signature.get("position_ids", args, kwargs), (1, 2)),
-            tokens,
-            None if ids is None else tuple(ids.shape),
-            tokens is not None or not any(isinstance(v, Tensor) for v in (*args, *kwargs.values())),
-            additive,
-            signature.two_sided,
-        )
-
-    @property
-    def mask(self) -> Tensor | None:
-        """(B, W) bool, true where a token is real."""
-        given = self.attention_mask
-        if given is not None and self.additive:  # ones tell that it marks tokens after all
-            return torch.where((given == 1).any(), given != 0, given >= 0)
-        if given is not None:
-            return given != 0
-        if self.padding is not None:
-            return (self.padding == 0).reshape(-1, self.padding.shape[-1])
-        return None
-
-
-@dataclass
-class Call:
+class HostCall:
     """One call of the host, from its outermost entry to its return."""
 
-    levels: list[tuple[object, Marks]] = field(default_factory=list)
-    """The modules around the blocks entered so far, outermost first."""
+    levels: list[tuple[object, TokenArguments]] = field(default_factory=list)
+    """The modules around the blocks entered so far, outermost first, with their arguments."""
 
     states: dict[str, MemoryState] = field(default_factory=dict)
     """States that live for this call alone."""
 
-    results: list[tuple[Any, str, MemoryState, int]] = field(default_factory=list)
-    """States for their holders (a stream, a cache), each with its slot and its tokens: handed
-    over when the call succeeds, so that one that fails can be made again."""
+    results: list[tuple[StateHolder, str, MemoryState, int]] = field(default_factory=list)
+    """States for their holders, each with its slot and its number of tokens. They are handed over
+    when the call succeeds, so that a call that fails can be made again."""
 
     returned: object | None = None
     """The module that returned last; one that is left and is not this one has raised."""
@@ -134,26 +46,26 @@ class Call:
     visits: dict[str, int] = field(default_factory=dict)
     """How often each block has run: a block used twice in depth keeps one state per use."""
 
-    told: tuple[Tensor | None, Tensor | None] | None = None
-    """What `marks` answered for the number of tokens in `told_for`."""
+    found: tuple[Tensor | None, Tensor | None] | None = None
+    """What `mask_and_reset` found for the rows and tokens in `found_for`."""
 
-    told_for: tuple[int, int] = (-1, -1)
+    found_for: tuple[int, int] = (-1, -1)
 
     def inside(self, entry: object) -> bool:
         """Whether that module has been entered and not left."""
         return any(other is entry for other, _ in self.levels)
 
-    def enter(self, entry: object, marks: Marks) -> None:
+    def enter(self, entry: object, arguments: TokenArguments) -> None:
         """A module around the blocks is entered; what an outer one said may not hold inside."""
-        self.levels.append((entry, marks))
-        self.told = None
+        self.levels.append((entry, arguments))
+        self.found = None
 
     def leave(self, entry: object) -> bool:
         """Whether it was the innermost one, which is then left."""
         if not self.levels or self.levels[-1][0] is not entry:
             return False
         self.levels.pop()
-        self.told = None
+        self.found = None
         return True
 
     def hand_over(self) -> None:
@@ -169,7 +81,7 @@ class Call:
 
     def require_rows_first(self, path: str, x: Tensor) -> None:
         """Raise where hidden states x of ids (B, N) come as (N, B, d): rows would be mixed."""
-        ids = next((marks.ids for _, marks in reversed(self.levels) if marks.ids), x.shape[:2])
+        ids = next((given.ids for _, given in reversed(self.levels) if given.ids), x.shape[:2])
         if x.shape[:2] == ids[::-1] != ids:
             raise ValueError(
                 f"attach: expected block '{path}' to return hidden states of shape (B, N, d) for "
@@ -177,19 +89,19 @@ class Call:
                 "host, and its memory would take them for rows; attach with batch_first=False"
             )
 
-    def marks(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def mask_and_reset(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """`mask` and `reset` (B, N) for hidden states x (B, N, d); None where they say nothing.
 
-        Asked once per call for each number of tokens: the answer costs the device a question.
+        Looked up once per call for each number of tokens, since the CPU waits for the device then.
         """
         B, N = x.shape[:2]
-        if self.told is None or self.told_for != (B, N):
-            mask = _last_columns(self._innermost("mask"), B, N)
-            reset = _documents(self._innermost("positions"), mask, B, N)
+        if self.found is None or self.found_for != (B, N):
+            mask = last_columns(self._innermost("mask"), B, N)
+            reset = document_starts(self._innermost("positions"), mask, B, N)
             if not torch.compiler.is_compiling() and mask is not None and bool(mask.all()):
                 mask = None  # every row stands at the same place: no bookkeeping per row
-            self.told, self.told_for = (mask, reset), (B, N)
-        return self.told
+            self.found, self.found_for = (mask, reset), (B, N)
+        return self.found
 
     def _innermost(self, name: str) -> Tensor | None:
         """What the innermost level says, or one around it that was given the same tokens.
@@ -198,104 +110,66 @@ class Call:
         about its target.
         """
         inner: tuple[int, ...] | None = None
-        for outward, (_, marks) in enumerate(reversed(self.levels)):
-            if outward and marks.two_sided:
+        for outward, (_, given) in enumerate(reversed(self.levels)):
+            if outward and given.two_sided:
                 return None
-            value = getattr(marks, name)
+            value = getattr(given, name)
             if value is not None:
-                same = inner is None or marks.tokens is None or inner == marks.tokens
+                same = inner is None or given.tokens is None or inner == given.tokens
                 return value if same else None
-            if not marks.holds_tokens:
+            if not given.holds_tokens:
                 return None
-            inner = inner or marks.tokens
+            inner = inner or given.tokens
         return None
+
+
+class HostCalls:
+    """The calls of one host: the one under way, and who keeps the state between calls."""
+
+    def __init__(
+        self, host: nn.Module, memory: nn.Module, *, scope: str, refuse_causal: bool
+    ) -> None:
+        self.host, self.memory = host, memory
+        self.scope, self.refuse_causal = scope, refuse_causal
+        self.opened = OpenStream()
+        self._threads = _CallOfThread()
+
+    @property
+    def current(self) -> HostCall | None:
+        """The call under way in this thread."""
+        return self._threads.slot.call
+
+    @current.setter
+    def current(self, call: HostCall | None) -> None:
+        self._threads.slot.call = call
+
+    def holder(self, call: HostCall, tokens: int, cache: Any | None) -> StateHolder | None:
+        """Who keeps the state from call to call: the open stream, else the cache, else nobody."""
+        stream = self.opened.stream
+        if cache is None:
+            return stream
+        if stream is None and self.scope == DEPTH:
+            raise ValueError(
+                "attach: scope='depth' has no state to keep on a cache: a host that generates "
+                "with one attends causally; use scope='layer'"
+            )
+        return UNTRACED.hold(cache, stream, tokens, call.caches)
 
 
 @dataclass
-class Slot:
-    """Where a thread keeps its call under way."""
-
-    call: Call | None = None
+class _Slot:
+    call: HostCall | None = None
 
 
-class OpenCall(threading.local):
-    """The slot of each thread; copies and pickles hold empty ones.
+class _CallOfThread(threading.local):
+    """The call under way in each thread; copies and pickles hold none.
 
-    A slot of its own, because dynamo drops what is assigned to a `threading.local` at a graph
-    break, and does not drop what is assigned to an object found there.
+    It stands in an object of its own: dynamo drops what is assigned to a `threading.local` at a
+    graph break, and does not drop what is assigned to an object found there.
     """
 
     def __init__(self) -> None:  # runs once per thread
-        self.slot = Slot()
+        self.slot = _Slot()
 
-    def __reduce__(self) -> tuple[type[OpenCall], tuple[()]]:
-        return OpenCall, ()
-
-
-def _last_columns(mask: Tensor | None, B: int, N: int) -> Tensor | None:
-    if mask is None:
-        return None
-    if mask.shape[1] < N or mask.shape[0] not in (1, B):
-        raise ValueError(
-            f"attention_mask: expected shape (B, at least N) = ({B}, {N} or more) like the hidden "
-            f"states of the blocks that carry the memory, got {tuple(mask.shape)}; a mask of "
-            "pairs, or of fewer tokens than the blocks see, must go by another name, and the "
-            "memory then has none"
-        )
-    return mask[:, mask.shape[1] - N :].expand(B, N)
-
-
-def _documents(positions: Tensor | None, mask: Tensor | None, B: int, N: int) -> Tensor | None:
-    """(B, N) true where a position is not beyond that of the real token before it.
-
-    Equal ones count: a document of one token and the start of the next are both at position 0.
-    Never at column 0: a call that continues another starts wherever it starts.
-    """
-    if positions is None or N < 2 or positions.shape[-1] != N:
-        return None
-    positions = positions.reshape(-1, N).expand(B, N)
-    if mask is None:
-        starts = positions[:, 1:] <= positions[:, :-1]
-        starts = torch.cat([torch.zeros_like(starts[:, :1]), starts], dim=1)
-    else:  # padding carries positions of no meaning, so each token looks back at a real one
-        column = torch.arange(N, device=positions.device).expand(B, N)
-        last_real = torch.where(mask, column, -1).cummax(1).values
-        before = torch.cat([torch.full_like(last_real[:, :1], -1), last_real[:, :-1]], dim=1)
-        earlier = positions.gather(1, before.clamp(min=0))
-        starts = mask & (before >= 0) & (positions <= earlier)
-    if not torch.compiler.is_compiling() and not bool(starts.any()):
-        return None
-    return starts
-
-
-def refuse_4d_mask(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise where the caller's own mask does not tell padding from what is not attended to."""
-    mask = signature.get("attention_mask", args, kwargs)
-    if isinstance(mask, Mapping) or (isinstance(mask, Tensor) and mask.ndim > 2):
-        find_cache(args, kwargs)  # generate() makes such masks for static caches, refused by name
-        got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise ValueError(
-            f"attention_mask: expected shape (B, W), not zero where a token is real, got {got}, "
-            "from which the memory cannot tell which tokens are padding; pass the 2-D mask (packed "
-            "rows are told apart by position_ids)"
-        )
-
-
-def _tokens(
-    signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[int, ...] | None:
-    named = [signature.get(name, args, kwargs) for name in ("input_ids", "inputs_embeds")]
-    given = [v for v in (*named, *args, *kwargs.values()) if isinstance(v, Tensor)]
-    if not given or given[0].ndim not in (2, 3):
-        return None
-    return tuple(sorted(given[0].shape[:2]))
-
-
-def _padding(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """The mask of an encoder of torch.nn, or of a decoder."""
-    named = (signature.get(f"{of}_key_padding_mask", args, kwargs) for of in ("src", "tgt"))
-    return next((mask for mask in named if _tensor(mask, (1, 2)) is not None), None)
-
-
-def _tensor(value: Any, ndims: tuple[int, ...]) -> Tensor | None:
-    return value if isinstance(value, Tensor) and value.ndim in ndims else None
+    def __reduce__(self) -> tuple[type[_CallOfThread], tuple[()]]:
+        return _CallOfThread, ()

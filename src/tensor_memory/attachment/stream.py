@@ -5,14 +5,11 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor
 
 from tensor_memory.state import MemoryState
-
-if TYPE_CHECKING:
-    from tensor_memory.attachment.attachment import Attachment
 
 
 class StreamState(dict[str, MemoryState]):
@@ -30,10 +27,8 @@ class Stream:
     continues from it.
     """
 
-    def __init__(
-        self, attachment: Attachment, state: Mapping[str, MemoryState] | None = None
-    ) -> None:
-        self._attachment = attachment
+    def __init__(self, opened: OpenStream, state: Mapping[str, MemoryState] | None = None) -> None:
+        self._opened = opened
         self._states = dict(state or {})
         self._puts = 0
         self.name = uuid.uuid4().hex
@@ -74,7 +69,7 @@ class Stream:
         self._puts += 1
 
     def __enter__(self) -> Stream:
-        self._attachment.open_stream(self)
+        self._opened.open(self)
         return self
 
     def __exit__(
@@ -83,4 +78,31 @@ class Stream:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._attachment.close_stream()
+        self._opened.close()
+
+
+class OpenStream:
+    """Which stream of an attached memory is open: one at a time."""
+
+    def __init__(self) -> None:
+        self.stream: Stream | None = None
+        self.detached = False
+        """Whether the memory has been taken off its model, so that no stream can open."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"stream": None, "detached": self.detached}  # a copied model is inside no stream
+
+    def open(self, stream: Stream) -> None:
+        """Give the state to `stream`."""
+        if self.stream is not None:
+            raise RuntimeError("stream: another stream of this model is open; close it first")
+        if self.detached:
+            raise RuntimeError(
+                "stream: this memory has been taken off its model, whose calls no longer reach "
+                "it; open a stream of what attach(model, ...) returned last"
+            )
+        self.stream = stream
+
+    def close(self) -> None:
+        """Take the state from the open stream."""
+        self.stream = None
