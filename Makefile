@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.6,torch==2.13.0)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format clean
+.PHONY: help demo test test-all docs lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,6 +24,10 @@ test: lint  ## lint, check types, run every test
 
 test-all: lint  ## the same with the exhaustive matrices (interpreted kernels, every host)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not gpu or gpu"
+
+docs: $(VENV)/.dev  ## build the site into build/site; a warning is an error, no network is needed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open build/site/index.html"
 
 lint: $(VENV)/.dev  ## ruff and pyright
 	$(BIN)/ruff check

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from tensor_memory_lab.recipes import find_recipe
-from tensor_memory_lab.records import read_results
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "lab" / "studies" / "decay.py"
@@ -30,17 +29,6 @@ def test_the_distances_drawn_are_those_of_the_recipes(name):
     asked = task.batch("valid", 0, 1)["ask"][0]
     assert decay.ASKED[name] == (task.distance, int(asked[-1]))  # the first token may answer
     assert int(asked[0]) - task.distance > 0
-
-
-def test_the_page_quotes_the_runs_over_a_gap_as_they_came_out():
-    quoted = {}
-    for record in read_results((ROOT / "results" / "forget-bias").glob("*.json")):
-        config = record["config"]
-        assert (config["task"]["gap"], config["task"]["writes"]) == (32, 8)
-        assert (config["budget"]["steps"], config["budget"]["batch_size"]) == (500, 32)
-        quoted[config["model"]["memory"]["forget_bias"]] = record["test"]["test"]["accuracy"]
-    text = f"{quoted[0.0]:.1%} with bias 0, {quoted[3.0]:.1%} with bias 3".replace("%", " %")
-    assert text in (ROOT / "docs" / "diagnostics.md").read_text(encoding="utf-8")
 
 
 def test_the_figure_is_drawn_and_the_numbers_are_printed(tmp_path, monkeypatch, capsys):

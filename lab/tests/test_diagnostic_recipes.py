@@ -174,19 +174,6 @@ def test_the_ablations_change_one_choice_at_a_time():
     }
 
 
-@pytest.mark.parametrize("recipe", ["windowed-map", "windowed-binding-long"])
-def test_the_page_counts_the_tries_of_memory_and_linear_attention(recipe):
-    models = {"tensor": [], "linear": []}
-    for name in ("1-windowed", "5-rest-capacity"):
-        for run in runs_of(FOLDER / f"{name}.toml"):
-            if run.config.recipe == recipe and run.config.model.method in models:
-                models[run.config.model.method].append(run.config.model)
-    tries = {method: len(set(found)) - 1 for method, found in models.items()}  # less the default
-    assert tries == {"tensor": 2, "linear": 4}
-    page = (FOLDER.parent / "docs" / "diagnostics.md").read_text(encoding="utf-8")
-    assert "gets four tries where the memory has two" in page
-
-
 def test_what_a_memory_adds_at_the_start_does_not_drown_its_input():
     config = config_of("windowed-binding")
     task = config.task.build(0)

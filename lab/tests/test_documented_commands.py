@@ -12,16 +12,17 @@ from tensor_memory_lab.commands.arguments import parse_run
 from tensor_memory_lab.commands.sweep import sweep_command
 
 ROOT = Path(__file__).parents[2]
-PLACES = ("*.md", "docs/*.md", "lab/plans/*.toml", "lab/src/tensor_memory_lab/recipes/*.py")
+PLACES = ("*.md", "docs/**/*.md", "lab/plans/*.toml", "lab/src/tensor_memory_lab/recipes/*.py")
 
 
 def shown() -> list[str]:
-    """Lines that are a `tensor-memory run` or `sweep` command, continued ones joined."""
+    """Lines that are a `tensor-memory-lab run` or `sweep` command, continued ones joined."""
     found = []
     for place in PLACES:
         for path in sorted(ROOT.glob(place)):
             text = re.sub(r"\\+\n#?\s*", "", path.read_text(encoding="utf-8"))
-            found += re.findall(r"^#?\s*(tensor-memory (?:run|sweep) [^\n|`…]*)$", text, re.M)
+            command = r"^#?\s*(tensor-memory(?:-lab)? (?:run|sweep) [^\n|`…]*)$"
+            found += re.findall(command, text, re.M)
     return list(dict.fromkeys(found))
 
 

@@ -65,14 +65,6 @@ def test_an_average_over_nothing_is_refused(flag, capsys):
     assert f"{flag}: expected 1 or more, got 0" in capsys.readouterr().err
 
 
-def test_the_page_shows_what_its_record_holds():
-    record = json.loads((ROOT / "results" / "saturation" / "new-memories-cpu.json").read_text())
-    page = (ROOT / "docs" / "diagnostics.md").read_text(encoding="utf-8")
-    found = {name: saturation.Kept(**kept) for name, kept in record["result"].items()}
-    assert list(found) == list(saturation.STARTS)
-    assert [name for name in found if saturation.table_row(name, found[name]) not in page] == []
-
-
 def test_what_came_out_is_written_down_with_its_commit(tmp_path, monkeypatch):
     monkeypatch.setattr(saturation, "measure", lambda *_: saturation.Kept(0.25, 0.5, 0.125))
     assert saturation.main(["--seeds", "2", "--output", str(tmp_path / "record.json")]) == 0
