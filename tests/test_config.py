@@ -126,3 +126,20 @@ def test_shared_coordinates_need_as_many_reads_as_writes():
     with pytest.raises(ValueError, match=message):
         MemoryConfig(read_heads=2)
     assert MemoryConfig(read_heads=2, share_coordinates=False).read_heads == 2
+
+
+def test_the_presets_are_complete_and_take_changes():
+    assert MemoryConfig.paper() == MemoryConfig()
+    assert MemoryConfig.paper(channels=64, chunk_size=8) == MemoryConfig(channels=64, chunk_size=8)
+    assert MemoryConfig.long_gap() == MemoryConfig(
+        channels=16,
+        grid=(6, 6, 6),
+        chunk_size=1,
+        forget_bias=5.0,
+        spread_bias=-1.0,
+        feedback=0.0,
+        gain=4.0,
+    )
+    assert MemoryConfig.long_gap(grid=(4, 4), gain=1.0).grid == (4, 4)
+    with pytest.raises(TypeError, match="chanels"):
+        MemoryConfig.long_gap(chanels=3)

@@ -21,7 +21,7 @@ from memories import (
     make_state,
     make_tokens,
 )
-from tensor_memory import MemoryConfig, MemoryState, files
+from tensor_memory import MemoryConfig, MemoryState, TensorMemory, files
 from tolerances import assert_same
 
 FLOATS = ("hidden", "cell", "tokens", "readout")
@@ -308,3 +308,16 @@ def test_an_unwritable_folder_leaves_the_old_file(tmp_path):
         make_state(OPTIONS["paper"], 2, seed=1).save(path)
     tmp_path.chmod(0o700)
     assert path.read_bytes() == old
+
+
+def test_a_state_prints_in_one_line_and_shows_no_numbers_of_its_tensors():
+    config = MemoryConfig(channels=16, grid=(6, 6, 6), chunk_size=8)
+    memory = TensorMemory(4, config)
+    _, state = memory(torch.randn(2, 3, 4))
+    told = "MemoryState(rows=2, grid=6x6x6, channels=16, chunk 3/8 filled, 54.4 KiB, cpu)"
+    assert str(state) == repr(state) == told
+    _, state = memory(torch.randn(2, 3, 4), mask=torch.tensor([[1, 1, 1], [1, 0, 0]]).bool())
+    assert "chunk 1-3/8 filled" in str(state)
+    assert "chunk 0/8" in str(state.reset())
+    assert "rows=0, " in str(MemoryState.zeros(config, 4, 0))
+    assert "chunk 0/8 filled, 27.2 KiB, meta" in str(MemoryState.zeros(config, 4, 1, device="meta"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from tensor_memory.wording import counted
 _KIND = "tensor-memory state"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class MemoryState:
     """The state of one memory layer for B rows. Its size never depends on what has been seen.
 
@@ -28,6 +28,8 @@ class MemoryState:
     >>> state = MemoryState.zeros(config, dim=8, batch_size=2)
     >>> state.hidden.shape, state.tokens.shape, state.nbytes
     (torch.Size([2, 4, 3, 3]), torch.Size([2, 2, 8]), 752)
+    >>> print(state)
+    MemoryState(rows=2, grid=3x3, channels=4, chunk 0/2 filled, 752 B, cpu)
     >>> state.select([1, 1, 0]).batch_size
     3
     """
@@ -47,7 +49,7 @@ class MemoryState:
     readout: Tensor
     """(B, R·C) what the unfinished chunk's first token read; width 0 where every token reads."""
 
-    aligned: int | None = field(default=None, repr=False)
+    aligned: int | None = None
     """`fill` where the host knows that all rows share it; spares the device a question."""
 
     @classmethod
@@ -90,6 +92,24 @@ class MemoryState:
             readout=volume.new_zeros(batch_size, kept_reads),
             aligned=0,
         )
+
+    def __repr__(self) -> str:
+        channels, *grid = self.hidden.shape[1:]
+        return (
+            f"MemoryState(rows={self.batch_size}, grid={'x'.join(map(str, grid))}, "
+            f"channels={channels}, chunk {self._filled()}/{self.tokens.shape[1]} filled, "
+            f"{_bytes(self.nbytes)}, {self.hidden.device})"
+        )
+
+    def _filled(self) -> str:
+        """Tokens in the unfinished chunk; the least and the most where rows differ."""
+        if self.aligned is not None:
+            return str(self.aligned)
+        if self.fill.is_meta:
+            return "?"
+        fills = self.fill.tolist() or [0]
+        least, most = min(fills), max(fills)
+        return str(most) if least == most else f"{least}-{most}"
 
     @property
     def batch_size(self) -> int:
@@ -232,6 +252,13 @@ class MemoryState:
 
 
 _TENSORS = tuple(f.name for f in fields(MemoryState) if f.name != "aligned")
+
+
+def _bytes(count: int) -> str:
+    for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"
 
 
 def _state_dtype(dtype: torch.dtype) -> torch.dtype:
