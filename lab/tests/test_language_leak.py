@@ -11,8 +11,13 @@ from tensor_memory import MemoryConfig
 from tensor_memory_lab.models.language import LanguageModel, LanguageModelConfig
 from tensor_memory_lab.records import read_results
 from tensor_memory_lab.tasks.dice import DiceConfig
-from tensor_memory_lab.tasks.language import LanguageTask, LanguageTaskConfig
-from tensor_memory_lab.tasks.scored_tokens import PLACES, cut_after, places
+from tensor_memory_lab.tasks.language import (
+    PLACES,
+    LanguageTask,
+    LanguageTaskConfig,
+    cut_after,
+    places,
+)
 from tensor_memory_lab.tasks.text import Corpus, Vocabulary
 from tolerances import assert_same
 

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensor_memory_lab.commands.arguments import parse_run
-from tensor_memory_lab.tasks.language import LanguageTask, LanguageTaskConfig
-from tensor_memory_lab.tasks.scored_tokens import loss_sums
+from tensor_memory_lab.tasks.language import LanguageTask, LanguageTaskConfig, loss_sums
 from tensor_memory_lab.tasks.text import (
     WIKITEXT_2,
     Corpus,

@@ -9,7 +9,7 @@ from tensor_memory import MemoryConfig, TensorMemory
 from tensor_memory_lab.models.image import ImageModel, ImageModelConfig
 from tensor_memory_lab.models.video import VideoModel, VideoModelConfig
 from tensor_memory_lab.models.vision import window_mask
-from tensor_memory_lab.tasks.masking import drawn_visible, fixed_visible, hidden_mask
+from tensor_memory_lab.tasks.masked_images import drawn_visible, fixed_visible, hidden_mask
 
 TINY_MEMORY = MemoryConfig(channels=4, grid=(3, 3, 3), chunk_size=2)
 TINY_IMAGE = ImageModelConfig(

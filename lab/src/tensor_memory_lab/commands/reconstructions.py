@@ -19,8 +19,7 @@ from torch import Tensor
 from tensor_memory_lab.commands.run import make_folder
 from tensor_memory_lab.files import write_whole
 from tensor_memory_lab.models import Model
-from tensor_memory_lab.tasks.image_metrics import compose
-from tensor_memory_lab.tasks.masked_images import MaskedImages
+from tensor_memory_lab.tasks.masked_images import MaskedImages, compose
 from tensor_memory_lab.train import load_run
 
 GAP = 2

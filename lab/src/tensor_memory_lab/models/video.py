@@ -31,8 +31,7 @@ from tensor_memory_lab.models.vision import (
     waves,
 )
 from tensor_memory_lab.tasks import Batch
-from tensor_memory_lab.tasks.masked_images import DEVIATION, MEAN
-from tensor_memory_lab.tasks.masking import to_patches
+from tensor_memory_lab.tasks.images import DEVIATION, MEAN, to_patches
 
 VideoMethod = Literal["joint", "frames", "registers", "spatial", "wide"]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tensor_memory_lab.tasks import Annotations, Batch, Outputs, Sums
-from tensor_memory_lab.tasks.scored_tokens import (
+from tensor_memory_lab.tasks.language import (
     PREFIX,
     WINDOW,
     cut_after,

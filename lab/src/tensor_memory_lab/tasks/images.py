@@ -1,33 +1,195 @@
-"""Images as one resident block of bytes, cropped and flipped where they lie.
+"""Images: which there are, decoded once into one block of bytes, cropped and cut into patches.
 
-Every image is decoded once, its short side resized to `side`, and laid into one flat array with its
-height and width beside it: whole images of any shape, no padding. A batch of crops is then one
-gather on the device, so a GPU never waits for a decoder.
+CUB-200-2011 in its official layout, or any folder of images; a folder or a `.zip` of one. Every
+image is decoded once, its short side resized to `side`, and laid into one flat array with its
+height and width beside it: whole images of any shape, no padding. A batch of crops is one gather
+on the device.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
 import os
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+import threading
+import zipfile
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tensor_memory_lab.progress import progress
-from tensor_memory_lab.tasks.decoded_cache import (
-    CacheWriter,
-    Wanted,
-    open_or_make,
-    require_same_sizes,
-)
-from tensor_memory_lab.tasks.image_files import ImageFile, Source
+from tensor_memory_lab.tasks.cache import cached_array, decode_all
 
-if TYPE_CHECKING:
-    import numpy as np
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+"""What counts as an image in a plain folder."""
+
+CUB_LAYOUT = (
+    "CUB_200_2011/{images.txt, train_test_split.txt, image_class_labels.txt, classes.txt, "
+    "images/<class>/<name>.jpg}"
+)
+PLAIN_LAYOUT = "<class>/<name>.jpg, or images without class folders"
+
+MEAN = (0.485, 0.456, 0.406)
+DEVIATION = (0.229, 0.224, 0.225)
+"""Of ImageNet's pixels, per channel on the scale [0, 1]: fixed, so no split tells another."""
+
+
+@dataclass(frozen=True)
+class ImageFile:
+    """One image of a list."""
+
+    id: str
+    """`<class>/<name>.jpg`, wherever the file lies. Its mask and its split are made of this."""
+    path: str
+    """Under the data folder, `/` between the parts."""
+    label: int
+    train: bool
+    """Of the training part; the official one where there is one."""
+
+
+class Source:
+    """Files by name, from a folder or from inside a zip.
+
+    Args:
+        path: the folder or the zip.
+        layout: what should lie there, for the error where nothing does.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], layout: str = PLAIN_LAYOUT) -> None:
+        self.path = Path(path)
+        self.sizes: dict[str, int]
+        """Bytes of every file by name."""
+        self._zips = threading.local()  # a ZipFile may not be read by two threads at once
+        if self.path.is_dir():
+            files = [file for file in self.path.rglob("*") if file.is_file()]
+            self.sizes = {f.relative_to(self.path).as_posix(): f.stat().st_size for f in files}
+        elif self.path.is_file() and zipfile.is_zipfile(self.path):
+            with _whole_zip(self.path), zipfile.ZipFile(self.path) as archive:
+                members = [member for member in archive.infolist() if not member.is_dir()]
+            self.sizes = {member.filename: member.file_size for member in members}
+        else:
+            raise FileNotFoundError(
+                f"{self.path}: expected a folder or a .zip of one, found neither; in it should be "
+                f"{layout}. Name it with --data-dir"
+            )
+
+    def open(self, name: str) -> BinaryIO:
+        """The bytes of a file."""
+        if self.path.is_dir():
+            return (self.path / name).open("rb")
+        with _whole_zip(self.path / name):
+            archive = getattr(self._zips, "archive", None)
+            if archive is None:
+                archive = self._zips.archive = zipfile.ZipFile(self.path)
+            return io.BytesIO(archive.read(name))
+
+    def table(self, name: str) -> dict[str, str]:
+        """A text file with a key and a value on every line that is not empty."""
+        if name not in self.sizes:
+            raise FileNotFoundError(
+                f"{self.path / name}: not there; expected CUB-200-2011 in its official layout, "
+                f"{CUB_LAYOUT}"
+            )
+        with self.open(name) as file:
+            lines = [line for line in file.read().decode("utf-8").splitlines() if line.strip()]
+        pairs = [line.split(maxsplit=1) for line in lines]
+        wrong = next((line for line, pair in zip(lines, pairs, strict=True) if len(pair) != 2), "")
+        if wrong:
+            raise ValueError(
+                f"{self.path / name}: expected `<image id> <value>` on every line, got {wrong!r}; "
+                "take the lists from the original archive again"
+            )
+        return {key: value.strip() for key, value in pairs}
+
+
+@contextmanager
+def _whole_zip(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(
+            f"{path}: expected a .zip that is whole, but it is damaged here ({error}); take "
+            "the archive from its source again"
+        ) from error
+
+
+def cub_images(source: Source) -> list[ImageFile]:
+    """CUB-200-2011 with its official split, in the order of `images.txt`.
+
+    The layout may lie in the folder itself or one folder down, as the archive unpacks.
+    """
+    prefix = "" if "images.txt" in source.sizes else "CUB_200_2011/"
+    names, train, labels = (
+        source.table(f"{prefix}{name}.txt")
+        for name in ("images", "train_test_split", "image_class_labels")
+    )
+    for list_name, table in (("train_test_split", train), ("image_class_labels", labels)):
+        lost = next((number for number in names if number not in table), None)
+        if lost is not None:
+            raise ValueError(
+                f"{source.path / prefix / list_name}.txt: image {lost} of images.txt is missing; "
+                "take the three lists from the same archive"
+            )
+    images = [
+        ImageFile(name, f"{prefix}images/{name}", int(labels[number]) - 1, train[number] == "1")
+        for number, name in names.items()
+    ]
+    missing = [image.path for image in images if image.path not in source.sizes]
+    if missing:
+        raise FileNotFoundError(
+            f"{source.path / missing[0]}: listed but not there "
+            f"({len(missing):,} of {len(images):,} images are missing); expected {CUB_LAYOUT}"
+        )
+    return images
+
+
+def folder_images(source: Source, *, test_fraction: float = 0.2) -> list[ImageFile]:
+    """Any folder of images; without an official split, ids are assigned by their hash.
+
+    Sub-folders are classes in alphabetical order; images lying directly in the folder have class 0.
+    """
+    names = sorted(n for n in source.sizes if n.lower().endswith(SUFFIXES))
+    if not names:
+        raise FileNotFoundError(
+            f"{source.path}: no image found; expected {PLAIN_LAYOUT} ({', '.join(SUFFIXES)})"
+        )
+    classes = {name: i for i, name in enumerate(sorted({n.rpartition("/")[0] for n in names}))}
+    images = [ImageFile(n, n, classes[n.rpartition("/")[0]], train=True) for n in names]
+    test = set(chosen_by_hash(names, test_fraction, salt="test"))
+    return [replace(image, train=image.id not in test) for image in images]
+
+
+def chosen_by_hash(ids: Sequence[str], fraction: float, *, salt: str) -> list[str]:
+    """The `fraction` of ids (at least one, not all) whose hash is smallest: the same ones always.
+
+    >>> chosen_by_hash(["a", "b", "c", "d"], 0.5, salt="valid")
+    ['c', 'a']
+    """
+    if not 0 < fraction < 1:
+        raise ValueError(f"fraction: expected a number between 0 and 1, got {fraction}")
+    if len(ids) < 2:
+        raise ValueError(f"expected at least 2 items to hold some out of, got {len(ids)}")
+    ranked = sorted(ids, key=lambda i: (hashlib.sha256(f"{salt}:{i}".encode()).digest(), i))
+    return ranked[: min(max(round(fraction * len(ids)), 1), len(ids) - 1)]
+
+
+def split_images(
+    images: Sequence[ImageFile], *, valid_fraction: float = 0.1
+) -> dict[str, list[ImageFile]]:
+    """Train, valid (held out of train by id) and test."""
+    train = [image for image in images if image.train]
+    held_out = set(chosen_by_hash([i.id for i in train], valid_fraction, salt="valid"))
+    return {
+        "train": [image for image in train if image.id not in held_out],
+        "valid": [image for image in train if image.id in held_out],
+        "test": [image for image in images if not image.train],
+    }
 
 
 @dataclass(frozen=True)
@@ -67,31 +229,30 @@ class ImageStore:
         return self.pixels[index].permute(0, 3, 1, 2)
 
 
-def centre(count: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-    """`at` and `flip` of `ImageStore.crops` for evaluation: the middle, not mirrored."""
-    at = torch.full((count, 2), 0.5, device=device)
-    return at, torch.zeros(count, dtype=torch.bool, device=device)
-
-
 def load_images(
-    source: Source,
-    images: Sequence[ImageFile],
-    *,
-    side: int,
-    cache: str | os.PathLike[str],
+    source: Source, images: Sequence[ImageFile], *, side: int, cache: str | os.PathLike[str]
 ) -> ImageStore:
     """All images of a source with their short side at `side`, decoded now or found in `cache`."""
-    wanted = Wanted("images", {"short_side": side}, [image.path for image in images])
+    files = [image.path for image in images]
 
-    def decode(folder: Path) -> None:
-        decode_images(source, wanted, folder, side=side)
+    def make(path: Path) -> dict[str, Any]:
+        blocks, _ = decode_all(lambda name: decode_image(source, name, side), files, unit="images")
+        shape = (sum(block.shape[0] * block.shape[1] for block in blocks), 3)
+        whole = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=shape)
+        np.concatenate([block.reshape(-1, 3) for block in blocks], out=whole)
+        whole.flush()
+        return {
+            "heights": [block.shape[0] for block in blocks],
+            "widths": [block.shape[1] for block in blocks],
+        }
 
-    folder, arrays, facts = open_or_make(cache, wanted, decode)
-    require_same_sizes(folder, facts["sizes"], source.sizes)
+    sizes = {name: source.sizes[name] for name in files}
+    key = {"short_side": side, "files": files}
+    pixels, facts = cached_array(cache, "images", key, sizes, make)
     height, width = torch.tensor(facts["heights"]), torch.tensor(facts["widths"])
     area = height * width
     return ImageStore(
-        pixels=torch.from_numpy(arrays["pixels"]),
+        pixels=torch.from_numpy(pixels),
         start=area.cumsum(0) - area,
         height=height,
         width=width,
@@ -99,33 +260,8 @@ def load_images(
     )
 
 
-def decode_images(source: Source, wanted: Wanted, folder: Path, *, side: int) -> None:
-    """Decode with a pool of threads (Pillow lets go of the interpreter) into a new cache."""
-    import numpy as np
-
-    shapes, blocks = [], []
-    with (
-        ThreadPoolExecutor(os.cpu_count()) as pool,
-        progress("decoding", len(wanted.files), unit="images") as advance,
-    ):
-        for pixels in pool.map(lambda name: decode_image(source, name, side), wanted.files):
-            shapes.append(pixels.shape[:2])
-            blocks.append(pixels.reshape(-1, 3))
-            advance()
-    with CacheWriter(folder, wanted) as writer:
-        whole = writer.array("pixels", (sum(len(block) for block in blocks), 3))
-        np.concatenate(blocks, out=whole)
-        facts = {
-            "heights": [height for height, _ in shapes],
-            "widths": [width for _, width in shapes],
-            "sizes": {name: source.sizes[name] for name in wanted.files},
-        }
-        writer.finish({"pixels": whole}, facts)
-
-
 def decode_image(source: Source, name: str, side: int) -> np.ndarray:
     """One image as (H, W, 3) uint8 with min(H, W) = side; a broken file is an error."""
-    import numpy as np
     from PIL import Image
 
     try:
@@ -142,3 +278,21 @@ def decode_image(source: Source, name: str, side: int) -> np.ndarray:
         width, height = (max(side, round(length * scale)) for length in image.size)
         image = image.resize((width, height), Image.Resampling.BICUBIC)
     return np.asarray(image)
+
+
+def to_patches(images: Tensor, patch: int) -> Tensor:
+    """(B, 3, H, W) -> (B, P, patch·patch·3), raster order, channels last inside a patch."""
+    B, channels, H, W = images.shape
+    if H % patch or W % patch:
+        raise ValueError(f"patch: expected a divisor of the image's {H} x {W} pixels, got {patch}")
+    cut = images.reshape(B, channels, H // patch, patch, W // patch, patch)
+    return cut.permute(0, 2, 4, 3, 5, 1).reshape(B, -1, patch * patch * channels)
+
+
+def from_patches(patches: Tensor, patch: int, height: int, width: int) -> Tensor:
+    """The inverse of `to_patches` for images of height × width pixels."""
+    B, _, values = patches.shape
+    cut = patches.reshape(
+        B, height // patch, width // patch, patch, patch, values // (patch * patch)
+    )
+    return cut.permute(0, 5, 1, 3, 2, 4).reshape(B, -1, height, width)

@@ -1,12 +1,18 @@
 """Next-token prediction: windows that start empty, or streams whose state is carried.
 
 Every token of a split is scored exactly once, the first from the start token alone. A window is N
-tokens long; what a model may know of the text before it is what it carries. Letters: B rows, N
-tokens.
+tokens long; what a model may know of the text before it is what it carries.
+
+A model that sees the future can only be caught by taking the future away: the splits WINDOW and
+PREFIX score the same tokens, once in their whole windows and once as the last token of a window
+that ends with them. For a causal model the two agree.
+
+Letters: B rows, N tokens.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -15,17 +21,13 @@ import torch
 from torch import Tensor
 
 from tensor_memory_lab.tasks import Annotations, Batch, Outputs, Sums
-from tensor_memory_lab.tasks.scored_tokens import (
-    PREFIX,
-    WINDOW,
-    cut_after,
-    loss_sums,
-    mean_loss,
-    places,
-    scored_at_places,
-)
 from tensor_memory_lab.tasks.text import Corpus, Level, Protocol, read_corpus
-from tensor_memory_lab.wording import counted
+
+PLACES = 16
+"""Tokens of a window that WINDOW and PREFIX score."""
+
+WINDOW, PREFIX = "test@window", "test@prefix"
+"""Splits: the same tokens in their whole windows, and from what is before them alone."""
 
 
 @dataclass(frozen=True)
@@ -205,9 +207,8 @@ class LanguageTask:
         windows = (stream - N + 1) // N  # that fit wherever the first one starts
         if windows < 1 or (not streams and windows < size):
             raise ValueError(
-                f"expected a training text with at least {counted(size, 'window')} of "
-                f"{counted(N, 'token')}, got {counted(count, 'token')}; lower "
-                "--budget.batch-size or --task.length"
+                f"training text: expected at least {size} windows of {N} tokens, got {count:,} "
+                "tokens; lower --budget.batch-size or --task.length"
             )
         per_epoch = windows if streams else windows // size
         epoch, place = divmod(index, per_epoch)
@@ -244,3 +245,46 @@ class LanguageTask:
             "scored": scored,
             "fresh": fresh,
         }
+
+
+def places(length: int) -> list[int]:
+    """The scored places of a window, one drawn from each of 16 equal parts: never at a chunk's
+    border by rule.
+
+    >>> places(4), len(places(512)), max(places(512)) < 512
+    ([0, 1, 2, 3], 16, True)
+    """
+    count = min(PLACES, length)
+    draw = torch.Generator().manual_seed(length)
+    edges = [length * part // count for part in range(count + 1)]
+    return [
+        int(torch.randint(first, last, (), generator=draw))
+        for first, last in itertools.pairwise(edges)
+    ]
+
+
+def scored_at_places(batch: Batch) -> Batch:
+    """The batch with the tokens at `places` alone scored, in their whole windows."""
+    chosen = torch.zeros_like(batch["scored"])
+    chosen[:, places(chosen.shape[1])] = True
+    return batch | {"scored": batch["scored"] & chosen}
+
+
+def cut_after(batch: Batch, place: int) -> Batch:
+    """The batch up to and with a place, where it scores its last token: nothing later exists."""
+    cut = {name: x[:, : place + 1] if x.ndim > 1 else x for name, x in batch.items()}
+    last = torch.zeros_like(cut["scored"])
+    last[:, -1] = True
+    return cut | {"scored": cut["scored"] & last}
+
+
+def mean_loss(outputs: Outputs, batch: Batch) -> Tensor:
+    """Mean negative log-likelihood over scored tokens, in nats."""
+    scored = batch["scored"]
+    return (outputs["nll"] * scored).sum() / scored.sum()
+
+
+def loss_sums(outputs: Outputs, batch: Batch) -> Sums:
+    """The same as a sum and a count, in float64: WikiText-2 has 245,569 terms."""
+    scored = batch["scored"]
+    return {"loss": ((outputs["nll"].double() * scored).sum(), scored.sum())}

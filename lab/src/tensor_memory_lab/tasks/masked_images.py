@@ -2,40 +2,55 @@
 
 The target is the pixels, normalised by one mean and deviation for all images: nothing of a hidden
 patch is given away. Training hides a drawn 75 %; test hides 25, 50 and 75 % by masks that belong to
-the image. Letters: B batch, P patches, v visible patches.
+the image. The visible patches stay in raster order, so that chunks and windows over them mean
+neighbourhoods.
+
+PSNR is over hidden pixels. SSIM needs surroundings: its map is made on the composed image (hidden
+pixels predicted, the others from the original) and averaged over hidden pixels. The published
+metric is a labelled extra: it gives a prediction the true mean of every hidden patch, pastes the
+visible patches in and scores the whole image, so predicting nothing scores nearly as well as a
+trained model.
+
+Letters: B batch, P patches, v visible patches. Images are (B, 3, H, W) in [0, 1], `hidden` is
+(B, H, W) bool, true on hidden pixels.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from tensor_memory_lab.tasks import Annotations, Batch, Outputs, Sums, image_metrics
+from tensor_memory_lab.tasks import Annotations, Batch, Outputs, Sums
 from tensor_memory_lab.tasks.epochs import drawn, epoch_rows
-from tensor_memory_lab.tasks.image_files import (
+from tensor_memory_lab.tasks.images import (
     CUB_LAYOUT,
+    DEVIATION,
+    MEAN,
+    ImageStore,
     Source,
     cub_images,
     folder_images,
-    split_images,
-)
-from tensor_memory_lab.tasks.images import ImageStore, centre, load_images
-from tensor_memory_lab.tasks.masking import (
-    drawn_visible,
-    fixed_visible,
     from_patches,
-    hidden_mask,
+    load_images,
+    split_images,
     to_patches,
-    visible_count,
 )
 from tensor_memory_lab.tasks.synthetic import generator
 
-MEAN = (0.485, 0.456, 0.406)
-DEVIATION = (0.229, 0.224, 0.225)
-"""Of ImageNet's pixels, per channel on the scale [0, 1]: fixed, so no split tells another."""
+WINDOW, SIGMA = 11, 1.5
+"""SSIM's Gaussian window, as Wang et al. (2004) and torchmetrics have it."""
+
+_BELL = [math.exp(-(((i - WINDOW // 2) / SIGMA) ** 2) / 2) for i in range(WINDOW)]
+TAPS = tuple(height / sum(_BELL) for height in _BELL)
+"""The window along one axis."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +128,7 @@ class MaskedImages:
         self.patches = self.grid[0] * self.grid[1]
         self.values = 3 * config.patch**2
         """Numbers in a patch."""
-        self.ratios = {split_name(ratio): ratio for ratio in config.test_ratios}
+        self.ratios = {f"test@{100 * ratio:g}%": ratio for ratio in config.test_ratios}
         self.test_splits = tuple(self.ratios)
         self.device = store.pixels.device
         self._rows = {
@@ -145,7 +160,8 @@ class MaskedImages:
             rows = self._rows[self._part(split)][chosen]
             if not len(rows):
                 raise IndexError(f"batch {index} of {size} rows: {split} has fewer")
-            at, flip = centre(len(rows), self.device)
+            at = torch.full((len(rows), 2), 0.5, device=self.device)
+            flip = torch.zeros(len(rows), dtype=torch.bool, device=self.device)
             visible = self._fixed(split)[chosen]
         images = self.store.crops(rows, c.crop, at, flip).float() / 255
         patches = to_patches((images - self._mean) / self._deviation, c.patch)
@@ -167,16 +183,15 @@ class MaskedImages:
         target = self.images(batch["patches"])
         hidden = self.hidden(batch["visible"])
         patch = self.config.patch
-        nothing = image_metrics.mean_of_visible(target, hidden)
-        pasted = image_metrics.compose(nothing, target, hidden)
+        nothing = mean_of_visible(target, hidden)
         found = {
-            "psnr": image_metrics.psnr_hidden(predicted, target, hidden),
-            "ssim": image_metrics.ssim_hidden(predicted, target, hidden),
-            "psnr_mean_of_visible": image_metrics.psnr_hidden(nothing, target, hidden),
-            "ssim_mean_of_visible": image_metrics.ssim_hidden(nothing, target, hidden),
-            "published_psnr": image_metrics.published_psnr(predicted, target, hidden, patch),
-            "published_psnr_zero": image_metrics.published_zero(target, hidden, patch),
-            "published_psnr_mean_of_visible": image_metrics.psnr_whole(pasted, target),
+            "psnr": psnr_hidden(predicted, target, hidden),
+            "ssim": ssim_hidden(predicted, target, hidden),
+            "psnr_mean_of_visible": psnr_hidden(nothing, target, hidden),
+            "ssim_mean_of_visible": ssim_hidden(nothing, target, hidden),
+            "published_psnr": published_psnr(predicted, target, hidden, patch),
+            "published_psnr_zero": published_psnr(torch.zeros_like(target), target, hidden, patch),
+            "published_psnr_mean_of_visible": psnr_whole(compose(nothing, target, hidden), target),
         }
         rows = torch.full((), len(target), device=target.device)  # torch.tensor would travel there
         loss = self.loss(outputs, batch) * rows
@@ -222,9 +237,7 @@ class MaskedImages:
 
     def hidden(self, visible: Tensor) -> Tensor:
         """Visible patches (B, v) -> hidden pixels (B, H, W) bool."""
-        c = self.config
-        mask = hidden_mask(visible, self.patches)
-        return image_metrics.hidden_pixels(mask, c.patch, c.crop, c.crop)
+        return hidden_pixels(hidden_mask(visible, self.patches), self.config.patch, self.grid)
 
     def _part(self, split: str) -> str:
         part = "test" if split in self.ratios else split
@@ -243,10 +256,120 @@ class MaskedImages:
         return self._masks[split]
 
 
-def split_name(ratio: float) -> str:
-    """Name of the test split that hides `ratio` of the patches.
+def visible_count(patches: int, ratio: float) -> int:
+    """How many of `patches` stay visible when `ratio` of them are hidden.
 
-    >>> split_name(0.25)
-    'test@25%'
+    >>> visible_count(196, 0.75)
+    49
     """
-    return f"test@{100 * ratio:g}%"
+    if not 0 < ratio < 1:
+        raise ValueError(f"mask ratio: expected a number between 0 and 1, got {ratio}")
+    visible = patches - round(patches * ratio)
+    if not 0 < visible < patches:
+        raise ValueError(
+            f"mask ratio: {ratio} of {patches} patches leaves {visible} visible; "
+            "expected at least one visible and one hidden"
+        )
+    return visible
+
+
+def fixed_visible(ids: Sequence[str], patches: int, ratio: float) -> Tensor:
+    """(images, v) indices of the visible patches in raster order, made of id and ratio alone."""
+    v = visible_count(patches, ratio)
+    rows = np.empty((len(ids), v), dtype=np.int64)
+    for row, image_id in enumerate(ids):
+        digest = hashlib.shake_256(f"{image_id}:{ratio:.4f}".encode()).digest(8 * patches)
+        order = np.frombuffer(digest, dtype="<u8").argsort(kind="stable")
+        rows[row] = np.sort(order[:v])
+    return torch.from_numpy(rows)
+
+
+def drawn_visible(noise: Tensor, ratio: float) -> Tensor:
+    """(B, P) random numbers -> (B, v) visible patches in raster order: those of the smallest."""
+    order = noise.argsort(dim=1, stable=True)
+    return order[:, : visible_count(noise.shape[1], ratio)].sort(1).values
+
+
+def hidden_mask(visible: Tensor, patches: int) -> Tensor:
+    """(B, v) visible indices -> (B, P) bool, true where a patch is hidden."""
+    hidden = torch.ones(visible.shape[0], patches, dtype=torch.bool, device=visible.device)
+    return hidden.scatter(1, visible, False)
+
+
+def hidden_pixels(hidden: Tensor, patch: int, grid: tuple[int, int]) -> Tensor:
+    """(B, P) hidden patches in rows and columns -> (B, H, W) hidden pixels."""
+    return hidden.unflatten(1, grid).repeat_interleave(patch, 1).repeat_interleave(patch, 2)
+
+
+def compose(predicted: Tensor, target: Tensor, hidden: Tensor) -> Tensor:
+    """The target with its hidden pixels replaced by the prediction, clipped to [0, 1]."""
+    return torch.where(hidden[:, None], predicted.clamp(0, 1), target)
+
+
+def mean_of_visible(target: Tensor, hidden: Tensor) -> Tensor:
+    """A prediction that knows nothing: every pixel is the mean colour of the visible ones."""
+    seen = ~hidden[:, None]
+    colour = (target * seen).sum((2, 3)) / seen.sum((2, 3))
+    return colour[..., None, None].expand_as(target)
+
+
+def psnr_hidden(predicted: Tensor, target: Tensor, hidden: Tensor) -> Tensor:
+    """(B,) peak signal-to-noise ratio in dB over the hidden pixels of each image."""
+    wrong = (predicted.clamp(0, 1) - target).square().mean(1)  # (B, H, W)
+    return decibels((wrong * hidden).sum((1, 2)) / hidden.sum((1, 2)))
+
+
+def psnr_whole(composed: Tensor, target: Tensor) -> Tensor:
+    """(B,) the same over all pixels, pasted ones among them."""
+    return decibels((composed - target).square().mean((1, 2, 3)))
+
+
+def decibels(error: Tensor) -> Tensor:
+    """Mean squared error on the scale [0, 1] -> dB; a perfect image counts 100."""
+    return -10 * error.clamp(min=1e-10).log10()
+
+
+def ssim_hidden(predicted: Tensor, target: Tensor, hidden: Tensor) -> Tensor:
+    """(B,) the composed image's SSIM averaged over the hidden pixels of each image."""
+    similarity = ssim_map(compose(predicted, target, hidden), target).mean(1)
+    return (similarity * hidden).sum((1, 2)) / hidden.sum((1, 2))
+
+
+def ssim_map(image: Tensor, target: Tensor) -> Tensor:
+    """(B, 3, H, W) structural similarity around every pixel, reflecting borders, range 1."""
+    mean_x, mean_y = blur(image), blur(target)
+    variance_x = (blur(image * image) - mean_x**2).clamp(min=0)
+    variance_y = (blur(target * target) - mean_y**2).clamp(min=0)
+    covariance = blur(image * target) - mean_x * mean_y
+    c1, c2 = 0.01**2, 0.03**2
+    similarity = (2 * mean_x * mean_y + c1) * (2 * covariance + c2)
+    return similarity / ((mean_x**2 + mean_y**2 + c1) * (variance_x + variance_y + c2))
+
+
+def blur(images: Tensor) -> Tensor:
+    """Every pixel the Gaussian mean of its surroundings, (B, 3, H, W), reflecting borders.
+
+    Shifted and added: a convolution would round to bf16 under autocast and to TF32 on some GPUs,
+    and SSIM subtracts the square of a mean from the mean of squares, which needs every digit.
+    """
+    images = F.pad(images, [WINDOW // 2] * 4, mode="reflect")
+    for axis in (2, 3):
+        length = images.shape[axis] - WINDOW + 1
+        total = TAPS[0] * images.narrow(axis, 0, length)
+        for shift in range(1, WINDOW):
+            total = total.add(images.narrow(axis, shift, length), alpha=TAPS[shift])
+        images = total
+    return images
+
+
+def published_psnr(predicted: Tensor, target: Tensor, hidden: Tensor, patch: int) -> Tensor:
+    """(B,) PSNR as published: every hidden patch gets its true mean, visible ones are pasted in.
+
+    The published models predict patches normalised by their own true mean and deviation, which are
+    put back before scoring. A prediction in pixels has a mean of its own: it is replaced by the
+    true one; its contrast stays, for dividing by the true deviation and multiplying again cancels.
+    """
+    H, W = target.shape[-2:]
+    guess, truth = to_patches(predicted.clamp(0, 1), patch), to_patches(target, patch)
+    given = guess - guess.mean(-1, keepdim=True) + truth.mean(-1, keepdim=True)
+    return psnr_whole(compose(from_patches(given, patch, H, W), target, hidden), target)

@@ -58,15 +58,14 @@ class Vocabulary:
         """What stands before the first token of a text: the end of a line, else `<unk>` or 10."""
         if not self.words:
             return 10  # a new line
-        return self._ids()[END if END in self._ids() else UNKNOWN]
+        return self._ids[END if END in self._ids else UNKNOWN]
 
     def encode(self, tokens: Sequence[str] | bytes) -> list[int]:
         """Ids of words, unknown ones as `<unk>`; of bytes, themselves."""
         if isinstance(tokens, bytes):
             return list(tokens)
-        ids = self._ids()
-        unknown = ids[UNKNOWN]
-        return [ids.get(token, unknown) for token in tokens]
+        unknown = self._ids[UNKNOWN]
+        return [self._ids.get(token, unknown) for token in tokens]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text again: words with blanks between and a new line for `<eos>`, or bytes as UTF-8."""
@@ -89,14 +88,11 @@ class Vocabulary:
         """Ids of a text, with `<eos>` at line ends where the vocabulary has it."""
         if not self.words:
             return self.encode(text.encode("utf-8"))
-        return self.encode(_split(text, end=END in self._ids()))
+        return self.encode(_split(text, end=END in self._ids))
 
+    @functools.cached_property
     def _ids(self) -> dict[str, int]:
-        cached = self.__dict__.get("_by_word")
-        if cached is None:
-            cached = {word: i for i, word in enumerate(self.words)}
-            object.__setattr__(self, "_by_word", cached)
-        return cached
+        return {word: i for i, word in enumerate(self.words)}
 
 
 @dataclass(frozen=True)

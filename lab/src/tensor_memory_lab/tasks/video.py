@@ -3,11 +3,15 @@
 One crop and one flip are drawn per clip, never per frame. Test splits besides "test" blank a block
 of frames somewhere, the last frames, or a region of all frames: which ones belongs to the clip, so
 that every method is shown the same. Letters: B batch, T frames, H × W pixels.
+
+`python -m tensor_memory_lab.tasks.video --data-dir DIR --cache-dir DIR` decodes the clips into a
+cache, so that a machine without the videos can train from it; the options are the config's.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,12 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tensor_memory_lab.tasks import Annotations, Batch, Outputs, Sums
+from tensor_memory_lab.tasks.clips import ClipLists, Decoder, VideoStore, load_videos, read_lists
 from tensor_memory_lab.tasks.epochs import drawn, epoch_rows
-from tensor_memory_lab.tasks.masked_images import MEAN
+from tensor_memory_lab.tasks.images import MEAN
 from tensor_memory_lab.tasks.synthetic import generator
-from tensor_memory_lab.tasks.video_cache import VideoStore, load_videos
-from tensor_memory_lab.tasks.video_decoding import Decoder
-from tensor_memory_lab.tasks.video_files import ClipLists, find_lists, read_lists
 
 BLANK = tuple(round(255 * level) for level in MEAN)
 """What is shown where nothing is: the mean colour, zero after normalisation."""
@@ -91,7 +93,7 @@ class VideoTaskConfig:
     def build(self, seed: int) -> VideoTask:
         """Read the lists and decode what is not decoded yet."""
         lists = read_lists(
-            find_lists(self.data_dir),
+            self.data_dir,
             split=self.split,
             classes=self.classes,
             valid_fraction=self.valid_fraction,
@@ -282,3 +284,18 @@ def _between(start: Tensor, length: int, total: int) -> Tensor:
     """(B,) starts -> (B, total) bool, true on the `length` places from the start."""
     place = torch.arange(total)
     return (place >= start[:, None]) & (place < start[:, None] + length)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Decode the clips of a config into its cache."""
+    import tyro
+
+    try:
+        store = tyro.cli(VideoTaskConfig, args=argv).build(0).store
+    except (ValueError, OSError, ImportError) as error:  # data that are not there, or broken
+        raise SystemExit(f"error: {error}") from error
+    print(f"{len(store.row)} clips ready, {len(store.left_out)} left out")
+
+
+if __name__ == "__main__":
+    main()
