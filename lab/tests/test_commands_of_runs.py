@@ -326,7 +326,7 @@ def test_a_sweep_that_is_stopped_saves_its_run_and_would_resume_it(tmp_path, cap
     assert "saved step" in log.read_text()
     assert "Traceback" not in error + log.read_text()
     (folder,) = (path for path in tmp_path.glob("runs/*") if path.is_dir())
-    assert (folder / "last").exists()
+    assert list(folder.glob("checkpoints/step-*"))
     assert not (folder / "result.json").exists()
     assert main([*command, "--dry-run"]) == 0
     assert capsys.readouterr().out.startswith(f"unfinished {folder.name}")
@@ -340,7 +340,7 @@ def test_workers_whose_sweep_was_killed_save_their_runs_and_end(tmp_path, start)
     (log,) = tmp_path.glob("runs/*.log")
     while "saved step" not in log.read_text():  # as long as a test may take
         time.sleep(0.05)
-    assert list(tmp_path.glob("runs/*/last"))
+    assert list(tmp_path.glob("runs/*/checkpoints/step-*"))
     process.communicate()
 
 

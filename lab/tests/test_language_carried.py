@@ -12,10 +12,9 @@ from tensor_memory_lab.models.language import LanguageModel, LanguageModelConfig
 from tensor_memory_lab.run_config import BudgetConfig, RunConfig
 from tensor_memory_lab.tasks.language import LanguageTask, LanguageTaskConfig
 from tensor_memory_lab.tasks.text import Corpus, Vocabulary
-from tensor_memory_lab.train.batches import TrainingBatches
+from tensor_memory_lab.train.batches import training_batches
 from tensor_memory_lab.train.evaluation import Evaluator
-from tensor_memory_lab.train.schedule import make_optimizer
-from tensor_memory_lab.train.steps import Step
+from tensor_memory_lab.train.step import Step, make_optimizer
 
 WORDS, N, ROWS = 11, 6, 3
 CPU = torch.device("cpu")
@@ -53,14 +52,15 @@ def test_training_hands_every_window_what_the_one_before_left(method, monkeypatc
 
     def watched(self, batch, carry=None, **options):
         outputs, after = forward(self, batch, carry, **options)
-        calls.append((batch["fresh"].tolist(), carry, after))
+        given = carry and {name: x.clone() for name, x in carry.items()}
+        calls.append((batch["fresh"].tolist(), given, after))
         return outputs, after
 
     monkeypatch.setattr(LanguageModel, "forward", watched)
-    step = Step(model, task, make_optimizer(model, config.optimizer, CPU), config, CPU)
-    batches = TrainingBatches(task, config.budget, CPU, first=0)
-    for number in range(config.budget.steps):
-        step(number, batches.take())
+    optimizer = make_optimizer(model, config.optimizer, CPU)
+    step = Step(model, task, optimizer, config, Accelerator(cpu=True))
+    for number, batch in enumerate(training_batches(task, config.budget, CPU, first=0)):
+        step(number, batch)
     windows = (70 // ROWS - N + 1) // N  # of an epoch, after which the streams begin anew
     for number, (fresh, carry, after) in enumerate(calls):
         assert fresh == [number % windows == 0] * ROWS

@@ -15,6 +15,7 @@ from tensor_memory import MemoryConfig
 from tensor_memory.cli import main
 from tensor_memory_lab.commands import generate as command
 from tensor_memory_lab.commands.generate import prompt_ids, written
+from tensor_memory_lab.language_runs import load_text_run
 from tensor_memory_lab.models.generation import TextStream, generate
 from tensor_memory_lab.models.language import (
     LanguageMethod,
@@ -22,7 +23,6 @@ from tensor_memory_lab.models.language import (
     LanguageModelConfig,
 )
 from tensor_memory_lab.tasks.text import Vocabulary
-from tensor_memory_lab.train.saved_text import load_text_run
 from tolerances import assert_same
 
 METHODS = get_args(LanguageMethod)

@@ -10,6 +10,7 @@ from torch import nn
 
 from tensor_memory import MemoryConfig
 from tensor_memory.cli import main
+from tensor_memory_lab.language_runs import loss_by_position, window_losses
 from tensor_memory_lab.models.language import LanguageModel, LanguageModelConfig
 from tensor_memory_lab.records import positions
 from tensor_memory_lab.records.plots import OTHERS
@@ -22,7 +23,6 @@ from tensor_memory_lab.records.tables import markdown
 from tensor_memory_lab.run_config import RunConfig
 from tensor_memory_lab.tasks.language import LanguageTask, LanguageTaskConfig
 from tensor_memory_lab.tasks.text import Corpus, Vocabulary
-from tensor_memory_lab.train.positions import loss_by_position, window_losses
 from tolerances import assert_same
 
 WORDS, N = 11, 6

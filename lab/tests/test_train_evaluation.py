@@ -1,4 +1,4 @@
-"""Measures over a split: without dropout, every row once, whoever measures it."""
+"""Measures over a split, whoever measures it; and how a model uses its memory."""
 
 from types import SimpleNamespace
 
@@ -6,8 +6,24 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from tensor_memory_lab.train.evaluation import Evaluator
+from tensor_memory import MemoryConfig
+from tensor_memory_lab.models.language import LanguageModel, LanguageModelConfig
+from tensor_memory_lab.train import RunOptions, load_run, train
+from tensor_memory_lab.train.evaluation import (
+    Evaluator,
+    memory_backend,
+    memory_layers,
+    memory_off,
+    memory_use,
+)
 from tiny_runs import tiny_run
+from tolerances import assert_same
+
+MEMORY = MemoryConfig(channels=2, grid=(2, 2), chunk_size=2)
+
+
+def with_memory():
+    return tiny_run(model={"method": "tensor", "memory": MEMORY})
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -49,3 +65,76 @@ def test_processes_count_every_row_once_and_none_where_they_have_none(size):
     assert together[:, 1].tolist() == [70, 70]
     means = (together[:, 0] / 70).tolist()
     assert means == pytest.approx([alone["accuracy"], alone["loss"]])
+
+
+def test_the_record_says_how_much_the_memory_adds_and_what_is_lost_without_it(tmp_path):
+    record = train(with_memory(), RunOptions(tmp_path / "run", device="cpu", quiet=True))
+    (layer,) = record["memory"]["layers"]
+    assert layer["name"] == "side"
+    assert record["backend"] == "torch"
+    _, task, model = load_run(tmp_path / "run", "best")
+    assert layer["gate"] == pytest.approx(model.side.gate.sigmoid().item())
+    with torch.no_grad():
+        x = model.embed(task.batch("valid", 0, 12)["x"])
+        m, _ = model.side.memory(model.side.norm(x))
+        added = (model.side.gate.sigmoid() * m).norm(dim=-1) / x.norm(dim=-1)
+    assert layer["use"] == pytest.approx(added.mean().item(), rel=1e-4)
+    assert layer["use"] > 0
+    without = record["memory"]["test_without_memory"]
+    assert without.keys() == record["test"].keys()
+    assert without != record["test"]
+    model.side = None
+    evaluator = Evaluator(model, task, with_memory(), Accelerator(cpu=True))
+    assert without["test"] == pytest.approx(evaluator.split("test"), rel=1e-5)
+
+
+def test_the_use_of_a_layer_called_twice_is_the_mean_of_its_calls():
+    config = with_memory()
+    task = config.task.build(0)
+    once = config.model.build(task)
+
+    class Twice(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = once
+
+        def forward(self, batch, carry=None):
+            self.model(batch)
+            return self.model(batch)
+
+    single, double = (
+        memory_use(model, Evaluator(model, task, config, Accelerator(cpu=True)))[0]["use"]
+        for model in (once, Twice())
+    )
+    assert single > 0
+    assert double == pytest.approx(single)
+    assert memory_backend(torch.nn.Linear(2, 2)) is None
+
+
+def test_switched_off_a_carried_memory_adds_nothing_and_is_on_again_afterwards():
+    memory = MemoryConfig(channels=2, grid=(2, 2), chunk_size=5)
+    shape = {"dim": 8, "layers": 2, "heads": 2, "window": 4, "memory": memory}
+    model = LanguageModel(LanguageModelConfig(method="tensor-local", **shape), 9, 12, True).eval()
+    windows = [
+        {"ids": ids, "targets": ids, "fresh": torch.tensor([True, first])}
+        for ids, first in ((torch.randint(9, (2, 12)), True), (torch.randint(9, (2, 12)), False))
+    ]
+    added = []
+    for layer in memory_layers(model).values():
+        layer.register_forward_hook(lambda _, x, y: added.append(not torch.equal(x[0], y[0])))
+
+    def losses():
+        found, carry = [], None
+        for window in windows:
+            outputs, carry = model(window, carry)
+            found.append(outputs["nll"])
+        return torch.stack(found)
+
+    before = losses()
+    assert all(added)
+    added.clear()
+    with memory_off(model):
+        off = losses()
+    assert not any(added)
+    assert not torch.allclose(off, before)
+    assert_same(losses(), before)

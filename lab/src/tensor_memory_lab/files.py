@@ -1,17 +1,13 @@
-"""Files that are whole or absent, and tensors and JSON read back without surprises."""
+"""Files that are whole or absent, and JSON read back without surprises."""
 
 from __future__ import annotations
 
 import json
 import os
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 
 def write_whole(path: str | os.PathLike[str], write: Callable[[Path], None]) -> None:
@@ -45,40 +41,6 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     write_whole(path, write)
 
 
-def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], *, kind: str) -> None:
-    """Write named tensors as safetensors; `kind` says what the file is and is asked for on load."""
-    detached = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    try:
-        write_whole(path, lambda at: save_file(detached, at, metadata={"kind": kind}))
-    except SafetensorError as error:  # its own name for a disk or a folder that refuses
-        raise OSError(
-            f"{path}: cannot write the {kind} ({error}); expected a folder that exists, may be "
-            "written to and has room"
-        ) from error
-
-
-def load_tensors(path: str | os.PathLike[str], *, kind: str) -> dict[str, Tensor]:
-    """Read what `save_tensors` wrote; a truncated or foreign file is a `ValueError`."""
-    if not Path(path).is_file():
-        what = "is a folder" if Path(path).is_dir() else "no such file"
-        raise FileNotFoundError(f"{path}: {what}; expected {_one(kind)} in safetensors format")
-    try:
-        with safe_open(path, framework="pt") as file:
-            found = (file.metadata() or {}).get("kind")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(
-            f"{path}: expected {_one(kind)} in safetensors format, got a truncated or foreign file "
-            f"({error}); write it again"
-        ) from error
-    if found != kind:
-        got = f"a file of kind {found!r}" if found else "a safetensors file of another program"
-        raise ValueError(
-            f"{path}: expected {_one(kind)}, got {got}; pass the file that was saved as such"
-        )
-    return tensors
-
-
 def read_json(path: str | os.PathLike[str], what: str, remedy: str, *, kind: type = dict) -> Any:
     """The JSON object in a file; anything else is a `ValueError` that says `what` was expected
     and what to do about it, `remedy`. `kind=object` lets lists and single values pass too."""
@@ -93,7 +55,3 @@ def read_json(path: str | os.PathLike[str], what: str, remedy: str, *, kind: typ
             f"{path}: expected {what}, an object in JSON, got {values!r:.80}; {remedy}"
         )
     return values
-
-
-def _one(kind: str) -> str:
-    return kind if kind.endswith("s") else f"a {kind}"  # weights, but a state

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
+from tensor_memory_lab.language_runs import load_text_run
 from tensor_memory_lab.models.generation import TextStream, generate
 from tensor_memory_lab.tasks.text import END, UNKNOWN, Vocabulary
 from tensor_memory_lab.train.processes import find_device
-from tensor_memory_lab.train.saved_text import load_text_run
 
 SHOWN_WORDS = 5
 """Unknown words that are named."""

@@ -11,6 +11,7 @@ import torch
 
 from tensor_memory_lab.commands.arguments import count
 from tensor_memory_lab.commands.run import make_folder
+from tensor_memory_lab.language_runs import load_text_run, loss_by_position
 from tensor_memory_lab.records import run_name
 from tensor_memory_lab.records.positions import (
     draw_positions,
@@ -18,9 +19,7 @@ from tensor_memory_lab.records.positions import (
     write_positions,
 )
 from tensor_memory_lab.records.tables import markdown
-from tensor_memory_lab.train.positions import loss_by_position
 from tensor_memory_lab.train.processes import find_device
-from tensor_memory_lab.train.saved_text import load_text_run
 from tensor_memory_lab.wording import counted
 
 

@@ -1,7 +1,6 @@
 """One training loop: processes, precision, checkpoints that survive a kill, speed, the record."""
 
-from tensor_memory_lab.train.loop import train
-from tensor_memory_lab.train.options import RunOptions
-from tensor_memory_lab.train.saved import load_run
+from tensor_memory_lab.train.checkpoint import load_run
+from tensor_memory_lab.train.loop import RunOptions, train
 
 __all__ = ["RunOptions", "load_run", "train"]

@@ -1,20 +1,28 @@
-"""Measures over a whole split, the sums kept on the device until its end."""
+"""Measures over whole splits, and how much a trained model uses its memory.
+
+A half-open gate says nothing by itself, since W_out makes its scale arbitrary. What counts is
+‖σ(γ)m‖ / ‖x‖, how much a layer's memory adds to the stream it is added to, and what is lost when
+nothing is added.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from tensor_memory import MemoryResidual, TensorMemory
+from tensor_memory.ops import why_not
 from tensor_memory_lab.models import Carry
 from tensor_memory_lab.run_config import RunConfig
 from tensor_memory_lab.tasks import Batch, Sums, Task
-from tensor_memory_lab.train.batches import rows_of
-from tensor_memory_lab.train.graph import GraphedMeasure
-from tensor_memory_lab.train.speed import why_not_graph
-from tensor_memory_lab.train.steps import autocast
+from tensor_memory_lab.train.batches import rows_in, rows_of
+from tensor_memory_lab.train.graph import Graphed, why_not_graph
+from tensor_memory_lab.train.step import autocast
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -27,7 +35,7 @@ class Evaluator:
         model: the model itself, not wrapped.
         task: scores its outputs.
         config: sizes of batches, and precision.
-        accelerator: the processes that share the work, and their device.
+        accelerator: the processes that share the work, and the device of this one.
     """
 
     def __init__(
@@ -36,86 +44,147 @@ class Evaluator:
         self.model, self.task, self.config = model, task, config
         self.accelerator, self.device = accelerator, accelerator.device
         self.size = config.budget.evaluation_batch_size or config.budget.batch_size
-        self._graphed: GraphedMeasure | None = None
+        self._graphed: Graphed | None = None
         graph = config.speed in ("auto", "graph") and not task.carries
         if graph and why_not_graph(self.device, accelerator.num_processes) is None:
-            self._graphed = GraphedMeasure(lambda batch: self.measure(batch, None)[0])
-
-    def valid(self) -> dict[str, float]:
-        """Measures on as much of "valid" as the budget says."""
-        return self.split("valid", limit=self.config.budget.evaluation_batches)
-
-    def tests(self, *, eager: bool = False) -> dict[str, dict[str, float]]:
-        """Measures on every test split, whole."""
-        return {split: self.split(split, eager=eager) for split in self.task.test_splits}
+            self._graphed = Graphed(lambda batch: self._measure(batch, None)[0])
 
     def close(self) -> None:
-        """Free what a captured graph holds."""
+        """Free what a captured graph holds; from now on every batch is measured eagerly."""
         if self._graphed is not None:
             self._graphed.close()
+        self._graphed = None
 
     @torch.no_grad()
-    def split(
-        self, split: str, *, limit: int | None = None, eager: bool = False
-    ) -> dict[str, float]:
-        """Measures on the first `limit` batches of a split, or on all of it.
-
-        `eager` runs the model's own code even where a graph of it has been captured.
-        """
+    def split(self, split: str, *, limit: int | None = None) -> dict[str, float]:
+        """Measures on the first `limit` batches of a split, or on all of it."""
         count = self.task.batches(split, self.size)
         was_training = self.model.training
         self.model.eval()
-        found, carry = [], None
+        found, names, carry = [], [], None
         for index in range(count if limit is None else min(limit, count)):
-            batch = self.task.batch(split, index, self.size)
-            part, weight = self._share(batch, first=not found)
-            if weight is None:
-                continue
+            part, weight = self._share(self.task.batch(split, index, self.size))
             part = {name: x.to(self.device, non_blocking=True) for name, x in part.items()}
             if carry is not None:  # the last batch may have fewer rows
-                carry = rows_of(carry, 0, next(iter(part.values())).shape[0])
-            if self._graphed is not None and not eager:
+                carry = rows_of(carry, 0, rows_in(part))
+            if self._graphed is not None:
                 sums = self._graphed(part)
             else:
-                sums, carry = self.measure(part, carry)
-            found.append((sums, weight))
+                sums, carry = self._measure(part, carry)
+            names = sorted(sums)
+            pairs = [x.to(self.device, torch.float64) for name in names for x in sums[name]]
+            found.append(weight * torch.stack(pairs).reshape(-1, 2))  # (measures, 2): sum, count
         self.model.train(was_training)
-        return self.task.finish(self._means(found))
+        total = torch.stack(found).sum(0)
+        if self.accelerator.num_processes > 1:
+            total = cast(Tensor, self.accelerator.reduce(total, reduction="sum"))
+        means = zip(names, total.tolist(), strict=True)  # the device is read once, at the end
+        return self.task.finish(
+            {name: s / count if count else math.nan for name, (s, count) in means}
+        )
 
-    def measure(self, batch: Batch, carry: Carry | None) -> tuple[Sums, Carry | None]:
+    def _measure(self, batch: Batch, carry: Carry | None) -> tuple[Sums, Carry | None]:
         """Sums of one batch, and what its rows carry to the next."""
         with autocast(self.config, self.device):
             outputs, after = self.model(batch, carry)
             sums = self.task.measure(outputs, batch)
         return sums, after if self.task.carries else None
 
-    def _share(self, batch: Batch, *, first: bool) -> tuple[Batch, int | None]:
-        """This process's rows and what they count; None where there are none.
+    def _share(self, batch: Batch) -> tuple[Batch, int]:
+        """This process's rows and 1, or any row and 0 where it has none.
 
-        The places are those of a full batch, so that a row stays with its process. A process
-        without rows in the first batch measures one row for nothing: it must know the measures.
+        The places are those of a full batch, so that a row stays with its process.
         """
         per = -(-self.size // self.accelerator.num_processes)
         start = self.accelerator.process_index * per
         part = rows_of(batch, start, start + per)
-        if next(iter(part.values())).shape[0]:
-            return part, 1
-        return (rows_of(batch, 0, 1), 0) if first else (part, None)
+        return (part, 1) if rows_in(part) else (rows_of(batch, 0, 1), 0)
 
-    def _means(self, found: list[tuple[Sums, int]]) -> dict[str, float]:
-        """Sums over counts, added in float64 and read from the device once."""
-        names = sorted(found[0][0])
-        weights = torch.tensor([[[w]] for _, w in found], dtype=torch.float64)
-        table = torch.stack([_pairs(sums, names, self.device) for sums, _ in found])
-        total = (table * weights.to(self.device)).sum(0)  # (measures, 2): sum, count
-        if self.accelerator.num_processes > 1:
-            total = cast(Tensor, self.accelerator.reduce(total, reduction="sum"))
-        return {
-            name: part / count if count else math.nan
-            for name, (part, count) in zip(names, total.tolist(), strict=True)
+
+def measure_memory(model: nn.Module, evaluator: Evaluator) -> dict[str, Any] | None:
+    """Gates and uses per layer on a "valid" batch, and all test splits with the memory off.
+
+    None for a model without memory.
+    """
+    if not memory_layers(model):
+        return None
+    evaluator.close()  # a captured graph has the memory in it
+    layers = memory_use(model, evaluator)
+    with memory_off(model):
+        without = {split: evaluator.split(split) for split in evaluator.task.test_splits}
+    return {"layers": layers, "test_without_memory": without}
+
+
+def memory_layers(model: nn.Module) -> dict[str, MemoryResidual]:
+    """The model's `MemoryResidual`s by name."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, MemoryResidual)}
+
+
+def memory_use(model: nn.Module, evaluator: Evaluator) -> list[dict[str, Any]]:
+    """Per layer its name, σ(γ), and the mean over tokens of ‖σ(γ)m‖ / ‖x‖ on one "valid" batch.
+
+    A layer that is called several times (frames, segments) is averaged over its calls; one that
+    is never called has no use.
+    """
+    layers = memory_layers(model)
+    found: dict[nn.Module, list[Tensor]] = {layer: [] for layer in layers.values()}
+
+    def note(layer: nn.Module, arguments: tuple[Any, ...], output: tuple[Tensor, Any]) -> None:
+        x = arguments[0].float()  # (B, N, d)
+        added = output[0].float() - x
+        found[layer].append((added.norm(dim=-1) / x.norm(dim=-1).clamp_min(1e-12)).mean())
+
+    handles = [layer.register_forward_hook(note) for layer in layers.values()]
+    try:
+        evaluator.split("valid", limit=1)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [
+        {
+            "name": name,
+            "gate": layer.gate.detach().sigmoid().item(),
+            "use": torch.stack(found[layer]).mean().item() if found[layer] else None,
         }
+        for name, layer in layers.items()
+    ]
 
 
-def _pairs(sums: Sums, names: list[str], device: torch.device) -> Tensor:
-    flat = [value.detach().to(device, torch.float64) for name in names for value in sums[name]]
-    return torch.stack(flat).reshape(-1, 2)
+@contextmanager
+def memory_off(model: nn.Module) -> Iterator[None]:
+    """Inside, the gate of every `MemoryResidual` is shut: σ(γ) = 0 and nothing is added."""
+    gates = [layer.gate for layer in memory_layers(model).values()]
+    before = [gate.detach().clone() for gate in gates]
+    try:
+        for gate in gates:
+            gate.data.fill_(-math.inf)
+        yield
+    finally:
+        for gate, value in zip(gates, before, strict=True):
+            gate.data.copy_(value)
+
+
+def memory_backend(model: nn.Module) -> str | None:
+    """What the model's memories run on, and why not on the fused scan; None without memory."""
+    layers = memory_layers(model).values()
+    served = {
+        _served(memory)
+        for memory in (*model.modules(), *(layer.memory for layer in layers))
+        if isinstance(memory, TensorMemory)
+    }
+    return ", ".join(sorted(served)) or None
+
+
+def _served(memory: TensorMemory) -> str:
+    config, device = memory.config, memory.output.weight.device
+    if config.backend != "auto":
+        return config.backend
+    if device.type != "cuda":
+        return "torch"
+    reason = why_not("triton", device)
+    if reason is None:
+        from tensor_memory.ops import triton_plan
+
+        state = torch.empty(1, config.channels, *config.grid, device=device)
+        reason = triton_plan.why_not(state, torch.float32)
+    return "triton" if reason is None else f"torch ({reason})"

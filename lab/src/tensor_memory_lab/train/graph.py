@@ -1,9 +1,9 @@
-"""A whole step as one CUDA graph, so that small models wait for the GPU and not for launches.
+"""Work on a batch as one CUDA graph, so that small models do not wait for kernel launches.
 
-The first steps of a sitting run eagerly, on the stream that is then captured: they are ordinary
-steps of the run that also warm up kernels, workspaces and the optimiser's state. The last of them
-runs where any wait for the device is an error, which tells whether the step can be captured
-without breaking anything. Capturing executes nothing, so nothing has to be put back.
+The first calls run eagerly on the stream that is captured later. They warm up kernels, workspaces
+and the optimiser's state. In the last of them an operation that waits for the device is an error:
+it could not be captured, and a capture that fails may leave the generator unusable. The capture
+itself executes nothing, so nothing has to be restored after it.
 """
 
 from __future__ import annotations
@@ -16,227 +16,161 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from tensor_memory_lab.models import Carry
-from tensor_memory_lab.tasks import Batch, Sums
-from tensor_memory_lab.train.steps import Step
+from tensor_memory_lab.tasks import Batch
 
 WARM_UP = 3
-"""Eager calls before a capture; the last one shows whether anything waits for the device."""
-
-_SYNC = "synchronizing CUDA operation"
+"""Eager calls before the capture."""
 
 
-class GraphStep(Step):
-    """`Step` by replaying a graph: batches are copied into its buffers, the carry lives in them.
+def why_not_graph(device: torch.device, processes: int) -> str | None:
+    """The reason no CUDA graph can be captured here, or None."""
+    if device.type != "cuda":
+        return f"a CUDA graph needs a CUDA device, got {device.type}"
+    return f"a CUDA graph is captured for one process, got {processes}" if processes > 1 else None
+
+
+def refuse_graph(reason: str, error: BaseException | None = None) -> None:
+    """Raise for a run that asks for a graph and cannot get one."""
+    raise ValueError(
+        f"speed 'graph' cannot serve this run: {reason}; choose --speed auto or eager"
+    ) from error
+
+
+class Graphed:
+    """Calls `work(batch)`: eagerly at first, then by replaying a CUDA graph of it.
+
+    Each replay overwrites what the one before returned. A batch of another shape than the first is
+    worked on eagerly.
 
     Args:
-        required: raise where no graph can be captured; otherwise go on eagerly and say why.
+        work: takes a batch and reads nothing from the host.
+        before: what the host does before each call, such as seeding.
+        required: raise where no graph can be captured; otherwise go on eagerly.
     """
 
-    def __init__(self, *arguments: Any, required: bool, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._required = required
-        self._stream = capture_stream()
-        self._graph: torch.cuda.CUDAGraph | None = None
+    def __init__(
+        self,
+        work: Callable[[Batch], Any],
+        *,
+        before: Callable[[], None] = lambda: None,
+        required: bool = False,
+    ) -> None:
+        self.work, self.before, self.required = work, before, required
+        self._graph: Any = None
+        self._shapes: dict[str, Any] | None = None
         self._batch: Batch = {}
-        self._gradients_kept: list[Tensor | None] = []
-        self._calls = self._odd = 0
+        self._result: Any = None
+        self._calls = self._others = 0
+        self._reason: str | None = None
 
     @property
     def described(self) -> str:
-        """How steps are launched, and why not otherwise."""
-        if self.reason is not None:
-            return f"eager ({self.reason})"
+        """How work is launched, and why not otherwise."""
+        if self._reason is not None:
+            return f"eager (no CUDA graph: {self._reason})"
         if self._calls <= WARM_UP:
             return f"eager (a CUDA graph is captured after {WARM_UP} steps)"
-        return f"graph ({self._odd} steps eager, of other shapes)" if self._odd else "graph"
+        return f"graph ({self._others} steps eager, of other shapes)" if self._others else "graph"
 
-    def __call__(self, step: int, batch: Batch) -> None:
-        """Optimiser step number `step`, counted from 0."""
-        self._prepare(step)
+    def __call__(self, batch: Batch) -> Any:
+        """What `work` returns for this batch."""
+        self.before()
+        shapes = {name: (x.shape, x.dtype) for name, x in batch.items()}
+        self._shapes = self._shapes or shapes
+        if self._reason is None and shapes != self._shapes:
+            if self.required:
+                told = ", ".join(f"{name} {tuple(x.shape)}" for name, x in batch.items())
+                refuse_graph(f"a batch has other shapes than the first: {told}")
+            self._others += 1
+            return self.work(batch)
         self._calls += 1
-        if self.reason is not None:
-            self._run(batch)
-        elif self._graph is not None:
-            self._replay(batch)
-        elif self._calls < WARM_UP:
-            self._aside(batch)
-        elif self._calls == WARM_UP:
-            if not self._try_without_waiting(batch):
-                self._prepare(step)  # nothing was updated yet: do it again
-                self._run(batch)
-        elif self._capture(batch):
-            self._replay(batch)
-        else:
-            self._run(batch)
+        if self._calls <= WARM_UP and self._reason is None:
+            return self._warm_up(batch)
+        if self._graph is None and self._reason is None:
+            self._capture(batch)
+        if self._graph is None:
+            return self.work(batch)
+        for name, x in batch.items():
+            self._batch[name].copy_(x, non_blocking=True)
+        self._graph.replay()
+        return self._result
 
     def close(self) -> None:
         """Free what the graph holds."""
         if self._graph is not None:
             self._graph.reset()
-        self._graph, self._batch, self._gradients_kept = None, {}, []
-        self.optimizer.zero_grad(set_to_none=True)
+        self._graph, self._batch, self._result = None, {}, None
 
-    def _aside(self, batch: Batch) -> None:
-        """An eager step on the stream of the capture."""
-        current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            self._run(batch)
-        current.wait_stream(self._stream)
-
-    def _try_without_waiting(self, batch: Batch) -> bool:
-        """A step aside in which a wait is an error; False where there was one."""
+    def _warm_up(self, batch: Batch) -> Any:
+        """An eager call on the stream of the capture; the last one may not wait for the device."""
         try:
-            with no_waiting():
-                self._aside(batch)
+            with aside(), no_waiting(self._calls == WARM_UP):
+                return self.work(batch)
         except RuntimeError as error:
-            if _SYNC not in str(error):
+            if "synchronizing CUDA operation" not in str(error):
                 raise
             self._give_up(f"the step waits for the device{_place(error)}", error)
-            # The error's frames hold the failed step's autograd graph. Alive, its nodes would take
-            # the gradients of the next step on the stream of this one, and torch warns of that.
+            # The frames of the error hold the autograd graph of the failed call, which would
+            # take the gradients of the next one on the wrong stream.
             traceback.clear_frames(error.__traceback__)
-            return False
-        return True
+        self.before()  # the call that failed has updated nothing: do it again
+        return self.work(batch)
 
-    def _capture(self, batch: Batch) -> bool:
+    def _capture(self, batch: Batch) -> None:
         self._batch = {name: x.clone() for name, x in batch.items()}
-        if self.carry is not None:
-            self.carry = {name: x.clone() for name, x in self.carry.items()}
-        # Without gradients at hand the backward makes them in the graph's own memory, and every
-        # replay writes them anew: nothing has to be zeroed.
-        self.optimizer.zero_grad(set_to_none=True)
-        self._graph, error = capture(lambda: self._run(self._batch), self._stream)
-        if self._graph is None:
-            self.optimizer.zero_grad(set_to_none=True)
-            self._give_up(f"capturing failed: {_first_line(error)}", error)
-            return False
-        self._gradients_kept = [p.grad for p in self.parameters]
-        return True
 
-    def _replay(self, batch: Batch) -> None:
-        if not _alike(batch, self._batch):
-            if self._required or self.carry is not None:
-                self._refuse(f"a batch has other shapes than the first: {_shapes(batch)}", None)
-            self._odd += 1
-            self._run(batch)
-            return
-        for name, x in batch.items():
-            self._batch[name].copy_(x, non_blocking=True)
-        assert self._graph is not None
-        self._graph.replay()
+        def work() -> None:
+            self._result = self.work(self._batch)
 
-    def _keep(self, carry: Carry) -> None:
-        """Within the graph the carry stays where the next replay reads it."""
-        if self._batch and self.carry is not None:
-            for name, x in carry.items():
-                self.carry[name].copy_(x)
-        else:
-            self.carry = carry
+        try:
+            self._graph = capture(work)
+        except RuntimeError as error:
+            self._give_up(f"capturing failed: {str(error).strip().splitlines()[0]}", error)
 
-    def _give_up(self, reason: str, error: BaseException | None) -> None:
-        if self._required:
-            self._refuse(reason, error)
-        self._batch = {}
-        self.reason = f"no CUDA graph: {reason}"
-
-    def _refuse(self, reason: str, error: BaseException | None) -> None:
-        raise ValueError(
-            f"speed 'graph' cannot serve this run: {reason}; choose --speed auto or eager"
-        ) from error
-
-
-class GraphedMeasure:
-    """`Evaluator.measure` by replaying a graph, for batches of the shape it met first.
-
-    What cannot be captured is measured eagerly: the numbers are the same, only slower.
-    """
-
-    def __init__(self, measure: Callable[[Batch], Sums]) -> None:
-        self._measure = measure
-        self._stream = capture_stream()
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._batch: Batch = {}
-        self._sums: Sums = {}
-        self._calls, self._given_up = 0, False
-
-    def __call__(self, batch: Batch) -> Sums:
-        """Sums of one batch."""
-        if self._given_up or (self._batch and not _alike(batch, self._batch)):
-            return self._measure(batch)
-        if not self._batch:
-            self._batch = {name: x.clone() for name, x in batch.items()}
-        self._calls += 1
-        if self._calls < WARM_UP:
-            return self._measure(batch)
-        if self._calls == WARM_UP:
-            try:
-                with no_waiting():
-                    return self._measure(batch)
-            except RuntimeError as error:
-                if _SYNC not in str(error):
-                    raise
-                self._given_up = True
-                return self._measure(batch)
-        for name, x in batch.items():
-            self._batch[name].copy_(x, non_blocking=True)
-        if self._graph is None:
-            self._graph, _ = capture(self._record, self._stream)
-            if self._graph is None:
-                self._given_up = True
-                return self._measure(batch)
-        self._graph.replay()
-        return {name: (part.clone(), n.clone()) for name, (part, n) in self._sums.items()}
-
-    def close(self) -> None:
-        """Free what the graph holds."""
-        if self._graph is not None:
-            self._graph.reset()
-        self._graph, self._batch, self._sums, self._given_up = None, {}, {}, True
-
-    def _record(self) -> None:
-        self._sums = self._measure(self._batch)
-
-
-def capture_stream() -> torch.cuda.Stream:
-    """The stream that this process captures on, one per device.
-
-    cuBLAS keeps a workspace for every stream it has met, for good; a stream per run would fill a
-    GPU in a long sweep.
-    """
-    return _stream_of(torch.cuda.current_device())
+    def _give_up(self, reason: str, error: BaseException) -> None:
+        if self.required:
+            refuse_graph(reason, error)
+        self._reason = reason
 
 
 @functools.cache
-def _stream_of(device: int) -> torch.cuda.Stream:
+def _stream(device: int) -> torch.cuda.Stream:
+    """One stream per device: cuBLAS keeps a workspace for every stream that it has met."""
     return torch.cuda.Stream(device)
 
 
-def capture(
-    work: Callable[[], None], stream: torch.cuda.Stream
-) -> tuple[torch.cuda.CUDAGraph | None, RuntimeError | None]:
-    """Capture `work` on a stream; None and the error where it cannot be."""
+@contextmanager
+def aside() -> Iterator[None]:
+    """Inside, work runs on the stream that is captured."""
+    current, stream = torch.cuda.current_stream(), _stream(torch.cuda.current_device())
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
+
+
+def capture(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """A graph of `work`."""
     graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    stream = _stream(torch.cuda.current_device())
     try:
         # Other threads may make batches meanwhile.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             work()
-    except RuntimeError as error:
+    except RuntimeError:
         torch.cuda.set_stream(current)
         torch.cuda.synchronize()
-        return None, error
-    return graph, None
+        raise
+    return graph
 
 
 @contextmanager
-def no_waiting() -> Iterator[None]:
+def no_waiting(refused: bool = True) -> Iterator[None]:
     """Inside, an operation that waits for the device raises."""
     before = torch.cuda.get_sync_debug_mode()
     try:
-        _watch_waits("error")
+        _watch_waits("error" if refused else before)
         yield
     finally:
         _watch_waits(before)
@@ -248,24 +182,9 @@ def _watch_waits(mode: str | int) -> None:
         torch.cuda.set_sync_debug_mode(mode)
 
 
-def _alike(batch: Batch, other: Batch) -> bool:
-    return batch.keys() == other.keys() and all(
-        x.shape == other[name].shape and x.dtype == other[name].dtype for name, x in batch.items()
-    )
-
-
-def _shapes(batch: Batch) -> str:
-    return ", ".join(f"{name} {tuple(x.shape)}" for name, x in batch.items())
-
-
 def _place(error: BaseException) -> str:
-    """Where in code that is not torch's the error arose."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename]
-    within = [f for f in frames if "tensor_memory_lab/train/" not in f.filename]
-    if not within:
-        return ""
-    return f" at {'/'.join(within[-1].filename.split('/')[-2:])}:{within[-1].lineno}"
-
-
-def _first_line(error: BaseException | None) -> str:
-    return str(error).strip().split("\n", 1)[0]
+    """Where the error arose in code that is neither torch's nor the loop's."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if "/torch/" not in frame.filename and "tensor_memory_lab/train/" not in frame.filename:
+            return f" at {'/'.join(frame.filename.split('/')[-2:])}:{frame.lineno}"
+    return ""

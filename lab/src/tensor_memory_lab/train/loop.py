@@ -4,41 +4,38 @@ from __future__ import annotations
 
 import atexit
 import gc
-import shutil
+import signal
 import sys
+import threading
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from tensor_memory_lab.progress import progress
-from tensor_memory_lab.records import write_result
+from tensor_memory_lab.records import config_dict, run_name, write_result
 from tensor_memory_lab.records.records import finite, read_result
-from tensor_memory_lab.records.wording import listing, measure_text
 from tensor_memory_lab.run_config import RunConfig
 from tensor_memory_lab.tasks import KeepsAssets
-from tensor_memory_lab.train.batches import TrainingBatches, check_batch_size, rows_of
-from tensor_memory_lab.train.checkpoints import (
-    Checkpoints,
+from tensor_memory_lab.train.batches import rows_of, rows_per_process, training_batches
+from tensor_memory_lab.train.checkpoint import (
+    RunFolder,
+    flat,
     load_optimizer,
     load_weights,
     optimizer_tensors,
     weights_of,
+    writing,
 )
-from tensor_memory_lab.train.evaluation import Evaluator
-from tensor_memory_lab.train.folder import RunFolder, writing
-from tensor_memory_lab.train.interruption import Interruption
-from tensor_memory_lab.train.journal import Journal, Stopwatch
-from tensor_memory_lab.train.memory_use import measure_memory, memory_backend
-from tensor_memory_lab.train.options import RunOptions
-from tensor_memory_lab.train.processes import make_accelerator, share_gradients
-from tensor_memory_lab.train.record import Measured, describe_run, make_record
-from tensor_memory_lab.train.schedule import learning_rate, make_optimizer
-from tensor_memory_lab.train.speed import make_step
-from tensor_memory_lab.train.steps import Step
-from tensor_memory_lab.train.trackers import Trackers
+from tensor_memory_lab.train.evaluation import Evaluator, measure_memory, memory_backend
+from tensor_memory_lab.train.processes import make_accelerator
+from tensor_memory_lab.train.record import Journal, Stopwatch, describe_run, make_record
+from tensor_memory_lab.train.step import Step, learning_rate, make_optimizer
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -50,13 +47,44 @@ SHOW_EVERY = 0.2
 """Seconds between movements of the progress bar."""
 
 
+@dataclass(frozen=True)
+class RunOptions:
+    """What a run is told besides its config; decides no number."""
+
+    output: Path
+    """The run's folder: config.json, metrics.jsonl, checkpoints/, result.json."""
+    resume: bool = False
+    """Continue what the folder holds; on a CPU the numbers are those of a run never interrupted."""
+    from_previous: bool = False
+    """With `resume`: continue from the checkpoint before the last one, when that is broken."""
+    trackers: tuple[str, ...] = ()
+    """Also log to these: "tensorboard", or any tracker that Accelerate knows and that is there."""
+    device: str = "auto"
+    """auto (a GPU where there is one), cpu, cuda or cuda:N."""
+    shared_device: bool = False
+    """Other runs share the device: the record says so, and tables leave its timings out."""
+    keep_checkpoints: bool = True
+    """False drops the checkpoints of a run that has finished."""
+    quiet: bool = False
+    """Show no progress and say nothing."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "output", Path(self.output))
+        object.__setattr__(self, "trackers", tuple(self.trackers))
+        if self.from_previous and not self.resume:
+            raise ValueError(
+                "from_previous: expected resume=True beside it (--resume --from-previous), "
+                "since only a resumed run reads a checkpoint"
+            )
+
+
 def train(config: RunConfig[Any, Any], options: RunOptions) -> dict[str, Any]:
     """Train, keep the best on "valid", measure the test splits: the result record.
 
     The record is also written to `output/result.json`. After SIGINT or SIGTERM the step in hand
     is finished and saved, and a record comes back whose "finished" is false.
     """
-    accelerator = make_accelerator(options)
+    accelerator = make_accelerator(options.device, options.trackers, options.output)
     folder = RunFolder(options.output)
     folder.check(config, resume=options.resume)
     try:
@@ -64,10 +92,33 @@ def train(config: RunConfig[Any, Any], options: RunOptions) -> dict[str, Any]:
             folder.hold()  # before anything is read that another process may be replacing
         if options.resume and folder.result.exists():
             return read_result(folder.result)
-        with Interruption() as interruption:
-            return _Run(config, options, accelerator, folder, interruption).go()
+        with _signals() as asked:
+            return _Run(config, options, accelerator, folder, asked).go()
     finally:
         folder.release()
+
+
+@contextmanager
+def _signals() -> Iterator[list[str]]:
+    """Inside, SIGINT and SIGTERM are noted by name; a second SIGINT interrupts at once.
+
+    Signals reach the main thread alone, so in another one nothing is noted.
+    """
+    asked: list[str] = []
+
+    def note(number: int, _: object) -> None:
+        if asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        asked.append(signal.Signals(number).name)
+
+    main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM) if main else ()
+    before = {number: signal.signal(number, note) for number in numbers}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _Run:
@@ -79,82 +130,60 @@ class _Run:
         options: RunOptions,
         accelerator: Accelerator,
         folder: RunFolder,
-        interruption: Interruption,
+        asked: list[str],
     ) -> None:
         self.config, self.options, self.accelerator = config, options, accelerator
-        self.folder, self.interruption = folder, interruption
+        self.folder, self.asked = folder, asked
         self.main, self.device = accelerator.is_main_process, accelerator.device
+        self.several = accelerator.num_processes > 1
         self.began = time.perf_counter()
         gc.collect()  # what an earlier run in this process held would count in this one's peak
         if self.device.type == "cuda":
             torch.cuda.init()
             torch.cuda.reset_peak_memory_stats()
 
-        rows = check_batch_size(config.budget, accelerator.num_processes)
+        self.rows = rows_per_process(config.budget, accelerator.num_processes)
         self.task = config.task.build(config.seed).to(self.device)
         torch.manual_seed(config.seed)
         self.model = config.model.build(self.task).to(self.device)
         self.described = describe_run(config, self.task, self.model)
         self.optimizer = make_optimizer(self.model, config.optimizer, self.device)
-        self.checkpoints = Checkpoints(folder, folder.fingerprint(config))
-        self.journal, carry = self._restore(rows)
+        self.journal, carry = self._restore()
+        self.saved = self.journal.step
         self.best: dict[str, Tensor] | None = None  # weights not yet in a checkpoint
-        wrapped = self.model
-        if accelerator.num_processes > 1:
-            wrapped = share_gradients(accelerator, self.model, lambda: self._first_loss(carry))
+        if self.several:
             atexit.register(_leave_processes)
-        self.step = make_step(
-            wrapped,
-            self.task,
-            self.optimizer,
-            config,
-            self.device,
-            process=accelerator.process_index,
-            carry=carry,
-            processes=accelerator.num_processes,
-        )
+        self.step = Step(self.model, self.task, self.optimizer, config, accelerator, carry=carry)
         self.step.loss_sum.fill_(self.journal.loss_sum)
         self.evaluator = Evaluator(self.model, self.task, config, accelerator)
         self.watch = Stopwatch()
         self.log_every = max(1, config.budget.evaluate_every // 10)
 
-    def _first_loss(self, carry: dict[str, Tensor] | None) -> Tensor:
-        """A loss of the model before it is wrapped, as the next step will make it."""
-        step = Step(self.model, self.task, self.optimizer, self.config, self.device, carry=carry)
-        batches = self._batches()
-        try:
-            return step.first_loss(batches.take())
-        finally:
-            batches.close()
-
-    def _restore(self, rows: int) -> tuple[Journal, dict[str, Tensor] | None]:
+    def _restore(self) -> tuple[Journal, dict[str, Tensor] | None]:
         """Put the last checkpoint back, where one is to be continued; open the folder."""
         found = None
         if self.options.resume:
-            found = self.checkpoints.resume(from_previous=self.options.from_previous)
+            found = self.folder.resume(from_previous=self.options.from_previous)
         self.accelerator.wait_for_everyone()  # all have read before one writes
-        carry = None
+        journal, carry = Journal(), None
         if found is None:
-            journal = Journal()
             # What cannot be drawn is told before there is a folder, which would look begun.
             self.task.batch("train", 0, self.config.budget.batch_size)
             if self.options.resume:
                 self._say(f"{self.folder.path}: no checkpoint to continue, starting at step 0")
         else:
-            journal, where = found.journal, str(self.folder.checkpoints)
-            load_weights(self.model, found.model, where)
+            journal = found.journal
+            load_weights(self.model, found.model, str(self.folder.checkpoints))
             load_optimizer(self.model, self.optimizer, found.optimizer)
             if found.carry is not None:
-                first = self.accelerator.process_index * rows
-                mine = rows_of(found.carry, first, first + rows)
+                first = self.accelerator.process_index * self.rows
+                mine = rows_of(found.carry, first, first + self.rows)
                 carry = {name: tensor.to(self.device) for name, tensor in mine.items()}
             self._say(f"{self.folder.path}: continuing after step {journal.step}")
         if self.main:
             assets = self.task.assets() if isinstance(self.task, KeepsAssets) else {}
             self.folder.create(self.config, assets)
-            self.folder.cut_metrics(journal.step)
-            self.checkpoints.point_best()
-        self.saved = journal.step
+            self.folder.cut(journal.step)
         return journal, carry
 
     def go(self) -> dict[str, Any]:
@@ -165,39 +194,37 @@ class _Run:
                 f"the warm-up of {warmup} steps is longer than the budget of {budget.steps}: the "
                 "rate stays below its peak; shorten --optimizer.warmup"
             )
-        self.trackers = Trackers(self.accelerator, self.config, self.options)
-        batches = self._batches()
+        if self.options.trackers:
+            plain = flat(config_dict(self.config))
+            known = {
+                n: v if isinstance(v, bool | int | float) else str(v) for n, v in plain.items()
+            }
+            self.accelerator.init_trackers(run_name(self.config), config=known)
+        batches = training_batches(
+            self.task,
+            budget,
+            self.device,
+            first=journal.step,
+            process=self.accelerator.process_index,
+            processes=self.accelerator.num_processes,
+        )
         self.model.train()
         stopped = False
-        try:
-            with self._progress() as advance:
-                shown, at = journal.step, time.perf_counter()
-                while journal.step < budget.steps and not (journal.stopped_early or stopped):
-                    self.step(journal.step, batches.take())
-                    journal.step += 1
-                    note = self._after_step()
-                    now = time.perf_counter()
-                    if note or now - at > SHOW_EVERY:
-                        advance(journal.step - shown, note=note)
-                        shown, at = journal.step, now
-                    stopped = self._asked_to_stop()
-        finally:
-            batches.close()
+        with closing(batches), self._progress() as advance:
+            shown, at = journal.step, time.perf_counter()
+            while journal.step < budget.steps and not (journal.stopped_early or stopped):
+                self.step(journal.step, next(batches))
+                journal.step += 1
+                note = self._after_step()
+                now = time.perf_counter()
+                if note or now - at > SHOW_EVERY:
+                    advance(journal.step - shown, note=note)
+                    shown, at = journal.step, now
+                stopped = self._asked_to_stop()
         if stopped:
             return self._interrupted()
         self._save()
         return self._finish()
-
-    def _batches(self) -> TrainingBatches:
-        """This process's rows, from the next step on."""
-        return TrainingBatches(
-            self.task,
-            self.config.budget,
-            self.device,
-            first=self.journal.step,
-            process=self.accelerator.process_index,
-            processes=self.accelerator.num_processes,
-        )
 
     def _after_step(self) -> str:
         """Log, evaluate and save where the step is one to do so at; what progress should say."""
@@ -218,29 +245,29 @@ class _Run:
         journal, steps = self.journal, self.journal.step - self.journal.logged
         loss = journal.log_loss(self._read_loss())
         self.step.loss_sum.zero_()
-        lap = self.watch.lap(steps)
-        if lap is not None:
-            journal.laps.append(lap)
+        journal.laps += self.watch.lap(steps)
         rate = learning_rate(self.config.optimizer, journal.step - 1, self.config.budget.steps)
         entry: dict[str, Any] = {"step": journal.step, "loss": loss, "lr": rate}
+        metric = self.task.metric
         with self.watch.pause():
             if evaluates:
-                entry["valid"] = valid = self.evaluator.valid()
-                if journal.enter(valid, self.task.metric, self.task.higher_is_better):
+                limit = self.config.budget.evaluation_batches
+                entry["valid"] = valid = self.evaluator.split("valid", limit=limit)
+                if journal.enter(valid, metric, self.task.higher_is_better):
                     self.best = {name: x.clone() for name, x in weights_of(self.model).items()}
             entry["seconds"] = round(journal.seconds + time.perf_counter() - self.began, 3)
             if self.main:
                 self.folder.log(finite(entry))
-            self.trackers.log(entry)
-        metric = self.task.metric
-        known = journal.curve[-1]["valid"][metric] if journal.curve else None
-        shown = "" if known is None else f", {metric} {measure_text(known, metric)}"
-        return f"loss {loss:.4g}{shown}"
+            known = {n.replace(".", "/"): v for n, v in flat(entry).items() if n != "step"}
+            self.accelerator.log(known, step=journal.step)
+        if not journal.curve:
+            return f"loss {loss:.4g}"
+        return f"loss {loss:.4g}, {metric} {journal.curve[-1]['valid'][metric]:.4g}"
 
     def _read_loss(self) -> float:
         """The summed loss, averaged over processes; the device has caught up afterwards."""
         total = self.step.loss_sum
-        if self.accelerator.num_processes > 1:
+        if self.several:
             total = cast(Tensor, self.accelerator.reduce(total.clone(), reduction="mean"))
         return total.item()
 
@@ -250,87 +277,88 @@ class _Run:
         if self.saved == journal.step:
             return
         journal.loss_sum = self._read_loss()
-        now = time.perf_counter()
-        journal.seconds, self.began = journal.seconds + now - self.began, now
+        self._count_seconds()
         carry = self.step.carry
-        if carry is not None and self.accelerator.num_processes > 1:
+        if carry is not None and self.several:
             carry = cast(dict[str, Tensor], self.accelerator.gather(carry))
         if self.main:
-            self.folder.sync_metrics()
-            self.checkpoints.save(
+            self.folder.save(
                 journal,
-                weights_of(self.model),
-                optimizer_tensors(self.model, self.optimizer),
-                carry,
-                self.best,
+                model=weights_of(self.model),
+                optimizer=optimizer_tensors(self.model, self.optimizer),
+                carry=carry,
+                best=self.best,
             )
         self.accelerator.wait_for_everyone()
         self.saved, self.best = journal.step, None
 
     def _asked_to_stop(self) -> bool:
-        asked = self.interruption.asked is not None
-        if self.accelerator.num_processes == 1:
-            return asked
+        if not self.several:
+            return bool(self.asked)
         if self.journal.step % AGREE_EVERY:
             return False
-        votes = torch.tensor(int(asked), device=self.device)
+        votes = torch.tensor(len(self.asked), device=self.device)
         return bool(cast(Tensor, self.accelerator.reduce(votes, reduction="sum")).item())
 
     def _interrupted(self) -> dict[str, Any]:
         self._save()
-        self.trackers.close()
         self._say(
-            f"{self.interruption.asked or 'another process'}: saved step {self.journal.step} of "
+            f"{''.join(self.asked[:1]) or 'another process'}: saved step {self.journal.step} of "
             f"{self.config.budget.steps} in {self.folder.path}; continue by adding --resume to "
             "the same command, or with RunOptions(..., resume=True)",
             always=True,
         )
-        return self._record(Measured(self.step.described, None, {}, None, finished=False))
+        return self._record(backend=None, test={}, memory=None, finished=False)
 
     def _finish(self) -> dict[str, Any]:
         """Measure the best weights on the test splits, with their memory and without."""
         if self.journal.best_step is not None:
-            _, weights = self.checkpoints.weights("best")
-            load_weights(self.model, weights, str(self.folder.best))
+            _, weights = self.folder.weights("best")
+            load_weights(self.model, weights, str(self.folder.checkpoints))
         self.step.close()
-        self._say(f"measuring {listing(self.task.test_splits)} with the best weights")
+        self._say(f"measuring {', '.join(self.task.test_splits)} with the best weights")
         test = {}
         for split in self.task.test_splits:
             test[split] = self.evaluator.split(split)
-            if self.accelerator.num_processes == 1 and self.interruption.asked:
+            if self.asked and not self.several:
                 return self._interrupted()
-        memory = measure_memory(self.model, self.evaluator)
-        backend = memory_backend(self.model)
-        record = self._record(Measured(self.step.described, backend, test, memory))
+        memory, backend = measure_memory(self.model, self.evaluator), memory_backend(self.model)
+        self.evaluator.close()
+        record = self._record(backend=backend, test=test, memory=memory, finished=True)
         if self.main:
             with writing(self.folder.result, "the result"):
                 write_result(self.folder.result, record)
             if not self.options.keep_checkpoints:
-                for pointer in (self.folder.last, self.folder.best):
-                    pointer.unlink(missing_ok=True)
-                shutil.rmtree(self.folder.checkpoints)
-        self.trackers.close()
-        self.evaluator.close()
+                self.folder.drop_checkpoints()
         self.accelerator.wait_for_everyone()
         return record
 
-    def _record(self, measured: Measured) -> dict[str, Any]:
-        self.journal.seconds += time.perf_counter() - self.began
-        return make_record(self.described, self.options, self.device, self.journal, measured)
+    def _record(self, **measured: Any) -> dict[str, Any]:
+        self._count_seconds()
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
+        return make_record(
+            self.described,
+            self.journal,
+            self.device,
+            speed=self.step.described,
+            shared_device=self.options.shared_device,
+            **measured,
+        )
+
+    def _count_seconds(self) -> None:
+        now = time.perf_counter()
+        self.journal.seconds, self.began = self.journal.seconds + now - self.began, now
 
     def _progress(self) -> Any:
         if not self.main or self.options.quiet:
-            return nullcontext(_unseen)
+            return nullcontext(lambda amount=1, note="": None)
         label = f"{self.task.name} {self.config.model.method}"
         return progress(label, self.config.budget.steps, start=self.journal.step)
 
     def _say(self, text: str, *, always: bool = False) -> None:
         if self.main and (always or not self.options.quiet):
             print(text, file=sys.stderr, flush=True)
-
-
-def _unseen(amount: int = 1, note: str = "") -> None:
-    """An `Advance` that shows nothing."""
 
 
 def _leave_processes() -> None:

@@ -1,11 +1,16 @@
-"""The result of a run as plain values."""
+"""How far a run has come, how fast it goes, and its result as plain values."""
 
 from __future__ import annotations
 
 import json
+import math
 import resource
+import statistics
 import sys
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,29 +20,112 @@ from tensor_memory_lab.provenance import provenance
 from tensor_memory_lab.records import config_dict
 from tensor_memory_lab.run_config import RunConfig
 from tensor_memory_lab.tasks import Task
-from tensor_memory_lab.train.journal import Journal
-from tensor_memory_lab.train.options import RunOptions
+
+COLD = 10
+"""Steps at the start of a sitting that hold compilation, capture and first launches."""
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What is known once training is over; empty in the record of an interrupted run."""
+@dataclass
+class Journal:
+    """What a checkpoint remembers besides tensors: plain values."""
 
-    speed: str
-    """How steps were launched, and why not otherwise."""
-    backend: str | None
-    """What the memory ran on; None where there is none."""
-    test: dict[str, dict[str, float]]
-    """Measures of every test split."""
-    memory: dict[str, Any] | None
-    """How the memory is used; None where there is none."""
-    finished: bool = True
+    step: int = 0
+    """Finished optimiser steps, which is the data position too."""
+    best_step: int | None = None
+    """The evaluation with the best value of the task's metric on "valid"."""
+    waited: int = 0
+    """Evaluations since the best one."""
+    stopped_early: bool = False
+    curve: list[dict[str, Any]] = field(default_factory=list)
+    """One entry per evaluation: step, training loss since the one before, measures on "valid"."""
+    loss_sum: float = 0.0
+    """Of the steps since the last line of metrics."""
+    logged: int = 0
+    """The step of that line."""
+    interval_loss: float = 0.0
+    """Sum of the losses from the last evaluation to the last line of metrics."""
+    seconds: float = 0.0
+    """Wall time, all sittings together."""
+    laps: list[tuple[int, float]] = field(default_factory=list)
+    """Steps and seconds of timed stretches: no evaluation, no checkpoint, no first steps."""
+
+    def log_loss(self, loss_sum: float) -> float:
+        """The mean loss of the steps since the last line; a loss that is no number stops here."""
+        mean = loss_sum / (self.step - self.logged)
+        if not math.isfinite(mean):
+            raise ValueError(
+                f"step {self.step}: expected a finite training loss, got {mean}; lower "
+                "--optimizer.lr, lengthen --optimizer.warmup or clip harder, and start again"
+            )
+        self.interval_loss += loss_sum
+        self.logged, self.loss_sum = self.step, 0.0
+        return mean
+
+    def enter(self, valid: dict[str, float], metric: str, higher_is_better: bool) -> bool:
+        """Note an evaluation; whether it is the best so far.
+
+        Of two with the same metric the one of less loss is better: where a task is solved, the
+        first perfect accuracy comes from a model that has only begun to solve it.
+        """
+        steps = self.step - (self.curve[-1]["step"] if self.curve else 0)
+        best = self.best_valid()
+        self.curve.append({"step": self.step, "loss": self.interval_loss / steps, "valid": valid})
+        self.interval_loss = 0.0
+
+        def rank(measures: dict[str, float]) -> tuple[float, float]:
+            value = measures[metric]
+            return (value if higher_is_better else -value, -measures.get("loss", 0.0))
+
+        if not math.isnan(valid[metric]) and (not best or rank(valid) > rank(best)):
+            self.best_step, self.waited = self.step, 0
+            return True
+        self.waited += 1
+        return False
+
+    def best_valid(self) -> dict[str, float]:
+        """Measures of the best evaluation; empty where there is none."""
+        return next((e["valid"] for e in self.curve if e["step"] == self.best_step), {})
+
+    def speed(self) -> dict[str, float | None]:
+        """Steps per second, and milliseconds of the median step; None where nothing was timed."""
+        seconds = sum(lap for _, lap in self.laps)
+        if not seconds:
+            return {"steps_per_second": None, "step_ms": None}
+        median = statistics.median(lap / steps for steps, lap in self.laps)
+        rate = sum(steps for steps, _ in self.laps) / seconds
+        return {"steps_per_second": rate, "step_ms": 1000 * median}
+
+
+class Stopwatch:
+    """Times stretches of steps between moments when the device has caught up.
+
+    The first steps of a sitting (`COLD`) are dropped.
+    """
+
+    def __init__(self) -> None:
+        self._cold = COLD
+        self._begun = self._paused = 0.0
+
+    def lap(self, steps: int) -> list[tuple[int, float]]:
+        """End a stretch of `steps` and begin the next; call it right after reading the device."""
+        now = time.perf_counter()
+        seconds = now - self._begun - self._paused
+        self._begun, self._paused = now, 0.0
+        cold, self._cold = self._cold, self._cold - steps
+        return [] if cold > 0 else [(steps, seconds)]
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Do not count what is done inside; the device must have caught up on both ends."""
+        started = time.perf_counter()
+        yield
+        self._paused += time.perf_counter() - started
 
 
 def describe_run(config: RunConfig[Any, Any], task: Task, model: Model) -> dict[str, Any]:
     """What a record holds that is known before the first step.
 
-    Asked then, so that a task or a model that cannot say it is found out before it is trained.
+    It is asked then, so that a task or a model that cannot say it is found before it is trained.
     """
     described = {
         "kind": "run",
@@ -66,33 +154,24 @@ def describe_run(config: RunConfig[Any, Any], task: Task, model: Model) -> dict[
 
 
 def make_record(
-    described: dict[str, Any],
-    options: RunOptions,
-    device: torch.device,
-    journal: Journal,
-    measured: Measured,
+    described: dict[str, Any], journal: Journal, device: torch.device, **measured: Any
 ) -> dict[str, Any]:
     """Everything a table, a plot or a sceptic needs of one run."""
-    rate, step_ms = journal.speed()
-    at_best = [entry["valid"] for entry in journal.curve if entry["step"] == journal.best_step]
-    record = described | {
-        "speed": measured.speed,
-        "backend": measured.backend,
-        "steps_per_second": rate,
-        "step_ms": step_ms,
-        "wall_seconds": journal.seconds,
-        "peak_memory_bytes": peak_memory(device),
-        "shared_device": options.shared_device,
-        "steps": journal.step,
-        "curve": journal.curve,
-        "best_step": journal.best_step,
-        "valid": at_best[0] if at_best else {},
-        "test": measured.test,
-        "memory": measured.memory,
-        "finished": measured.finished,
-        "stopped_early": journal.stopped_early,
-    }
-    return record | provenance(device)
+    return (
+        described
+        | journal.speed()
+        | {
+            "wall_seconds": journal.seconds,
+            "peak_memory_bytes": peak_memory(device),
+            "steps": journal.step,
+            "curve": journal.curve,
+            "best_step": journal.best_step,
+            "valid": journal.best_valid(),
+            "stopped_early": journal.stopped_early,
+        }
+        | measured
+        | provenance(device)
+    )
 
 
 def peak_memory(device: torch.device) -> int:

@@ -1,8 +1,8 @@
-"""Loss against position in a text, far beyond the training length, with the state carried.
+"""A trained decoder from its run's folder: loaded without its text, measured by position.
 
-The same tokens are scored at every distance: a window of the text is predicted with nothing before
-it, with one window before it that was read and carried, with two, and so on. So a difference
-between distances is one of memory and not of text.
+Loss by position: the same tokens are scored at every distance. A window of the text is predicted
+with nothing before it, with one window before it that was read and carried, with two, and so on. So
+a difference between distances is one of memory and not of text.
 
 Letters: B rows, N tokens per window, W whole windows of the text, H windows of history and one.
 """
@@ -10,23 +10,80 @@ Letters: B rows, N tokens per window, W whole windows of the text, H windows of 
 from __future__ import annotations
 
 import itertools
-from typing import Any
+import os
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tensor_memory_lab.models import Carry
-from tensor_memory_lab.models.language import LanguageModel
+from tensor_memory_lab.models.language import LanguageModel, LanguageModelConfig
 from tensor_memory_lab.provenance import provenance
 from tensor_memory_lab.records import config_dict
 from tensor_memory_lab.run_config import RunConfig
-from tensor_memory_lab.tasks.language import LanguageTask
+from tensor_memory_lab.tasks.language import LanguageTask, LanguageTaskConfig
+from tensor_memory_lab.tasks.text import Vocabulary
 from tensor_memory_lab.train.batches import rows_of
-from tensor_memory_lab.train.steps import autocast
-from tensor_memory_lab.wording import counted
+from tensor_memory_lab.train.checkpoint import RunFolder, load_weights, read_config
+from tensor_memory_lab.train.step import autocast
+
+VOCABULARY = "vocabulary.txt"
 
 BINS = 8
 """Means per window that are kept of its positions."""
+
+
+class TextRun(NamedTuple):
+    """What the folder of a language run holds."""
+
+    config: RunConfig[Any, Any]
+    vocabulary: Vocabulary
+    model: LanguageModel
+    step: int
+    """Steps that the model was trained for."""
+
+
+def load_text_run(
+    folder: str | os.PathLike[str],
+    which: Literal["best", "last"] = "best",
+    *,
+    device: torch.device | str = "cpu",
+    carried: bool | None = None,
+) -> TextRun:
+    """Config, vocabulary and model of a language run, the model in evaluation mode.
+
+    `carried` builds the model with or without a state that goes from window to window, whichever
+    it was trained with; the weights are the same.
+    """
+    config = read_config(folder)
+    task, model = config.task, config.model
+    if not (isinstance(task, LanguageTaskConfig) and isinstance(model, LanguageModelConfig)):
+        raise ValueError(
+            f"{folder}: expected a language run, got one of the recipe {config.recipe} "
+            f"({type(task).__name__}); `tensor-memory-lab run language` makes one"
+        )
+    vocabulary = _read_vocabulary(Path(folder) / VOCABULARY)
+    step, weights = RunFolder(folder).weights(which)
+    with torch.random.fork_rng(devices=[]):
+        built = LanguageModel(
+            model,
+            words=len(vocabulary),
+            length=task.length,
+            carried=task.carried if carried is None else carried,
+        )
+    load_weights(built, weights, str(folder))
+    return TextRun(config, vocabulary, built.to(device).eval(), step)
+
+
+def _read_vocabulary(path: Path) -> Vocabulary:
+    """The words by line; an empty file stands for the 256 bytes."""
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path}: no such file; expected the words by id that a language run leaves there"
+        )
+    text = path.read_text(encoding="utf-8")
+    return Vocabulary(tuple(text.split("\n")) if text else ())
 
 
 def loss_by_position(
@@ -99,8 +156,8 @@ def window_losses(
     W = len(tokens) // N
     if windows > W:
         raise ValueError(
-            f"test text: expected at least {counted(windows, 'window')} of {counted(N, 'token')}, "
-            f"got {W}; ask for fewer with --times"
+            f"test text: expected at least {windows} windows of {N} tokens, got {W}; ask for "
+            "fewer with --times"
         )
     device = model.word.weight.device
     found = torch.zeros(windows, W - windows + 1, N, dtype=torch.float64)
