@@ -13,7 +13,9 @@ import torch
 
 import tensor_memory
 from tensor_memory import doctor, ops
-from tensor_memory.cli import main
+from tensor_memory.cli import FIGURES, guarded, main
+from tensor_memory.inspect.figure_files import KINDS
+from tensor_memory.inspect.page import LIMIT_MB
 
 MODELS = """
 import torch
@@ -89,9 +91,15 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "models_to_check"
 
 
+def scan_quickly(*args: object, backend: str, **tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Interpreted, the fused kernels take many seconds; whether they agree is tested elsewhere."""
+    return ops.memory_scan(*args, backend="torch" if backend == "triton" else backend, **tensors)  # type: ignore[arg-type]
+
+
 def test_doctor_shows_versions_devices_and_that_backends_agree(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(doctor, "memory_scan", scan_quickly)
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out
     assert f"tensor-memory {tensor_memory.__version__}" in printed
@@ -109,8 +117,7 @@ def test_doctor_fails_where_a_backend_disagrees(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wrong(*args: object, backend: str, **tensors: torch.Tensor) -> object:
-        backend = "torch" if backend == "triton" else backend  # interpreted, it takes seconds
-        reads, hidden, cell = ops.memory_scan(*args, backend=backend, **tensors)  # type: ignore[arg-type]
+        reads, hidden, cell = scan_quickly(*args, backend=backend, **tensors)
         return reads, hidden * 1.01 if hidden.dtype == torch.float32 else hidden, cell
 
     monkeypatch.setattr(doctor, "memory_scan", wrong)
@@ -155,56 +162,103 @@ def test_a_mistake_is_told_without_a_traceback(
     assert "Traceback" not in told
 
 
-def test_an_unknown_command_and_no_command_are_usage_errors(
-    capsys: pytest.CaptureFixture[str],
+def test_an_unknown_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["cure"])
+    assert stopped.value.code == 2
+    assert "usage: tensor-memory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [[], ["leak-check"], ["inspect"]])
+def test_a_bare_command_prints_its_help(
+    command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for arguments in (["cure"], []):
-        with pytest.raises(SystemExit) as stopped:
-            main(arguments)
-        assert stopped.value.code == 2
-        assert "usage: tensor-memory" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stopped:
+        main(command)
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out.startswith(" ".join(["usage: tensor-memory", *command]))
 
 
-def test_bench_gets_the_arguments_that_follow_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = type(sys)("tensor_memory_lab.bench")
-    seen: list[list[str]] = []
-    bench.main = lambda argv: seen.append(argv) or 5  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "tensor_memory_lab.bench", bench)
-    assert main(["bench", "scan", "--help", "--steps", "3"]) == 5
-    assert seen == [["scan", "--help", "--steps", "3"]]
+def test_help_and_version_load_no_torch() -> None:
+    code = """
+import sys
+from tensor_memory.cli import main
+for command in (["--help"], ["--version"], ["doctor", "--help"], ["leak-check"], ["inspect"]):
+    try:
+        main(command)
+    except SystemExit as stopped:
+        assert stopped.code == 0
+print(sorted(name for name in ("torch", "numpy", "safetensors") if name in sys.modules))
+"""
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.splitlines()[-1] == "[]"
+    assert tensor_memory.__version__ in shown.stdout
 
 
-def test_the_version_and_the_exit_status_reach_the_shell(models: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tensor_memory.cli"]
-    shown = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
-    assert shown.stdout.strip() == tensor_memory.__version__
-    leaking = subprocess.run([*command, "leak-check", f"{models}:leaking"], cwd=tmp_path)
-    assert leaking.returncode == 1
+def test_the_figures_and_the_limit_that_help_names_are_those_of_inspect() -> None:
+    assert tuple(KINDS) == FIGURES
+    assert LIMIT_MB == 32
 
 
-def test_what_a_terminal_cannot_show_is_written_out(monkeypatch):
+def test_the_exit_status_reaches_the_shell(models: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tensor_memory", "leak-check", f"{models}:leaking"]
+    assert subprocess.run(command, cwd=tmp_path, stdout=subprocess.DEVNULL).returncode == 1
+
+
+def test_a_model_finds_its_neighbours_in_the_current_folder(
+    models: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_model.py").write_text("import models_to_check\nmake = models_to_check.causal\n")
+    monkeypatch.delitem(sys.modules, "my_model", raising=False)
+    assert main(["leak-check", "my_model:make"]) == 0
+    assert main(["leak-check", "my_model:make"]) == 0
+    assert sys.path.count(str(tmp_path)) == 1
+
+
+def test_what_a_terminal_cannot_show_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", shown)
-    assert main(["list"]) == 0
-    assert b"binding" in shown.buffer.getvalue()
-    assert b"\\u" in shown.buffer.getvalue()
+    monkeypatch.setattr("tensor_memory.doctor.run_doctor", lambda: print("σ") or 0)
+    assert main(["doctor"]) == 0
+    assert shown.buffer.getvalue() == b"\\u03c3\n"
 
 
-def test_a_reader_that_has_seen_enough_is_no_mistake():
-    """As `tensor-memory list | head -1` ends; stdout is a pipe that nobody reads."""
+def test_a_reader_that_has_seen_enough_is_no_mistake() -> None:
+    """As `tensor-memory doctor | head -1` ends; stdout is a pipe that nobody reads."""
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "tensor_memory", "list"]
+    code = """
+import sys
+from tensor_memory import cli
+sys.exit(cli.guarded(lambda: print("a line") or 0))
+"""
+    command = [sys.executable, "-c", code]
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     assert done.stderr == ""
     assert done.returncode == 141
 
 
-def test_a_broken_pipe_of_another_kind_is_told(monkeypatch, capsys):
-    def doctor():
+def test_a_broken_pipe_of_another_kind_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    def lose_worker() -> int:
         raise BrokenPipeError("a worker has gone")
 
-    monkeypatch.setattr("tensor_memory.cli.run_doctor", doctor)
-    assert main(["doctor"]) == 2
+    assert guarded(lose_worker) == 2
     assert "a worker has gone" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_with_its_own_status(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt() -> int:
+        raise KeyboardInterrupt
+
+    assert guarded(interrupt) == 130
+    assert capsys.readouterr().err == "tensor-memory: interrupted\n"
+
+
+def test_a_mistake_in_code_of_the_users_own_keeps_its_traceback(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert guarded(lambda: int("a")) == 2
+    told = capsys.readouterr().err
+    assert "Traceback" in told
+    assert told.endswith("tensor-memory: invalid literal for int() with base 10: 'a'\n")

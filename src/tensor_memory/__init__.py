@@ -1,14 +1,22 @@
-"""A fixed-size, recurrent, spatial memory that any Transformer can carry."""
+"""A fixed-size, recurrent, spatial memory that any Transformer can carry.
 
-from tensor_memory.attachment import Attachment, attach, detach, memory_disabled
-from tensor_memory.checkpoint import load_memory, save_memory
-from tensor_memory.config import MemoryConfig
-from tensor_memory.inspect import Recording, record
-from tensor_memory.leaks import LeakReport, find_leak
-from tensor_memory.module import TensorMemory
-from tensor_memory.ops import memory_scan
-from tensor_memory.residual import MemoryResidual
-from tensor_memory.state import MemoryState
+A name is imported when it is first asked for: torch takes seconds to load, and the command line
+needs none of it to print its help.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tensor_memory.attachment import Attachment, attach, detach, memory_disabled
+    from tensor_memory.checkpoint import load_memory, save_memory
+    from tensor_memory.config import MemoryConfig
+    from tensor_memory.inspect import Recording, record
+    from tensor_memory.leaks import LeakReport, find_leak
+    from tensor_memory.module import TensorMemory
+    from tensor_memory.ops import memory_scan
+    from tensor_memory.residual import MemoryResidual
+    from tensor_memory.state import MemoryState
 
 __version__ = "0.1.0"
 __all__ = [
@@ -28,3 +36,35 @@ __all__ = [
     "record",
     "save_memory",
 ]
+
+_MODULES = {
+    "Attachment": "attachment",
+    "LeakReport": "leaks",
+    "MemoryConfig": "config",
+    "MemoryResidual": "residual",
+    "MemoryState": "state",
+    "Recording": "inspect",
+    "TensorMemory": "module",
+    "attach": "attachment",
+    "detach": "attachment",
+    "find_leak": "leaks",
+    "load_memory": "checkpoint",
+    "memory_disabled": "attachment",
+    "memory_scan": "ops",
+    "record": "inspect",
+    "save_memory": "checkpoint",
+}
+"""Where each public name is defined. No module may be named like one of them: importing it would
+put the module in the name's place."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value  # the next time, Python finds it without asking here
+    return value
+
+
+def __dir__() -> list[str]:
+    return ["__version__", *__all__]

@@ -1,4 +1,4 @@
-"""The command line: one subcommand per job, each a function of its arguments.
+"""The command line. Each command is imported when it runs, so that help is shown at once.
 
 tensor-memory doctor
 tensor-memory leak-check package.module:factory
@@ -17,12 +17,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import tensor_memory
-from tensor_memory.doctor import run_doctor
-from tensor_memory.inspect.command import add_options, run_inspect
-from tensor_memory.leaks.command import run_leak_check
 
 MISTAKES = (ValueError, TypeError, OSError, ImportError)
 """What a user can cause and repair: told without a traceback, exit status 2."""
+
+FIGURES = (
+    "slices",
+    "projection",
+    "mask",
+    "trajectories",
+    "gates",
+    "occupancy",
+    "saturation",
+    "use",
+    "state-norm",
+)
+"""What --only may name, written out here because the module that draws them loads torch."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):  # σ is no reason to end, in ASCII it is \u03c3
         sys.stdout.reconfigure(errors="backslashreplace")
+    if arguments in ([], ["leak-check"], ["inspect"]):
+        arguments.append("--help")
     options = _parser().parse_args(arguments)
     return guarded(lambda: options.run(options))
 
@@ -47,26 +59,16 @@ def _parser() -> argparse.ArgumentParser:
         description="Show versions and devices, and check every backend that can serve here "
         "against the reference. Exit status 1 where one disagrees.",
     )
-    doctor.set_defaults(run=lambda options: run_doctor())
+    doctor.set_defaults(run=_run_doctor)
 
-    leak = commands.add_parser(
+    leak_check = commands.add_parser(
         "leak-check",
         help="does a model look ahead?",
         description="Run find_leak on a model of yours. Exit status 1 where it leaks, 0 where it "
         "does not, 2 where that could not be shown (a crash, a model that ignores its input).",
     )
-    leak.add_argument(
-        "factory",
-        metavar="package.module:factory",
-        help="a function without arguments that returns the model, or (model, example); "
-        "the current folder is on the path",
-    )
-    leak.add_argument("--batch", type=int, default=2, help="rows of the example (default 2)")
-    leak.add_argument("--length", type=int, default=32, help="its tokens (default 32)")
-    leak.add_argument("--vocab-size", type=int, help="draw ids below this as the example")
-    leak.add_argument("--dim", type=int, help="draw embeddings of this width as the example")
-    leak.add_argument("--seed", type=int, default=0, help="of the example and of the changes")
-    leak.set_defaults(run=run_leak_check)
+    _add_leak_check_options(leak_check)
+    leak_check.set_defaults(run=_run_leak_check)
 
     inspect = commands.add_parser(
         "inspect",
@@ -74,9 +76,89 @@ def _parser() -> argparse.ArgumentParser:
         description="Show what a recording of a memory holds, draw its figures, and write a page "
         "that opens in a browser from disk.",
     )
-    add_options(inspect)
-    inspect.set_defaults(run=run_inspect)
+    _add_inspect_options(inspect)
+    inspect.set_defaults(run=_run_inspect)
     return parser
+
+
+def _run_doctor(options: argparse.Namespace) -> int:
+    from tensor_memory.doctor import run_doctor
+
+    return run_doctor()
+
+
+def _run_leak_check(options: argparse.Namespace) -> int:
+    from tensor_memory.leaks.command import run_leak_check
+
+    return run_leak_check(options)
+
+
+def _run_inspect(options: argparse.Namespace) -> int:
+    from tensor_memory.inspect.command import run_inspect
+
+    return run_inspect(options)
+
+
+def _add_leak_check_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "factory",
+        metavar="package.module:factory",
+        help="a function without arguments that returns the model, or (model, example); "
+        "the current folder is on the path",
+    )
+    parser.add_argument("--batch", type=int, default=2, help="rows of the example (default 2)")
+    parser.add_argument("--length", type=int, default=32, help="its tokens (default 32)")
+    parser.add_argument("--vocab-size", type=int, help="draw ids below this as the example")
+    parser.add_argument("--dim", type=int, help="draw embeddings of this width as the example")
+    parser.add_argument("--seed", type=int, default=0, help="of the example and of the changes")
+
+
+def _add_inspect_options(parser: argparse.ArgumentParser) -> None:
+    """Those that were not given are None."""
+    parser.add_argument(
+        "recording", type=Path, metavar="RECORDING", help="a file that recording.save() wrote"
+    )
+    figures = parser.add_argument_group("figures")
+    figures.add_argument("--figures", type=Path, metavar="FOLDER", help="draw every figure there")
+    figures.add_argument(
+        "--only",
+        action="append",
+        choices=FIGURES,
+        metavar="NAME",
+        help=f"draw this figure alone, or several by several --only: {', '.join(FIGURES)}",
+    )
+    figures.add_argument("--row", type=int, help="the row they show (default 0)")
+    figures.add_argument(
+        "--layer", action="append", help="number or name of a layer to draw (default: all)"
+    )
+    figures.add_argument(
+        "--chunks", type=_chunks, metavar="START:STOP", help="chunks to draw (default: all)"
+    )
+    figures.add_argument("--theme", choices=["light", "dark", "both"], help="default light")
+    page = parser.add_argument_group("page for a browser")
+    page.add_argument("--html", type=Path, metavar="FILE", help="write the page there")
+    page.add_argument(
+        "--rows", type=_positive, metavar="N", help="show the first so many rows (default: all)"
+    )
+    page.add_argument(
+        "--every", type=_positive, metavar="N", help="show one recorded chunk in N (default 1)"
+    )
+    page.add_argument(
+        "--limit-mb", type=float, metavar="MB", help="refuse a larger page (default 32)"
+    )
+
+
+def _chunks(text: str) -> slice:
+    start, colon, stop = text.partition(":")
+    if not colon or not all(part == "" or part.lstrip("-").isdecimal() for part in (start, stop)):
+        raise argparse.ArgumentTypeError(f"expected START:STOP, such as 0:12, got {text!r}")
+    return slice(*(int(part) if part else None for part in (start, stop)))
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
+    return int(text)
 
 
 def guarded(run: Callable[[], int]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 Reads = Literal["chunk", "token"]
@@ -143,7 +143,7 @@ class MemoryConfig:
             )
 
     @classmethod
-    def paper(cls, **fields: Any) -> MemoryConfig:
+    def paper(cls, **changes: Any) -> MemoryConfig:
         """What the paper publishes for language: C 32, a grid of 8 × 8 × 8, chunks of 16 tokens.
 
         Its forget gate starts half open, so a write halves at every chunk. It was shown to learn
@@ -151,15 +151,15 @@ class MemoryConfig:
         it holds nothing for long, and `long_gap` is the start to take there.
 
         Args:
-            **fields: fields to change.
+            **changes: fields to change.
 
         >>> MemoryConfig.paper() == MemoryConfig()
         True
         """
-        return cls(**{"channels": 32, "grid": (8, 8, 8), "chunk_size": 16} | fields)
+        return replace(cls(channels=32, grid=(8, 8, 8), chunk_size=16), **changes)
 
     @classmethod
-    def long_gap(cls, **fields: Any) -> MemoryConfig:
+    def long_gap(cls, **changes: Any) -> MemoryConfig:
         """A start that keeps what was written: C 16, a grid of 6 × 6 × 6, a chunk per token.
 
         The forget gate starts open (`forget_bias` 5), the gates start blind to the hidden state
@@ -172,13 +172,21 @@ class MemoryConfig:
         10 to 48 tokens back it reached 53 to 69 %, chance being 50 %.
 
         Args:
-            **fields: fields to change; chunks of more tokens cost less and hold less apart.
+            **changes: fields to change; chunks of more tokens cost less and hold less apart.
 
         >>> MemoryConfig.long_gap(grid=(4, 4, 4)).forget_bias
         5.0
         """
-        start = {"forget_bias": 5.0, "spread_bias": -1.0, "feedback": 0.0, "gain": 4.0}
-        return cls(**{"channels": 16, "grid": (6, 6, 6), "chunk_size": 1} | start | fields)
+        start = cls(
+            channels=16,
+            grid=(6, 6, 6),
+            chunk_size=1,
+            forget_bias=5.0,
+            spread_bias=-1.0,
+            feedback=0.0,
+            gain=4.0,
+        )
+        return replace(start, **changes)
 
     @property
     def axes(self) -> int:
