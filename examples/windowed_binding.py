@@ -24,13 +24,13 @@ import torch
 from tensor_memory import Recording, record
 from tensor_memory_lab.recipes.windowed import demo
 from tensor_memory_lab.records import run_name
-from tensor_memory_lab.records.comparison import compare
-from tensor_memory_lab.records.plots import draw_curves
-from tensor_memory_lab.records.wording import bytes_text
+from tensor_memory_lab.records.figure import figure
+from tensor_memory_lab.records.store import frame
+from tensor_memory_lab.records.text import bytes_text
 from tensor_memory_lab.train import RunOptions, load_run, train
 
 METHODS = {"base": "without memory", "tensor": "with memory"}
-FULL = "tensor-memory sweep --plan lab/plans/1-windowed.toml --jobs 6 --results results/diagnostics"
+FULL = "tensor-memory-lab sweep --plan lab/plans/1-windowed.toml --jobs 6"
 
 
 def run(method: str, options: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
@@ -125,12 +125,11 @@ def main(argv: list[str] | None = None) -> int:
         if not records[method]["finished"]:
             print("stopped before the end; the same command goes on from here", file=sys.stderr)
             return 130
-    (comparison,) = compare(list(records.values()))
-    curves = draw_curves(comparison, options.output / "curves")
+    curves = figure(frame(records.values()), options.output / "curves.png", y="valid.accuracy")
     page = options.output / "memory.html"
     watch(folder).save_page(page, title="Windowed binding")
     show(records)
-    print(f"learning curves:    {curves[0]}")
+    print(f"learning curves:    {curves}")
     print(f"inside the memory:  {page} (open it in a browser)")
     print(f"all methods, three seeds, on a GPU: {FULL}")
     return 0

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tensor_memory import MemoryConfig
 from tensor_memory_lab.models import Model
-from tensor_memory_lab.records import config_dict, write_result
+from tensor_memory_lab.records import config_dict, declared, write_result
 from tensor_memory_lab.run_config import BudgetConfig, OptimizerConfig, RunConfig
 from tensor_memory_lab.train import RunOptions
 
@@ -153,7 +153,7 @@ def record(config: RunConfig[Any, Any], *, accuracy: float = 0.9, **changes: Any
         "memory": None, "finished": True, "stopped_early": False,
         "commit": "0123456789abcdef", "dirty": False, "hardware": {"gpu": None, "cpu": "a CPU"},
     }  # fmt: skip
-    return values | changes
+    return values | declared(config, sign()) | changes
 
 
 BASE, TENSOR = LinearConfig(), LinearConfig(method="tensor")
@@ -164,13 +164,3 @@ def run(model: Any = BASE, *, seed: int = 0, accuracy: float = 0.9, **rest: Any)
     fields = {name: rest.pop(name) for name in ("task", "budget", "optimizer") if name in rest}
     config = replace(sign(), model=model, seed=seed, **fields)
     return record(config, accuracy=accuracy, **rest)
-
-
-def sweep_records() -> list[dict[str, Any]]:
-    """Two methods, two seeds, three settings."""
-    return [
-        run(model, seed=seed, accuracy=0.9 - 0.02 * count, task=SignTaskConfig(numbers=count))
-        for model in (BASE, TENSOR)
-        for seed in (0, 1)
-        for count in (2, 4, 16)
-    ]

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
 from quoted import records_of
+
 from tensor_memory import MemoryResidual
 from tensor_memory_lab.commands.grid import expand, read_plan
 from tensor_memory_lab.recipes import load_recipes, windowed

@@ -9,7 +9,7 @@ from torch import nn
 
 from tensor_memory import MemoryConfig
 from tensor_memory_lab.models.language import LanguageModel, LanguageModelConfig
-from tensor_memory_lab.records import read_results
+from tensor_memory_lab.records import read_records
 from tensor_memory_lab.tasks.dice import DiceConfig
 from tensor_memory_lab.tasks.language import (
     PLACES,
@@ -160,9 +160,10 @@ def test_a_senseless_die_is_refused(options, message):
 
 
 def test_the_committed_demonstration_shows_the_leak():
-    records = read_results([ROOT / "results" / "leak-demo"])
     seeds = {}
-    for record in records:
+    for record in read_records([ROOT / "results" / "leak.jsonl"]):
+        if record["recipe"] != "leak-demo":
+            continue
         seeds.setdefault(record["method"], set()).add(record["seed"])
         scores = {split: record["test"][split]["score"] for split in SPLITS}
         if record["method"] == "tensor-depth":

@@ -9,17 +9,10 @@ import torch
 from torch import nn
 
 from tensor_memory import MemoryConfig
-from tensor_memory.cli import main
+from tensor_memory_lab.cli import main
 from tensor_memory_lab.language_runs import loss_by_position, window_losses
 from tensor_memory_lab.models.language import LanguageModel, LanguageModelConfig
-from tensor_memory_lab.records import positions
-from tensor_memory_lab.records.plots import OTHERS
-from tensor_memory_lab.records.positions import (
-    draw_positions,
-    positions_table,
-    read_positions,
-)
-from tensor_memory_lab.records.tables import markdown
+from tensor_memory_lab.records import read_records
 from tensor_memory_lab.run_config import RunConfig
 from tensor_memory_lab.tasks.language import LanguageTask, LanguageTaskConfig
 from tensor_memory_lab.tasks.text import Corpus, Vocabulary
@@ -107,75 +100,15 @@ def test_a_gain_stands_with_its_error_over_windows():
     gains = (nll[0] - nll[3]).tolist()
     error = statistics.stdev(gains) / math.sqrt(len(gains))
     assert record["windows"][3]["gain_error"] == pytest.approx(error)
-    mean = statistics.fmean(gains)
-    assert positions_table([record])[0]["gain"] == f"{mean:+.4f} ± {1.96 * error:.4f}"
     one = loss_by_position(config, task, model, step=2, windows=7)  # of 7: nothing to spread
     assert [window["gain_error"] for window in one["windows"]] == [0.0] * 7
     (alone,) = loss_by_position(config, task, model, step=2, windows=1, size=1)["windows"]
     assert (alone["history"], alone["gain"], alone["gain_error"]) == (0, 0.0, 0.0)
 
 
-def test_a_model_that_was_not_trained_to_the_end_says_so():
-    config, task, model = made("local")
-    steps = config.budget.steps
-    records = [
-        loss_by_position(config, task, model, step=step, windows=2) for step in (steps - 1, steps)
-    ]
-    trained = [row["trained"] for row in positions_table(records)]
-    assert trained == [f"carried, step {steps - 1:,} of {steps:,}", "carried"]
-
-
-def test_runs_of_different_lengths_stand_in_one_table(tmp_path):
-    config, task, model = made("local")
-    records = [loss_by_position(config, task, model, step=2, windows=windows) for windows in (2, 4)]
-    shown = positions_table(records)
-    assert [row["after 6 tokens"] == "–" for row in shown] == [False, True]
-    assert [row["after 18 tokens"] == "–" for row in shown] == [True, False]
-    assert list(shown[0])[-1] == "gain"
-    assert markdown(shown).count("\n") == 4
-
-
-def test_more_runs_than_looks_are_drawn(tmp_path):
-    config, task, model = made("local")
-    record = loss_by_position(config, task, model, step=2, windows=2)
-    many = [record | {"seed": seed} for seed in range(len(OTHERS) + 1)]
-    assert f"seed {len(OTHERS)}" in draw_positions(many, tmp_path / "many")[1].read_text()
-
-
-def test_a_figure_shows_each_window_at_its_middle(tmp_path, monkeypatch):
-    config, task, model = made("local")
-    record = loss_by_position(config, task, model, step=2, windows=3)
-    drawn = []
-    monkeypatch.setattr(positions, "_save", lambda figure, path: drawn.append(figure) or [])
-    draw_positions([record], tmp_path / "one")
-    fine, whole, length, told = drawn[0].axes[0].get_lines()
-    assert fine.get_xydata().tolist() == [
-        list(pair) for pair in zip(record["positions"], record["losses"], strict=True)
-    ]
-    losses = [window["loss"] for window in record["windows"]]
-    assert whole.get_xydata().tolist() == [
-        list(pair) for pair in zip((3.0, 9.0, 15.0), losses, strict=True)
-    ]
-    assert list(length.get_xdata()) == [N, N]
-    assert (told.get_label(), len(told.get_xdata())) == (positions.PARTS, 0)  # for the legend alone
-
-
-def test_what_is_no_record_of_positions_is_passed_over(tmp_path):
-    for kind in ("positions", "run"):
-        (tmp_path / f"{kind}.json").write_text(json.dumps({"kind": kind}))
-    assert read_positions(tmp_path) == [{"kind": "positions"}]
-
-
 def test_a_text_too_short_is_refused():
     with pytest.raises(ValueError, match="at least 9 windows of 6 tokens, got 7; ask for fewer"):
         loss_by_position(*made("local"), step=2, windows=9)
-
-
-@pytest.mark.parametrize("text", ['{"kind": "posi', "[]"])
-def test_a_record_that_is_cut_short_is_named_with_the_cure(tmp_path, text):
-    (tmp_path / "a.json").write_text(text)
-    with pytest.raises(ValueError, match=r"a\.json: expected the loss .* `tensor-memory pos"):
-        read_positions(tmp_path)
 
 
 @pytest.mark.parametrize("option", ["--times", "--rows"])
@@ -207,23 +140,20 @@ def test_the_command_measures_draws_and_records(tmp_path, capsys):
         assert main(["run", recipe, *flags, *output]) == 0
     moved = data.rename(tmp_path / "moved")
     command = ["positions", f"{tmp_path}/tensor-local", f"{tmp_path}/local", "--device", "cpu"]
-    out = ["--output", f"{tmp_path}/out", "--data-dir", str(moved)]
+    out = ["--output", f"{tmp_path}/out.jsonl", "--data-dir", str(moved)]
     assert main([*command, *out]) == 0
-    assert "after 240 tokens" in capsys.readouterr().out
-    records = read_positions(tmp_path / "out")
+    assert "history 240" in capsys.readouterr().out
+    records = read_records([tmp_path / "out.jsonl"])
     assert {record["method"] for record in records} == {"local", "tensor-local"}
     assert all(len(record["windows"]) == 16 for record in records)
     assert all(record["step"] == 2 for record in records)
     assert {record["config"]["task"]["data_dir"] for record in records} == {"data"}  # no path
-    assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".json", ".png", ".svg"}
-    again = draw_positions(records, tmp_path / "again")[1].read_text()
-    assert "training length" in again
-    assert "parts of a window" in again
-    whole = [(record["tokens"], record["losses"]) for record in records]
+    assert (tmp_path / "out.png").is_file()
     assert main([*command, *out, "--rows", "3"]) == 0  # of a batch, not of the text
-    for (tokens, losses), record in zip(whole, read_positions(tmp_path / "out"), strict=True):
-        assert record["tokens"] == tokens
-        assert_same(torch.tensor(record["losses"]), torch.tensor(losses))
+    again = read_records([tmp_path / "out.jsonl"])[2:]
+    for record, other in zip(records, again, strict=True):
+        assert record["tokens"] == other["tokens"]
+        assert_same(torch.tensor(record["losses"]), torch.tensor(other["losses"]))
     (moved / "train.txt").write_text(" other words \n" * 60)
     assert main([*command, *out]) == 2
     assert "expected the text this run was trained on" in capsys.readouterr().err

@@ -8,6 +8,7 @@ import torch
 
 import tensor_memory
 from tensor_memory_lab.provenance import provenance, write_record
+from tensor_memory_lab.records import read
 
 IDENTITY = ["-c", "user.name=test", "-c", "user.email=test@example.org"]
 
@@ -99,7 +100,10 @@ def test_a_gpu_is_named_only_where_it_was_measured_on(monkeypatch):
 
 def test_a_record_holds_what_was_run_what_came_out_and_where(tmp_path):
     path = tmp_path / "record.json"
-    write_record(path, benchmark="none", config={"a": 1}, seed=3, result={"b": 2})
+    study = tmp_path / "study.jsonl"
+    for file in (path, study, study):
+        write_record(file, benchmark="none", config={"a": 1}, seed=3, result={"b": 2})
+    assert len(read(study)) == 2
     record = json.loads(path.read_text())
     assert (record["benchmark"], record["config"], record["seed"], record["result"]) == (
         "none",

@@ -19,7 +19,7 @@ import pytest
 
 from tensor_memory.cli import main
 from tensor_memory_lab.recipes import load_recipes
-from tensor_memory_lab.records import config_from_dict, read_results
+from tensor_memory_lab.records import config_from_dict, read_result
 from vision_data import CLASSES, write_cub, write_ucf
 
 TWO_STEPS = (
@@ -82,7 +82,7 @@ def test_two_steps_of_every_recipe(name, method, tmp_path, capsys):
     data(name, tmp_path)
     flags = [*small(name, tmp_path), "--model.method", method, "--output", f"{tmp_path}/run"]
     assert main(["run", name, *flags]) == 0
-    (record,) = read_results([tmp_path / "run" / "result.json"])
+    record = read_result(tmp_path / "run" / "result.json")
     config = config_from_dict(record["config"])
     assert (config.recipe, config.model.method, config.budget.steps) == (name, method, 2)
     assert record["finished"]

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-from dataclasses import dataclass, replace
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -15,16 +20,19 @@ from tensor_memory import MemoryConfig
 from tensor_memory_lab.recipes import load_recipes
 from tensor_memory_lab.recipes.language import language
 from tensor_memory_lab.records import (
+    append,
     config_dict,
     config_from_dict,
     config_hash,
-    read_results,
+    declared,
+    read,
+    read_records,
+    read_result,
     register_config,
     run_name,
     write_result,
 )
-from tensor_memory_lab.records.positions import read_positions
-from tensor_memory_lab.records.records import current, local_places
+from tensor_memory_lab.records.config import CONFIGS, current, local_places
 from tensor_memory_lab.run_config import BudgetConfig, OptimizerConfig, RunConfig
 
 configs = st.builds(
@@ -87,22 +95,30 @@ def test_a_run_is_named_after_recipe_method_hash_and_seed():
     assert "/" not in run_name(replace(config, recipe="a/b c"))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "os:system",
-        "subprocess:Popen",
-        "tensor_memory_lab.run_config:TypeVar",
-        "tensor_memory_lab.records.records:write_result",
-        "tensor_memory_lab.nowhere:Config",
-        "tensor_memory_labx:Config",
-        "tensor_memory.state:MemoryState",
-        None,
-    ],
-)
-def test_only_dataclasses_of_the_experiments_are_built(name):
-    with pytest.raises(ValueError, match=r"expected a dataclass of tensor_memory\.experiments"):
+@pytest.mark.parametrize("name", ["os:system", "subprocess:Popen", "TypeVar", "run_config", None])
+def test_only_known_dataclasses_are_built(name):
+    with pytest.raises(ValueError, match=r"expected one of RunConfig, .* or a registered class"):
         config_from_dict({"class": name})
+
+
+def test_every_class_that_files_name_is_found_and_those_of_all_recipes_are_among_them():
+    for name, module in CONFIGS.items():
+        assert is_dataclass(getattr(importlib.import_module(module), name))
+    for make in load_recipes().values():
+        config = make()
+        assert config_from_dict(json.loads(json.dumps(config_dict(config)))) == config
+
+
+def test_a_run_is_told_by_how_it_departs_from_its_recipe():
+    usual = replace(sign(), task=SignTaskConfig(numbers=4), model=LinearConfig())
+    model = LinearConfig("tensor", wide=True, memory=MemoryConfig(channels=4, grid=(3, 3)))
+    task = SignTaskConfig(numbers=9, data_dir="elsewhere")
+    config = replace(usual, seed=7, task=task, model=model)
+    found = declared(config, usual)
+    assert found["settings"] == {"task.numbers": 9}
+    assert found["variant"] == {"model.wide": True, "model.memory.grid": [3, 3]}
+    found = declared(config, usual, settings=("task", "model.wide"), method=("model",))
+    assert found["settings"] == {"task.numbers": 9, "model.wide": True}
 
 
 def test_what_is_no_config_is_refused():
@@ -138,18 +154,11 @@ def test_a_path_comes_back_as_what_the_class_says():
 
 def test_a_result_comes_back_and_what_is_not_finite_is_null(tmp_path):
     found = record(sign(), accuracy=float("nan"))
-    path = write_result(tmp_path / "deep" / "results", found)
-    assert path == tmp_path / "deep" / "results" / f"{run_name(sign())}.json"
-    (back,) = read_results([tmp_path])
+    write_result(tmp_path / "result.json", found)
+    back = read_result(tmp_path / "result.json")
     assert back["test"]["test"] == {"accuracy": None, "loss": 0.5}
-    assert back["config"] == found["config"]
     assert config_from_dict(back["config"]) == sign()
-
-
-def test_a_folder_for_results_may_have_any_name(tmp_path):
-    (tmp_path / "all.json").mkdir()
-    path = write_result(tmp_path / "all.json", record(sign()))
-    assert path == tmp_path / "all.json" / f"{run_name(sign())}.json"
+    assert read_records([tmp_path]) == [{"study": ""} | back]
 
 
 def test_texts_of_ones_own_are_told_apart_by_their_folders_and_wikitext_is_one():
@@ -162,96 +171,150 @@ def test_texts_of_ones_own_are_told_apart_by_their_folders_and_wikitext_is_one()
     assert name("a/poems", corpus="any") != name("a/letters", corpus="any")
 
 
-def test_a_record_older_than_a_field_is_of_the_run_that_has_its_default(tmp_path):
-    memory = MemoryConfig(channels=4, grid=(2, 2), forget_bias=5.0)
-    config = replace(sign(), model=LinearConfig(memory=memory))
-    other = replace(config.model, memory=replace(memory, input_bias=-3.0))
-    assert run_name(replace(config, model=other)) != run_name(config)
-    old = record(config)
-    del old["config"]["model"]["memory"]["input_bias"]
-    assert current(old["config"]) == config_dict(config)
-    assert write_result(tmp_path, old).name == f"{run_name(config)}.json"
-    write_result(tmp_path / "again.json", record(config, accuracy=0.1))
-    with pytest.raises(ValueError, match="expected one result per config and seed, got two that"):
-        read_results([tmp_path])
+def test_a_config_older_than_a_field_is_of_the_run_that_has_its_default():
+    old = config_dict(sign())
+    del old["model"]["memory"]["input_bias"]
+    assert current(old) == config_dict(sign())
+
+
+def test_a_study_is_a_line_per_run_in_order_and_names_itself(tmp_path):
+    path = tmp_path / "results" / "signs.jsonl"
+    for seed in (2, 0, 1):
+        append(path, record(replace(sign(), seed=seed)))
+    assert len(path.read_text().splitlines()) == 3
+    runs = read(path)
+    assert list(runs["seed"]) == [2, 0, 1]
+    assert set(runs["study"]) == {"signs"}
+    assert read_records([path.parent]) == read_records([path])
+
+
+def test_a_study_is_found_by_its_name(tmp_path, monkeypatch):
+    append(tmp_path / "results" / "signs.jsonl", record(sign()))
+    monkeypatch.chdir(tmp_path)
+    assert len(read("signs")) == 1
+    with pytest.raises(FileNotFoundError, match="signz: no such file, folder or study"):
+        read("signz")
+
+
+def test_a_row_has_the_config_and_the_measures_under_their_own_names(tmp_path):
+    memory = {
+        "layers": [{"name": "0", "gate": 0.5, "use": 0.1}],
+        "test_without_memory": {"test": {"accuracy": 0.25}},
+    }
+    model = LinearConfig("tensor", memory=MemoryConfig(channels=4, grid=(3, 3)))
+    append(tmp_path / "a.jsonl", record(replace(sign(), model=model), memory=memory))
+    (row,) = read(tmp_path / "a.jsonl").to_dict("records")
+    assert row["model.memory.grid"] == (3, 3)
+    assert (row["task"], row["task.numbers"], row["rate"]) == ("sign", 4, 0.1)
+    assert (row["test.accuracy"], row["off.test.accuracy"], row["ceiling.test"]) == (0.9, 0.25, 1)
+    assert (row["memory.gate"], row["commit"], row["hardware"]) == ((0.5,), "0123456789", "a CPU")
+    assert (row["method"], row["variant"], row["label"]) == (
+        "tensor",
+        "grid=3×3",
+        "tensor (grid=3×3)",
+    )
+
+
+def test_timings_of_a_shared_device_are_left_out(tmp_path):
+    append(tmp_path / "a.jsonl", record(sign(), shared_device=True))
+    row = read(tmp_path / "a.jsonl").iloc[0]
+    assert row["step_ms"] is None
+    assert row["record"]["step_ms"] == 20.0
+
+
+def test_a_bad_line_is_named_by_file_and_number(tmp_path):
+    path = tmp_path / "signs.jsonl"
+    append(path, record(sign()))
+    good = path.read_text()
+    path.write_text(good + '{"kind": "run", "con\n')
+    with pytest.raises(ValueError, match=r"signs\.jsonl, line 2: expected a record as one line"):
+        read(path)
+    path.write_text(good + '{"kind": "walk"}\n')
+    with pytest.raises(ValueError, match=r"line 2: expected a record of kind run, .*, got 'walk'"):
+        read(path)
+    path.write_text(good + "[1, 2]\n")
+    with pytest.raises(ValueError, match=r"line 2: expected a record of kind run, .*, got None"):
+        read(path)
+
+
+@pytest.mark.parametrize("key", ["config", "labels", "metric", "curve", "test", "ceiling"])
+def test_a_record_that_cannot_be_shown_is_refused(tmp_path, key):
+    lacking = {name: value for name, value in record(sign()).items() if name != key}
+    with pytest.raises(ValueError, match=f"its {key} of type .*, got nothing; leave it out"):
+        append(tmp_path / "a.jsonl", lacking)
+    with pytest.raises(ValueError, match=f"its {key} of type .*, got 3"):
+        write_result(tmp_path / "a.json", lacking | {key: 3})
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("place", ["/somebody/data/birds.zip", "data/birds.zip/", "birds.zip"])
-def test_a_result_keeps_of_a_place_its_name_alone(tmp_path, place):
+def test_a_record_keeps_of_a_place_its_name_alone(tmp_path, place):
     config = replace(sign(), task=SignTaskConfig(data_dir=place))
     found = record(config)
-    path = write_result(tmp_path, found)
-    assert path.name == f"{run_name(config)}.json"
-    (back,) = read_results([path])
+    append(tmp_path / "a.jsonl", found)
+    (back,) = read_records([tmp_path / "a.jsonl"])
     assert back["config"]["task"]["data_dir"] == "birds.zip"
     assert found["config"]["task"]["data_dir"] == place  # the caller's record is as it was
     assert config_hash(config_from_dict(back["config"])) == config_hash(config)
 
 
-def test_no_committed_result_says_where_somebody_keeps_data():
-    results = Path(__file__).parents[2] / "results"
-    found = [*read_results([results]), *read_positions(results / "language" / "positions")]
-    assert len(found) > 200
-    assert [r["config"]["task"] for r in found if local_places(r["config"]) != r["config"]] == []
-
-
-def test_the_same_result_in_two_places_counts_once(tmp_path):
-    for folder in ("a", "b"):
-        write_result(tmp_path / folder / "result.json", record(sign()))
-    write_result(tmp_path / "a", record(replace(sign(), seed=1)))
-    assert sorted(found["seed"] for found in read_results([tmp_path])) == [0, 1]
-    assert len(read_results([tmp_path / "a", tmp_path / "b", tmp_path])) == 2
-
-
-def test_two_results_for_one_config_and_seed_are_refused(tmp_path):
-    write_result(tmp_path / "a.json", record(sign()))
-    write_result(tmp_path / "b.json", record(sign(), accuracy=0.1))
-    with pytest.raises(ValueError, match=r"a\.json and .*b\.json: expected one result per config"):
-        read_results([tmp_path])
+def test_the_same_record_counts_once_and_two_that_differ_are_refused(tmp_path):
+    append(tmp_path / "a.jsonl", record(sign()))
+    write_result(tmp_path / "result.json", record(sign()))
+    assert len(read_records([tmp_path])) == 1
+    append(tmp_path / "b.jsonl", record(sign(), accuracy=0.1))
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 1 and .*b\.jsonl, line 1: expected one"):
+        read_records([tmp_path])
 
 
 def test_json_of_another_kind_is_passed_over_in_folders_and_refused_by_name(tmp_path):
-    other = tmp_path / "bench.json"
-    other.write_text('{"benchmark": "scan"}')
-    write_result(tmp_path, record(sign()))
-    assert len(read_results([tmp_path])) == 1
-    with pytest.raises(ValueError, match=r"bench\.json: expected the result of a run"):
-        read_results([other])
-    with pytest.raises(FileNotFoundError, match="no such file or folder; expected results"):
-        read_results([tmp_path / "nowhere"])
-    (tmp_path / "torn.json").write_text('{"kind": "run", "con')
-    with pytest.raises(
-        ValueError, match=r"torn\.json: expected the result of a run as JSON, got a"
-    ):
-        read_results([tmp_path])
+    (tmp_path / "config.json").write_text("[1, 2]")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    write_result(tmp_path / "result.json", record(sign()))
+    assert len(read_records([tmp_path])) == 1
+    with pytest.raises(ValueError, match=r"config\.json: expected a record"):
+        read_records([tmp_path / "config.json"])
 
 
-def test_a_list_is_passed_over_in_folders_and_refused_by_name(tmp_path):
-    path = tmp_path / "list.json"
-    path.write_text("[1, 2]")
-    assert read_results([tmp_path]) == []
-    with pytest.raises(ValueError, match=r"list\.json: expected the result of .* got \[1, 2\]"):
-        read_results([path])
+APPENDING = """
+import json, sys
+from tensor_memory_lab.records.store import append
+record = json.loads(sys.stdin.read())
+for seed in range(10_000):
+    append(sys.argv[1], record | {"seed": seed})
+    print(seed, flush=True)
+"""
 
 
-@pytest.mark.parametrize("key", ["config", "labels", "metric", "curve", "test", "ceiling"])
-def test_a_record_that_cannot_be_shown_is_refused_by_name_with_the_cure(tmp_path, key):
-    path = write_result(tmp_path, record(sign()))
-    written = json.loads(path.read_text())
-    path.write_text(json.dumps(written | {key: None}))
-    with pytest.raises(ValueError, match=f"its {key} of type .*, got None; leave it out") as error:
-        read_results([tmp_path])
-    assert str(error.value).startswith(str(path))
-    del written[key]
-    path.write_text(json.dumps(written))
-    with pytest.raises(ValueError, match=f"kind 'run', without {key}; leave it out, or delete it"):
-        read_results([tmp_path])
+def test_appending_survives_a_kill_and_another_process(tmp_path):
+    path = tmp_path / "signs.jsonl"
+    command = [sys.executable, "-c", APPENDING, str(path)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        other.stdin.write(json.dumps(record(sign())))
+        other.stdin.close()
+        told = [other.stdout.readline()]
+        for seed in range(-10, 0):
+            append(path, record(replace(sign(), seed=seed)))
+        other.send_signal(signal.SIGKILL)
+        told += other.stdout.readlines()
+    seeds = set(read(path)["seed"])  # every line is whole
+    assert set(range(-10, 0)) <= seeds
+    assert {int(seed) for seed in told} <= seeds
 
 
-def test_a_record_that_lacks_something_is_not_written(tmp_path):
-    with pytest.raises(ValueError, match=r"expected the result of a run .* without config"):
-        write_result(tmp_path / "a.json", {"kind": "run"})
-    assert not list(tmp_path.iterdir())
+RESULTS = Path(__file__).parents[2] / "results"
+
+
+def test_every_committed_record_is_read_and_says_nothing_about_somebodys_disk():
+    records = read_records(sorted(RESULTS.glob("*.jsonl")))
+    assert len(records) > 800
+    named = [r for r in records if local_places(r.get("config", {})) != r.get("config", {})]
+    assert named == []
+    assert {path.suffix for path in RESULTS.iterdir()} == {".jsonl"}
 
 
 def test_images_of_ones_own_are_told_apart_by_their_folder():

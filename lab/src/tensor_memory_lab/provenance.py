@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 import tensor_memory
-from tensor_memory_lab.files import write_text
+from tensor_memory_lab.records import append, write_result
 
 _PACKAGES = ("torch", "triton", "transformers", "safetensors", "numpy")
 
@@ -48,10 +47,16 @@ def write_record(
     seed: int,
     result: dict[str, Any],
 ) -> None:
-    """Write what was run, what came out and where as JSON, whole or not at all."""
+    """Write what was run, what came out and where as JSON, whole or not at all.
+
+    A study's file (`.jsonl`) gets one more line; any other file is replaced.
+    """
     record = {"benchmark": benchmark, "config": config, "seed": seed, "result": result}
-    text = json.dumps(record | provenance(), indent=2, ensure_ascii=False) + "\n"
-    write_text(path, text)
+    record = {"kind": "benchmark"} | record | provenance()
+    if Path(path).suffix == ".jsonl":
+        append(path, record)
+    else:
+        write_result(path, record)
 
 
 def _commit() -> tuple[str | None, bool | None]:

@@ -33,7 +33,7 @@ class RunSettings:
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, …"""
     results: Path | None = None
-    """Copy the result's JSON into this folder too."""
+    """Add the record to this study's file too, such as results/mine.jsonl."""
     quiet: bool = False
     """Show no progress."""
 

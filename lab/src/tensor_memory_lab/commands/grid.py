@@ -25,7 +25,7 @@ from tensor_memory_lab.commands.arguments import RunSettings, apply_flags
 from tensor_memory_lab.files import read_json
 from tensor_memory_lab.recipes import find_recipe
 from tensor_memory_lab.records import run_name
-from tensor_memory_lab.records.records import PLACES
+from tensor_memory_lab.records.config import PLACES
 from tensor_memory_lab.run_config import RunConfig
 from tensor_memory_lab.tasks.synthetic import DrawnConfig
 

@@ -12,13 +12,11 @@ import torch
 from tensor_memory_lab.commands.arguments import count
 from tensor_memory_lab.commands.run import make_folder
 from tensor_memory_lab.language_runs import load_text_run, loss_by_position
-from tensor_memory_lab.records import run_name
-from tensor_memory_lab.records.positions import (
-    draw_positions,
-    positions_table,
-    write_positions,
-)
-from tensor_memory_lab.records.tables import markdown
+from tensor_memory_lab.records import append
+from tensor_memory_lab.records.figure import figure
+from tensor_memory_lab.records.store import frame, parts
+from tensor_memory_lab.records.table import column, table
+from tensor_memory_lab.terminal import print_table
 from tensor_memory_lab.train.processes import find_device
 from tensor_memory_lab.wording import counted
 
@@ -32,7 +30,7 @@ def positions_command(arguments: Sequence[str]) -> int:
         config, vocabulary, model, step = load_text_run(
             folder, options.which, device=device, carried=True
         )
-        make_folder(options.output, "positions")  # now, and not after everything is measured
+        make_folder(options.output.parent, "positions")  # now, not after everything is measured
         given = config.task
         if options.data_dir is not None:
             given = replace(given, data_dir=str(options.data_dir))
@@ -45,11 +43,13 @@ def positions_command(arguments: Sequence[str]) -> int:
         record = loss_by_position(
             config, task, model, step=step, windows=options.times, size=options.rows
         )
-        write_positions(options.output / f"{run_name(config)}.json", record)
+        append(options.output, record)
         records.append(record)
-    files = draw_positions(records, options.output / "positions")
-    print(markdown(positions_table(records)))
-    print(f"{counted(len(records), 'run')}, written to {options.output}; figure {files[0]}")
+    windows = frame(part for record in records for part in parts(record, "windows.*"))
+    ends = windows[windows["history"].isin([0, windows["history"].max()])]
+    print_table(table(ends, [column("loss")], rows=["label", "seed"], across="history"))
+    drawn = figure(windows, options.output.with_suffix(".png"), x="history", y="loss")
+    print(f"{counted(len(records), 'run')}, written to {options.output}; figure {drawn}")
     return 0
 
 
@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="tensor-memory positions",
         description="Loss against position in the test text, up to many times the training length, "
         "the state carried from window to window. The same tokens are scored at every distance. "
-        "Writes a JSON record per run and one figure as PNG and SVG.",
+        "Writes a line of JSON per run and one figure.",
     )
     parser.add_argument(
         "folders", nargs="+", type=Path, metavar="run_folder", help="language runs with checkpoints"
@@ -87,9 +87,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--output",
         type=Path,
-        default=Path("positions"),
-        metavar="FOLDER",
-        help="for the records and the figure (default positions)",
+        default=Path("positions.jsonl"),
+        metavar="FILE",
+        help="gets a line per run, the figure goes beside it (default positions.jsonl)",
     )
     parser.add_argument(
         "--which", choices=("best", "last"), default="best", help="checkpoint (default best)"

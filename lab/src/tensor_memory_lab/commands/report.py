@@ -1,4 +1,4 @@
-"""`tensor-memory report PATH …`: tables and figures of what runs have left."""
+"""`tensor-memory-lab report PATH …`: tables and a figure of what runs have left."""
 
 from __future__ import annotations
 
@@ -6,37 +6,81 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from tensor_memory_lab.commands.run import make_folder
-from tensor_memory_lab.records import read_results
-from tensor_memory_lab.records.report import write_report
-from tensor_memory_lab.records.wording import listing
-from tensor_memory_lab.wording import counted
+from tensor_memory_lab.records.figure import figure
+from tensor_memory_lab.records.store import frame, read_records
+from tensor_memory_lab.records.table import (
+    Frame,
+    Table,
+    caption,
+    check_columns,
+    column,
+    markdown,
+    select,
+    table,
+)
+from tensor_memory_lab.terminal import print_table
 
 
 def report_command(arguments: Sequence[str]) -> int:
-    """Write the report of the runs in files and folders, and print it."""
-    options = _parser().parse_args(arguments)
-    records, unfinished = read_results(options.paths), unfinished_runs(options.paths)
-    if not records:
-        raise ValueError(
-            f"report: expected results of runs, found none in {listing(options.paths)}; "
-            "`tensor-memory run` and `sweep` write them, when a run ends"
-            + (f" ({_left_out(unfinished)})" if unfinished else "")
+    """Print a table for every recipe among the runs, and draw the figure that is asked for."""
+    options = _parser().parse_intermixed_args(arguments)
+    runs = _runs(options)
+    for recipe, some in runs.groupby("recipe", sort=True):
+        lines = report_table(
+            some, by=options.by, measures=options.measure, less=options.less, split=options.split
         )
-    make_folder(options.output, "the report")
-    text = write_report(
-        records,
-        options.output,
-        split_budgets=options.split_budgets,
-        measures=options.measure,
-        title=options.title,
-        note=_left_out(unfinished) if unfinished else "",
-    )
-    print(text)
-    if unfinished:
-        print(_left_out(unfinished))
-    print(f"{counted(len(records), 'run')}, written to {options.output / 'report.md'}")
+        if options.markdown:
+            print(f"## {recipe}\n\n{markdown(lines)}\n{caption(some)}\n")
+        else:
+            print(recipe)
+            print_table([{n: t.replace("**", "") for n, t in line.items()} for line in lines])
+            print(f"{caption(some)}\n")
+    if left := unfinished_runs([Path(path) for path in options.paths]):
+        print(f"without a result, so left out: {', '.join(map(str, left))}")
+    if options.figure is not None:
+        metric = str(runs["metric"].iloc[0])
+        y = options.y or f"{'valid' if options.x == 'step' else options.split or 'test'}.{metric}"
+        check_columns(runs, [] if options.x == "step" else [options.x, y])
+        several = [*_settings(runs), *(["recipe"] if runs["recipe"].nunique() > 1 else [])]
+        panels = [name for name in several if name != options.x]
+        print(figure(runs, options.figure, x=options.x, y=y, panels=panels))
     return 0
+
+
+def report_table(
+    runs: Frame,
+    *,
+    by: Sequence[str] = (),
+    measures: Sequence[str] = (),
+    less: Sequence[str] = (),
+    split: str = "",
+) -> Table:
+    """The runs of one recipe, a row for each setting and method.
+
+    Args:
+        runs: records as `read` gives them.
+        by: fields that make rows, besides those that depart from the recipe.
+        measures: columns to show besides the task's metric.
+        less: methods to show the difference from, seed by seed.
+        split: the test split to show; all of them unless given.
+    """
+    metric = str(runs["metric"].iloc[0])
+    splits = dict.fromkeys(name for record in runs["record"] for name in record["test"])
+    shown = [f"{name}.{metric}" for name in splits if split in ("", name)]
+    check_columns(runs, [*shown, *measures])
+    columns = [column("seeds")]
+    columns += [column({"value": v, "title": v if len(shown) > 1 else metric}) for v in shown]
+    columns += [column({"value": value, "title": value}) for value in measures]
+    columns += [
+        column({"value": value, "less": name, "title": f"{_short(value, shown)}less {name}"})
+        for name in less
+        for value in shown
+    ]
+    bounds = [f"ceiling.{v.rpartition('.')[0]}" for v in shown]
+    bounds = [name for name in bounds if name in runs and runs[name].notna().any()][:1]
+    columns += [column({"value": name, "title": _bound(runs)}) for name in bounds]
+    columns += [column(name) for name in ("parameters", "state_bytes", "steps_per_second")]
+    return table(runs, columns, rows=[*dict.fromkeys((*by, *_settings(runs))), "label"])
 
 
 def unfinished_runs(paths: Sequence[Path]) -> list[Path]:
@@ -49,31 +93,57 @@ def unfinished_runs(paths: Sequence[Path]) -> list[Path]:
     ]
 
 
-def _left_out(folders: Sequence[Path]) -> str:
-    left = counted(len(folders), "run without a result is", "runs without a result are")
-    return f"{left} left out, interrupted, failed or still going: {listing(folders)}."
+def _runs(options: argparse.Namespace) -> Frame:
+    records = read_records(options.paths)
+    runs = frame(one for one in records if one["kind"] == "run" and one["finished"])
+    if runs.empty:
+        raise ValueError(
+            f"report: expected records of finished runs, found none in {', '.join(options.paths)}; "
+            "`tensor-memory-lab run` and `sweep` leave them when a run ends"
+        )
+    where: dict[str, list[str]] = {}
+    for condition in options.where:
+        name, equals, value = condition.partition("=")
+        if not equals:
+            raise ValueError(f"report: expected --where FIELD=VALUE, got {condition!r}")
+        where.setdefault(name, []).append(value)
+    chosen = select(runs, where)
+    if chosen.empty:
+        raise ValueError(f"report: expected runs with {' '.join(options.where)}, found none")
+    return chosen
+
+
+def _settings(runs: Frame) -> list[str]:
+    """Fields in which some of the runs depart from their recipe and from each other."""
+    names = dict.fromkeys(n for record in runs["record"] for n in record.get("settings", {}))
+    return [name for name in names if runs[name].map(str).nunique() > 1]
+
+
+def _short(value: str, shown: Sequence[str]) -> str:
+    return f"{value} " if len(shown) > 1 else ""
+
+
+def _bound(runs: Frame) -> str:
+    return "ceiling" if runs["record"].iloc[0].get("higher_is_better", True) else "floor"
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="tensor-memory report",
-        description="Tables with means and 95 % intervals over seeds, learning curves, and plots "
-        "over swept fields, one section per recipe. Runs of different budgets are not mixed.",
+        prog="tensor-memory-lab report",
+        description="A table for every recipe: means over seeds with their 95 %% intervals, a row "
+        "for each setting and method.",
+        epilog="example: tensor-memory-lab report results/diagnostics.jsonl "
+        "--where recipe=windowed-binding --less base --figure curves.png",
     )
-    parser.add_argument("paths", nargs="+", type=Path, help="result files, or folders of them")
-    parser.add_argument(
-        "--output", type=Path, default=Path("report"), help="folder to write (default report)"
-    )
-    parser.add_argument(
-        "--split-budgets",
-        action="store_true",
-        help="where budget or optimiser differ: one table each, instead of an error",
-    )
-    parser.add_argument(
-        "--measure",
-        action="append",
-        default=[],
-        help="show this measure besides the task's metric; may be repeated",
-    )
-    parser.add_argument("--title", default="Results", help="heading of the report")
+    add = parser.add_argument
+    add("paths", nargs="+", help="studies (results/NAME.jsonl or NAME), or folders of runs")
+    add("--where", action="append", default=[], metavar="FIELD=VALUE", help="only such runs")
+    add("--by", action="append", default=[], metavar="FIELD", help="rows for this field too")
+    add("--measure", action="append", default=[], metavar="COLUMN", help="show this column too")
+    add("--less", action="append", default=[], metavar="METHOD", help="differences from it by seed")
+    add("--split", default="", help="this test split alone")
+    add("--markdown", action="store_true", help="Markdown instead of tables for a terminal")
+    add("--figure", type=Path, metavar="FILE", help="draw learning curves into a PNG, SVG or PDF")
+    add("--x", default="step", metavar="COLUMN", help="draw against this instead of steps")
+    add("--y", default="", metavar="COLUMN", help="draw this instead of the task's metric")
     return parser

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tensor_memory_lab.commands.arguments import is_main_process, parse_run
-from tensor_memory_lab.records import run_name, write_result
-from tensor_memory_lab.records.wording import bound_name, bytes_text, measure_text
+from tensor_memory_lab.records import append, run_name
+from tensor_memory_lab.records.text import bound_name, bytes_text, measure_text
 
 USAGE = """usage: tensor-memory run RECIPE [--field value ...]
 
@@ -35,7 +35,7 @@ def run_command(arguments: Sequence[str]) -> int:
 
     folder = settings.output or RUNS / run_name(config)
     if settings.results is not None:
-        make_folder(settings.results, "results")  # now, and not after hours of training
+        make_folder(settings.results.parent, "results")  # now, and not after hours of training
     record = train(
         config,
         RunOptions(
@@ -51,7 +51,7 @@ def run_command(arguments: Sequence[str]) -> int:
         return 130
     if is_main_process():
         if settings.results is not None:
-            write_result(settings.results, record)
+            append(settings.results, record)
         print(summary(record))
         print(f"{folder / 'result.json'}")
     return 0

@@ -24,13 +24,13 @@ from tensor_memory_lab.commands.workers import Job, Outcome, run_jobs
 from tensor_memory_lab.interruption import terminated_as_interrupted
 from tensor_memory_lab.progress import progress
 from tensor_memory_lab.records import (
+    append,
     config_from_dict,
-    read_results,
+    read_records,
+    read_result,
     run_name,
-    write_result,
 )
-from tensor_memory_lab.records.records import read_result
-from tensor_memory_lab.records.wording import measure_text
+from tensor_memory_lab.records.text import measure_text
 from tensor_memory_lab.run_config import RunConfig
 from tensor_memory_lab.train import RunOptions, train
 from tensor_memory_lab.train.processes import find_device
@@ -47,7 +47,7 @@ def sweep_command(arguments: Sequence[str], *, trainer: Train = train) -> int:
     stages = _stages(recipes, options, flags)
     runs = expand(stages)
     kept = options.results
-    records = read_results([kept]) if kept is not None and kept.is_dir() else []
+    records = read_records([kept]) if kept is not None and kept.exists() else []
     finished = set(_finished_names(records))
     states = {run.name: _state(run, options.output, finished) for run in runs}
     todo = [run for run in runs if states[run.name] != "finished"]
@@ -64,7 +64,7 @@ def sweep_command(arguments: Sequence[str], *, trainer: Train = train) -> int:
         find_device(device)  # wrong for one run is wrong for all
     make_folder(options.output, "runs")
     if options.results is not None:
-        make_folder(options.results, "results")
+        make_folder(options.results.parent, "results")
     print(f"{counted(len(runs), 'run')}, {skipped} of them finished already")
     print(f"{expected}; metrics.jsonl in a run's folder tells how it goes", flush=True)
     for run in runs:
@@ -169,7 +169,7 @@ def _kept(outcome: Outcome, results: Path) -> Outcome:
     if outcome.record is None:
         return outcome
     try:
-        write_result(results, outcome.record)
+        append(results, outcome.record)
     except OSError as error:
         told = f"its result could not be written into {results} ({error}); its own folder has it"
         return replace(outcome, record=None, error=told)
@@ -215,7 +215,7 @@ def _copy_result(folder: Path, results: Path) -> None:
     """Bring a result that an earlier sweep left in its run folder into the results folder."""
     path = folder / "result.json"
     if path.is_file():
-        write_result(results, read_result(path))
+        append(results, read_result(path))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -227,7 +227,7 @@ def _parser() -> argparse.ArgumentParser:
         "same command continues after a crash. Fields are those of `tensor-memory run RECIPE "
         "--help`; given plainly they apply to every run.",
         epilog="example: tensor-memory sweep binding --over model.method=base,tensor "
-        "--over seed=0,1,2 --budget.steps 500 --jobs 2 --results results/binding",
+        "--over seed=0,1,2 --budget.steps 500 --jobs 2 --results results/binding.jsonl",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -254,7 +254,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--output", type=Path, default=RUNS, help="parent of the run folders (default runs)"
     )
-    parser.add_argument("--results", type=Path, help="folder that gets one JSON per finished run")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        help="a study's file, which gets a line for every finished run (results/NAME.jsonl)",
+    )
     parser.add_argument(
         "--device", default="auto", help="where to run; cuda:0,cuda:1 spreads the jobs over two"
     )

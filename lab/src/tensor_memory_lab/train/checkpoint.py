@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from tensor_memory_lab.files import read_json, write_text, write_whole
 from tensor_memory_lab.models import Model
 from tensor_memory_lab.records import config_dict, config_from_dict
-from tensor_memory_lab.records.records import UnknownClassError, current, without_places
+from tensor_memory_lab.records.config import UnknownClassError, current, without_places
 from tensor_memory_lab.run_config import RunConfig
 from tensor_memory_lab.tasks import Task
 from tensor_memory_lab.train.record import Journal

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from tensor_memory_lab.progress import progress
-from tensor_memory_lab.records import config_dict, run_name, write_result
-from tensor_memory_lab.records.records import finite, read_result
+from tensor_memory_lab.records import config_dict, read_result, run_name, write_result
+from tensor_memory_lab.records.store import finite
 from tensor_memory_lab.run_config import RunConfig
 from tensor_memory_lab.tasks import KeepsAssets
 from tensor_memory_lab.train.batches import rows_of, rows_per_process, training_batches

@@ -1,0 +1,103 @@
+"""The tables and figures of the documentation, declared in lab/tables.toml (see its head)."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tensor_memory_lab.records.figure import figure
+from tensor_memory_lab.records.store import frame, parts, read_records
+from tensor_memory_lab.records.table import Frame, caption, column, markdown, select, table
+
+REGION = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
+"""A place in a page that a table is written into."""
+
+TABLE = {
+    "study", "where", "except", "each", "rows", "columns", "across", "sort", "titles", "names",
+    "caption", "like",
+}  # fmt: skip
+DRAWN = {"x", "y", "by", "panels", "x_title", "y_title"}
+
+
+class Evidence:
+    """Declarations, and the studies that they are made from, each read once."""
+
+    def __init__(self, declarations: Path, results: Path) -> None:
+        with declarations.open("rb") as file:
+            self.declared = tomllib.load(file)
+        self.file, self.results = declarations, results
+        self._studies: dict[tuple[str, str], Frame] = {}
+
+    def table(self, name: str) -> str:
+        """A declared table as Markdown, with where its numbers come from below it."""
+        spec = self._spec("table", name, TABLE)
+        columns = [column(one) for one in spec["columns"]]
+        runs = self._runs(name, spec)
+        lines = table(
+            runs,
+            columns,
+            rows=spec.get("rows", ["label"]),
+            across=spec.get("across", ""),
+            sort=spec.get("sort", ""),
+            others={one.study: self._study(one.study) for one in columns if one.study},
+            titles=spec.get("titles"),
+            names=spec.get("names"),
+        )
+        below = f"\n{caption(runs)}\n" if spec.get("caption", True) else ""
+        return markdown(lines) + below
+
+    def figures(self, folder: Path) -> Iterator[Path]:
+        """Draw every declared figure; the files."""
+        for name in self.declared.get("figure", {}):
+            spec = self._spec("figure", name, TABLE | DRAWN)
+            options = {key: spec[key] for key in DRAWN & spec.keys()}
+            yield figure(self._runs(name, spec), folder / f"{name}.png", **options)
+
+    def fill(self, page: str, where: str) -> str:
+        """A page's text with its tables written anew; a region of no declared table is an error."""
+        opened = re.findall(r"<!-- table: (\S+) -->", page)
+        if len(opened) != len(REGION.findall(page)):
+            raise ValueError(
+                f"{where}: expected <!-- /table --> on a line of its own after each of the tables "
+                f"{', '.join(opened)}, got fewer"
+            )
+        return REGION.sub(lambda m: f"{m[1]}\n{self.table(m[2])}\n{m[4]}", page)
+
+    def _spec(self, kind: str, name: str, known: set[str]) -> dict[str, Any]:
+        declared = self.declared.get(kind, {})
+        if name not in declared:
+            raise ValueError(
+                f"{kind} {name!r}: expected one that {self.file} declares, which are "
+                f"{', '.join(declared)}"
+            )
+        spec = declared[name]
+        if "like" in spec:
+            spec = self._spec(kind, spec["like"], known) | spec
+        if unknown := sorted(spec.keys() - known):
+            raise ValueError(
+                f"{self.file}, {kind} {name!r}: unknown {', '.join(unknown)}; known are "
+                f"{', '.join(sorted(known))}"
+            )
+        return spec
+
+    def _runs(self, name: str, spec: Mapping[str, Any]) -> Frame:
+        runs = select(self._study(spec["study"], spec.get("each", "")), spec.get("where", {}))
+        for column_name, value in spec.get("except", {}).items():
+            runs = runs.drop(select(runs, {column_name: value}).index)
+        if runs.empty:
+            raise ValueError(
+                f"{self.file}, {name!r}: expected records in {self.results / spec['study']}.jsonl "
+                f"that agree with {spec.get('where')}, found none"
+            )
+        return runs
+
+    def _study(self, name: str, each: str = "") -> Frame:
+        if (name, each) not in self._studies:
+            records = read_records([self.results / f"{name}.jsonl"])
+            if each:
+                records = [part for record in records for part in parts(record, each)]
+            self._studies[name, each] = frame(records)
+        return self._studies[name, each]

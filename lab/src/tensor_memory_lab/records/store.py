@@ -1,0 +1,248 @@
+"""Records on disk, and read back as the rows of a data frame (columns: see the package)."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from tensor_memory_lab.files import read_json, write_text
+from tensor_memory_lab.records.config import flatten, local_places, plain_hash
+from tensor_memory_lab.records.text import label_text, variant_text
+
+try:
+    import fcntl
+except ImportError:  # Windows: there two processes must not append to one file at once
+    fcntl = None
+
+RESULTS = Path("results")
+"""Where the name of a study is looked for."""
+
+NEEDED: dict[str, dict[str, type]] = {
+    "run": {
+        "config": dict, "recipe": str, "task": str, "method": str, "seed": int, "labels": dict,
+        "parameters": int, "state_bytes": int,
+        "metric": str, "curve": list, "test": dict, "ceiling": dict, "finished": bool,
+    },
+    "positions": {"config": dict, "method": str, "seed": int, "windows": list},
+    "benchmark": {"benchmark": str, "config": dict, "seed": int, "result": dict},
+    "paper": {"recipe": str, "method": str},
+}  # fmt: skip
+"""What a record of each kind must have."""
+
+_REMEDY = "leave it out, or run what made it again"
+
+
+def read(*paths: str | os.PathLike[str]) -> pd.DataFrame:
+    """The records of studies, files and folders, one row each.
+
+    A path is a study's file (`results/diagnostics.jsonl`), the name of one (`diagnostics`), the
+    JSON of one run, or a folder with any of them however deep, such as that of a run or a sweep.
+    """
+    return frame(read_records(paths))
+
+
+def read_records(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
+    """The records themselves, each with the name of its study.
+
+    The same record found twice counts once; two that differ for one config and seed are an error.
+    """
+    found: dict[str, tuple[str, dict[str, Any]]] = {}
+    for path in paths:
+        for where, record in _records(Path(path)):
+            key = where
+            if record["kind"] == "run":
+                key = f"{plain_hash(record['config'])}-{record['seed']}"
+            first, known = found.setdefault(key, (where, record))
+            if _content(known) != _content(record):
+                raise ValueError(
+                    f"{first} and {where}: expected one record per config and seed, got two that "
+                    "differ; leave one of them out"
+                )
+    return [record for _, record in found.values()]
+
+
+def append(path: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
+    """Add a record to a study's file.
+
+    The file is replaced as a whole, so a process that is killed leaves it as it was or with the
+    whole line. Several processes may append at once.
+    """
+    path = Path(path)
+    check_record(record, "the record")
+    line = _line({k: v for k, v in _public(record).items() if k != "study"})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(path.parent):
+        before = path.read_text(encoding="utf-8") if path.exists() else ""
+        end = "" if not before or before.endswith("\n") else "\n"
+        write_text(path, f"{before}{end}{line}\n")
+
+
+def write_result(path: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
+    """Write the record of one run as a JSON file of its own, a line per entry."""
+    check_record(record, "the record")
+    lines = [f"  {json.dumps(key)}: {_line(value)}" for key, value in _public(record).items()]
+    write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def read_result(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What `write_result` wrote; anything else is a `ValueError` that names the file."""
+    record = read_json(path, "the record of a run", _REMEDY)
+    check_record(record, str(path))
+    return record
+
+
+def check_record(record: Any, where: str) -> None:
+    """Raise where a record lacks something that tables and figures read."""
+    kind = record.get("kind") if isinstance(record, dict | Mapping) else None
+    if kind not in NEEDED:
+        raise ValueError(
+            f"{where}: expected a record of kind {', '.join(NEEDED)}, got {kind!r}; {_REMEDY}"
+        )
+    for key, expected in NEEDED[kind].items():
+        if not isinstance(record.get(key), expected):
+            got = f"{record[key]!r:.80}" if key in record else "nothing"
+            raise ValueError(
+                f"{where}: expected a record of kind {kind}, its {key} of type "
+                f"{expected.__name__}, got {got}; {_REMEDY}"
+            )
+
+
+def frame(records: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
+    """Records as the rows of a data frame."""
+    return pd.DataFrame([_row(record) for record in records], dtype=object)
+
+
+def parts(record: Mapping[str, Any], path: str) -> Iterator[dict[str, Any]]:
+    """The entries of a record at a path, each as a record of its own, with its name as `key`.
+
+    >>> record = {"seed": 0, "result": {"a": {"ms": 1}, "b": {"ms": 2}}}
+    >>> [(part["key"], part["ms"]) for part in parts(record, "result.*")]
+    [('a', 1), ('b', 2)]
+    """
+    found: list[tuple[list[str], Any]] = [([], record)]
+    for step in path.split("."):
+        if step == "*":
+            found = [([*k, str(n)], v) for k, at in found for n, v in _entries(at)]
+        else:
+            found = [(k, at[step]) for k, at in found if isinstance(at, Mapping) and step in at]
+    for keys, entry in found:
+        yield dict(record) | entry | {"key": keys[0], "keys": keys}
+
+
+def finite(value: Any) -> Any:
+    """Plain values with null for every number that JSON has no word for.
+
+    >>> finite({"loss": float("nan"), "curve": (1.0, float("inf"))})
+    {'loss': None, 'curve': [1.0, None]}
+    """
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
+
+
+def _row(record: Mapping[str, Any]) -> dict[str, Any]:
+    row = flatten(record.get("config", {}))
+    nested = {"config", "curve", "test", "memory", "settings", "variant"}
+    row |= flatten({name: value for name, value in record.items() if name not in nested})
+    for split, measures in (record.get("test") or {}).items():
+        row |= {f"{split}.{name}": value for name, value in measures.items()}
+    if memory := record.get("memory"):
+        for name in ("gate", "use"):
+            row[f"memory.{name}"] = tuple(layer[name] for layer in memory["layers"])
+        for split, measures in (memory.get("test_without_memory") or {}).items():
+            row |= {f"off.{split}.{name}": value for name, value in measures.items()}
+    if record.get("shared_device"):  # others took part of the time
+        row |= {"step_ms": None, "steps_per_second": None}
+    row["rate"] = row.get("optimizer.lr")
+    row["commit"] = (record.get("commit") or "unknown")[:10]
+    hardware = record.get("hardware") or {}
+    row["hardware"] = hardware.get("gpu") or hardware.get("cpu")
+    row["variant"] = variant_text(record.get("variant", {}))
+    row["label"] = label_text(record)
+    row["curve"], row["record"] = record.get("curve"), record
+    return row
+
+
+def _entries(at: Any) -> list[tuple[Any, Any]]:
+    return list(at.items() if isinstance(at, Mapping) else enumerate(at))
+
+
+def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Where each record stands, and the record."""
+    named = RESULTS / f"{path}.jsonl"
+    if not path.exists() and named.is_file():
+        path = named
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path}: no such file, folder or study; expected records of runs, such as "
+            f"{RESULTS / 'diagnostics.jsonl'}"
+        )
+    if path.is_dir():
+        for file in sorted((*path.rglob("*.jsonl"), *path.rglob("*.json"))):
+            if file.suffix == ".jsonl" and file.name != "metrics.jsonl":
+                yield from _lines(file)
+            elif file.suffix == ".json":  # configs and the like may lie beside it
+                record = read_json(file, "a record", _REMEDY, kind=object)
+                if isinstance(record, dict) and record.get("kind") in NEEDED:
+                    yield _checked(record, str(file), "")
+    elif path.suffix == ".jsonl":
+        yield from _lines(path)
+    else:
+        yield _checked(read_json(path, "a record", _REMEDY), str(path), "")
+
+
+def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        where = f"{path}, line {number}"
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ValueError(
+                f"{where}: expected a record as one line of JSON, got {line!r:.60} ({error}); "
+                "mend or delete the line"
+            ) from error
+        yield _checked(record, where, path.stem)
+
+
+def _checked(record: Any, where: str, study: str) -> tuple[str, dict[str, Any]]:
+    check_record(record, where)
+    return where, {"study": study} | record
+
+
+def _content(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name != "study"}
+
+
+def _public(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record that says nothing about somebody's disk: a run's folder has the whole path."""
+    return dict(record) | {"config": local_places(record.get("config", {}))}
+
+
+def _line(value: Any) -> str:
+    return json.dumps(finite(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process at a time, where the file system has locks."""
+    if fcntl is None:
+        yield
+        return
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)

@@ -1,0 +1,368 @@
+"""From records to a table: runs that differ in their seed alone make a row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import pandas as pd
+from scipy import stats
+
+from tensor_memory_lab.records.config import NEUTRAL, flatten
+from tensor_memory_lab.records.text import (
+    bytes_text,
+    decimals,
+    is_percent,
+    order_key,
+    short_name,
+    value_text,
+)
+
+Frame = Any
+"""A `pandas.DataFrame`, which by its own annotations may be a series after every selection."""
+
+Table = list[dict[str, str]]
+"""Rows of column to text; every row has the same columns."""
+
+NOTHING = "–"
+CONFIDENCE = 0.95
+
+
+class Interval(NamedTuple):
+    """A mean over seeds, and half of its 95 % interval by Student's t; None for one seed."""
+
+    mean: float
+    half: float | None
+
+
+@dataclass(frozen=True)
+class Column:
+    """What one column of a table shows of the runs of a row."""
+
+    value: str | tuple[str, ...]
+    """A column of the data frame, or "seeds", how many there are. Several are joined by " / "."""
+    title: str = ""
+    """The heading; the value's name unless given."""
+    show: str = "mean"
+    """"mean" with its interval, "seeds" one by one, "min", "max", or the "first"."""
+    less: str = ""
+    """Less the row of this method or label, seed by seed; bold where the 95 % interval leaves zero
+    out."""
+    over: str = ""
+    """As a multiple of the mean of the row of this method or label."""
+    between: tuple[str, ...] = ()
+    """How much of the way from the first of two methods to the second."""
+    match: tuple[str, ...] = ()
+    """Columns in which the other row agrees with this one. Without it that row has another label
+    and is otherwise the same; with it, it has the method, whatever its variant."""
+    study: str = ""
+    """Take the value from the same row of another study, such as "cost" or "paper"."""
+    or_own: bool = False
+    """Where the other study has no such row, this row's own value."""
+    without: tuple[str, ...] = ()
+    """Parts of a variant, such as "forget_bias", that the other study does not tell apart."""
+    kind: str = ""
+    """How a number is written: "percent", "bytes", "count", "text"; by its name unless given."""
+    scale: float = 1.0
+    digits: int | None = None
+    """Decimals; by size unless given."""
+    unit: str = ""
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """The data frame's columns."""
+        return (self.value,) if isinstance(self.value, str) else self.value
+
+    @property
+    def heading(self) -> str:
+        """The title, or what the column shows in short."""
+        return self.title or heading(self.values[0]) + (f" less {self.less}" if self.less else "")
+
+    def text(self, found: Any, name: str, *, signed: bool = False, size: float = 0.0) -> str:
+        """A value, or an `Interval`; a difference with its sign, to the digits of this size."""
+        mean, half = found if isinstance(found, Interval) else (found, None)
+        if isinstance(mean, str) or self.kind == "text":
+            return value_text(mean)
+        if mean is None or math.isnan(mean):
+            return "diverged"
+        if self.kind == "bytes":
+            return bytes_text(mean)
+        percent = self.kind == "percent" or (not self.kind and is_percent(name))
+        scale = self.scale * (100 if percent else 1)
+        digits = 0 if self.kind == "count" else 1 if percent else decimals(scale * (size or mean))
+        digits = digits if self.digits is None else self.digits
+        text = f"{scale * mean:{'+' if signed else ','}.{digits}f}"
+        if half is not None and self.kind != "count":
+            text += f" ± {scale * half:.{digits}f}"
+        if not signed:
+            return text + (self.unit or (" %" if percent else ""))
+        shown = half is not None and abs(mean) > half and round(scale * mean, digits) != 0
+        return f"**{text}**" if shown else text
+
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "parameters": {"kind": "count", "show": "first"},
+    "state_bytes": {"title": "state", "kind": "bytes", "show": "first"},
+    "peak_memory_bytes": {"title": "peak memory", "kind": "bytes", "show": "max"},
+    "step_ms": {"title": "step", "digits": 1, "unit": " ms"},
+    "steps_per_second": {"title": "steps/s", "kind": "count"},
+    "ceiling.test": {"title": "ceiling", "show": "first"},
+    "memory.gate": {"title": "σ(γ) per layer"},
+    "memory.use": {"title": "‖σ(γ)m‖/‖x‖ per layer"},
+}
+"""How common columns are shown unless told otherwise."""
+
+
+def column(declared: str | Mapping[str, Any]) -> Column:
+    """A column from its declaration: the name of a data frame's column, or fields of `Column`."""
+    given = {"value": declared} if isinstance(declared, str) else dict(declared)
+    known = [field.name for field in fields(Column)]
+    if unknown := sorted(given.keys() - known):
+        raise ValueError(
+            f"column {given.get('value')!r}: unknown {', '.join(unknown)}; known are "
+            f"{', '.join(known)}"
+        )
+    name = given.get("value")
+    usual = DEFAULTS.get(name, {}) if isinstance(name, str) and "over" not in given else {}
+    values: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in (usual | given).items()
+    }
+    return Column(**values)
+
+
+def interval(values: Iterable[float | None]) -> Interval:
+    """Mean and 95 % interval of one value per seed; a run that diverged makes the mean NaN.
+
+    >>> mean, half = interval([0.91, 0.94, 0.94])
+    >>> round(mean, 3), round(half, 4), interval([0.91]).half
+    (0.93, 0.043, None)
+    """
+    numbers = pd.Series(list(values), dtype=float)
+    if len(numbers) < 2 or numbers.isna().any():
+        return Interval(numbers.mean(skipna=False), None)
+    quantile = stats.t.ppf((1 + CONFIDENCE) / 2, len(numbers) - 1)
+    return Interval(numbers.mean(), float(quantile * numbers.sem()))
+
+
+def table(
+    runs: Frame,
+    columns: Sequence[Column],
+    *,
+    rows: Sequence[str] = ("label",),
+    across: str = "",
+    sort: str = "",
+    others: Mapping[str, Frame] | None = None,
+    titles: Mapping[str, str] | None = None,
+    names: Mapping[str, str] | None = None,
+) -> Table:
+    """One row for each value of `rows`, one column for each of `columns`.
+
+    Args:
+        runs: records as `read` gives them.
+        columns: what to show.
+        rows: columns of the data frame that tell rows apart; runs of a row must otherwise differ
+            in their seed alone.
+        across: a column of the data frame whose values each get the columns once more.
+        sort: order rows by the mean of this column instead of by `rows`.
+        others: the studies that columns take values from.
+        titles: headings for `rows`.
+        names: what to write in `rows` for a value.
+    """
+    by = [*rows, *([across] if across else [])]
+    check_columns(runs, [*by, *([sort] if sort else [])])
+    texts = [runs[name].map(value_text) for name in by]
+    found = {key: group for key, group in runs.groupby(texts, sort=False)}
+    for key, group in found.items():
+        _check_alike(", ".join(key), group)
+    if sort:
+        found = dict(sorted(found.items(), key=lambda item: item[1][sort].mean()))
+    else:
+        found = dict(sorted(found.items(), key=lambda item: [order_key(part) for part in item[0]]))
+    cells = _Cells(list(found.values()), by, others or {})
+    places = sorted({key[-1] for key in found}, key=order_key) if across else [""]
+    lines = []
+    for key in dict.fromkeys(key[: len(rows)] for key in found):
+        line = {
+            (titles or {}).get(name, heading(name)): (names or {}).get(part, part)
+            for name, part in zip(rows, key, strict=True)
+        }
+        for place in places:
+            group = found.get((*key, place) if across else key)
+            for one in columns:
+                title = one.heading if not across else _heading_across(one, columns, across, place)
+                line[title] = NOTHING if group is None else cells.text(one, group)
+        lines.append(line)
+    return lines
+
+
+def select(runs: Frame, where: Mapping[str, Any]) -> Frame:
+    """The runs whose columns have these values; a list names several, "none" is no value."""
+    for name, wanted in where.items():
+        check_columns(runs, [name])
+        texts = {value_text(wanted)}
+        texts |= {value_text(one) for one in wanted} if isinstance(wanted, list) else set()
+        runs = runs[runs[name].map(value_text).isin(texts)]
+    return runs
+
+
+def check_columns(runs: Frame, names: Sequence[str]) -> None:
+    """Raise where records have no such column."""
+    if missing := [name for name in names if name not in runs]:
+        raise ValueError(
+            f"expected columns of the records, got {', '.join(missing)}; there are "
+            f"{', '.join(sorted(map(str, runs.columns)))}"
+        )
+
+
+def markdown(lines: Table) -> str:
+    """A Markdown table, numbers to the right."""
+    if not lines:
+        return ""
+    right = {name: all(_is_number(line[name]) for line in lines) for name in lines[0]}
+    cells = [list(lines[0]), ["--:" if right[name] else ":--" for name in lines[0]]]
+    cells += [[text.replace("|", "\\|") for text in line.values()] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells) + "\n"
+
+
+def caption(runs: Frame) -> str:
+    """Where the numbers come from: seeds, hardware, commits."""
+    seeds = sorted(set(runs["seed"].dropna()))
+    told = "; mean ± half of the 95 % interval" if len(seeds) > 1 else ""
+    return (
+        f"{'Seeds' if len(seeds) > 1 else 'Seed'} {', '.join(map(str, seeds))}{told}; "
+        f"{', '.join(sorted(set(runs['hardware'].dropna())))}; "
+        f"commit {', '.join(sorted(set(runs['commit'])))}."
+    )
+
+
+def heading(name: str) -> str:
+    """What stands above a column that has no title."""
+    return "method" if name == "label" else short_name(name).replace("_", " ")
+
+
+class _Cells:
+    """The rows of a table, so that each can be compared with another."""
+
+    def __init__(self, groups: list[Frame], by: list[str], others: Mapping[str, Frame]) -> None:
+        self.groups, self.by, self.others = groups, by, others
+
+    def text(self, one: Column, runs: Frame) -> str:
+        """What a column shows of a row."""
+        if one.study:
+            found = self._elsewhere(one, runs)
+            runs = runs if found.empty and one.or_own else found
+        if one.value == "seeds":
+            return str(len(runs))
+        shown = [self._text(one, name, runs) for name in one.values]
+        return " / ".join(text for text in shown if text != NOTHING) or NOTHING
+
+    def _text(self, one: Column, name: str, runs: Frame) -> str:
+        if name not in runs or not runs[name].notna().any():
+            return NOTHING
+        values = runs.set_index("seed")[name] if "seed" in runs else runs[name]
+        first = values.iloc[0]
+        if one.less or one.over or one.between:
+            return self._compared(one, name, runs, values)
+        if isinstance(first, tuple):
+            columns = zip(*values, strict=True)
+            means = [None if None in part else sum(part) / len(part) for part in columns]
+            return ", ".join(NOTHING if mean is None else f"{mean:.3g}" for mean in means)
+        if name.startswith("ceiling."):  # written as the measure that it bounds
+            name = runs["metric"].iloc[0]
+        if one.show == "seeds":
+            return ", ".join(one.text(value, name) for value in values.sort_index())
+        if one.show in ("min", "max"):
+            return one.text(getattr(values, one.show)(), name)
+        if one.show == "first" or isinstance(first, str):
+            return one.text(first, name)
+        return one.text(interval(values), name)
+
+    def _compared(self, one: Column, name: str, runs: Frame, values: Any) -> str:
+        methods = one.between or (one.less or one.over,)
+        ends = [self._other(one, method, runs) for method in methods]
+        if any(end is None for end in ends) or (one.less and ends[0] is runs):
+            return NOTHING
+        if one.less:
+            ours, theirs = values.align(ends[0].set_index("seed")[name], join="inner")
+            if ours.empty:
+                return NOTHING
+            return one.text(interval(ours - theirs), name, signed=True, size=ours.mean())
+        if one.over:
+            ratio = values.mean() / ends[0][name].mean()
+            return f"{ratio:.{2 if one.digits is None else one.digits}f}×"
+        seeds = set(runs["seed"]).intersection(*(end["seed"] for end in ends))
+        own, start, end = (some[some["seed"].isin(seeds)][name].mean() for some in (runs, *ends))
+        higher = runs["record"].iloc[0].get("higher_is_better", True)
+        if not seeds or (end <= start if higher else end >= start):
+            return NOTHING
+        return f"{round(100 * (own - start) / (end - start))} %"
+
+    def _other(self, one: Column, method: str, runs: Frame) -> Frame:
+        """The row of another method that a row is compared with; None where there is none."""
+        names = ("label", "method") if one.match else ("label",)
+        same = one.match or [n for n in self.by if n not in ("label", "method", "variant")]
+        same = [name for name in ("recipe", *same) if name in runs]
+        for found in self.groups:
+            named = method in [found[name].iloc[0] for name in names]
+            if named and _same_setting(found, runs) and all(_same(found, runs, n) for n in same):
+                return found
+        return None
+
+    def _elsewhere(self, one: Column, runs: Frame) -> Frame:
+        """The runs of another study that stand for the same row."""
+        if one.study not in self.others:
+            raise ValueError(f"table: expected records of the study {one.study!r}, got none")
+        found = self.others[one.study]
+        for name in {"recipe", *self.by} - {"label"}:
+            if name in found and name in runs:  # what the other does not say may be anything
+                wanted = value_text(runs[name].iloc[0])
+                found = found[found[name].map(value_text).isin({wanted, "none"})]
+        wanted = _bare(runs["label"].iloc[0], one.without)
+        return found[[_bare(label, one.without) == wanted for label in found["label"]]]
+
+
+def _check_alike(row: str, runs: Frame) -> None:
+    """Raise where the runs of a row do not differ in their seed alone."""
+    if len(runs) < 2:
+        return
+    flats = [flatten(record.get("config", {})) for record in runs["record"]]
+    common = [name for name in flats[0] if all(name in flat for flat in flats)]
+    apart = [n for n in common if n not in NEUTRAL and len({flat[n] for flat in flats}) > 1]
+    if apart or runs["seed"].duplicated().any():
+        told = f"several values of {', '.join(apart)}" if apart else "a seed twice"
+        raise ValueError(
+            f"{row}: expected runs that differ in their seed alone, got {told}; make rows of them "
+            "(`rows`, or --by FIELD), or leave some out (`where`, or --where FIELD=VALUE)"
+        )
+
+
+def _heading_across(one: Column, columns: Sequence[Column], across: str, place: str) -> str:
+    name = f"{heading(across)} {place}" if place[:1].isdigit() else place
+    return name if len(columns) == 1 else f"{name}: {one.heading}"
+
+
+def _is_number(text: str) -> bool:
+    return text == NOTHING or text.lstrip("*+-")[:1].isdigit()
+
+
+def _same(some: Frame, other: Frame, name: str) -> bool:
+    return value_text(some[name].iloc[0]) == value_text(other[name].iloc[0])
+
+
+def _same_setting(some: Frame, other: Frame) -> bool:
+    one, two = (runs["record"].iloc[0].get("settings") for runs in (some, other))
+    return one == two
+
+
+def _bare(label: str, without: tuple[str, ...]) -> str:
+    """A label less these parts of its variant.
+
+    >>> _bare("tensor (grid=4×4, forget_bias=5)", ("forget_bias",))
+    'tensor (grid=4×4)'
+    """
+    method, _, told = label.removesuffix(")").partition(" (")
+    kept = [part for part in told.split(", ") if part and part.partition("=")[0] not in without]
+    return f"{method} ({', '.join(kept)})" if kept else method

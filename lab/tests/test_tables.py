@@ -1,0 +1,314 @@
+"""Tables and figures of records, the report, and the tables of the documentation."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from invented_runs import BASE, TENSOR, SignTaskConfig, run
+from tensor_memory import MemoryConfig
+from tensor_memory_lab.commands.report import report_command, report_table
+from tensor_memory_lab.commands.tables import tables_command
+from tensor_memory_lab.records import append, write_result
+from tensor_memory_lab.records.figure import figure
+from tensor_memory_lab.records.store import frame, parts
+from tensor_memory_lab.records.table import column, interval, markdown, select, table
+
+ROOT = Path(__file__).parents[2]
+ACCURACY = column("test.accuracy")
+
+
+def cells(records, *columns, **options):
+    return table(frame(records), [column(one) for one in columns], **options)
+
+
+def seeds(model=BASE, accuracies=(0.91, 0.94, 0.94), **changes):
+    return [run(model, seed=seed, accuracy=a, **changes) for seed, a in enumerate(accuracies)]
+
+
+def test_a_row_is_the_mean_and_interval_over_its_seeds():
+    (line,) = report_table(frame(seeds()))
+    assert line == {
+        "method": "base",
+        "seeds": "3",
+        "accuracy": "93.0 ± 4.3 %",  # 4.303 × 0.01732 / √3
+        "ceiling": "100.0 %",
+        "parameters": "10",
+        "state": "2.0 KiB",
+        "steps/s": "50",
+    }
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=9))
+def test_an_interval_moves_and_scales_with_its_values(values):
+    mean, half = interval(values)
+    moved = interval([3 * value + 1 for value in values])
+    assert half is not None
+    assert half >= 0
+    assert moved.mean == pytest.approx(3 * mean + 1, abs=1e-6)
+    assert moved.half == pytest.approx(3 * half, abs=1e-6)
+
+
+def test_one_seed_shows_no_interval_and_a_diverged_run_is_not_averaged_away():
+    assert cells(seeds(accuracies=(0.5,)), "test.accuracy")[0]["accuracy"] == "50.0 %"
+    diverged = run(seed=1, test={"test": {"accuracy": None, "loss": None}})
+    found = cells([run(accuracy=0.5), diverged], "test.accuracy")
+    assert found[0]["accuracy"] == "diverged"
+
+
+def test_methods_come_in_their_order_and_settings_by_number():
+    tasks = [SignTaskConfig(numbers=count) for count in (10, 9, 2)]
+    found = report_table(frame(run(m, task=task) for task in tasks for m in (TENSOR, BASE)))
+    assert [(line["numbers"], line["method"]) for line in found] == [
+        (numbers, method) for numbers in ("2", "9", "10") for method in ("base", "tensor")
+    ]
+
+
+def test_a_departure_from_the_recipe_is_part_of_a_methods_name():
+    small = replace(TENSOR, memory=MemoryConfig(channels=4, grid=(3, 3)))
+    found = report_table(frame([run(small), run(BASE), run(TENSOR)]))
+    assert [line["method"] for line in found] == ["base", "tensor", "tensor (grid=3×3)"]
+
+
+def test_runs_of_a_row_that_differ_in_more_than_their_seed_are_refused_with_the_fields_named():
+    other = run(seed=1) | {"settings": {}}
+    other["config"]["budget"]["steps"] = 400
+    told = r"base: expected runs that differ in their seed alone, got several values of budget\.ste"
+    with pytest.raises(ValueError, match=told):
+        cells([run(), other], "test.accuracy")
+    assert len(cells([run(), other], "test.accuracy", rows=["budget.steps", "label"])) == 2
+    with pytest.raises(ValueError, match=r"base: expected .*, got a seed twice"):
+        cells([run(), run()], "test.accuracy")
+
+
+def test_what_changes_no_number_tells_no_runs_apart():
+    other = run(seed=1, task=SignTaskConfig(data_dir="elsewhere"))
+    other["config"]["budget"]["checkpoint_every"] = 1
+    del other["config"]["model"]["wide"]  # written before there was such a field
+    assert len(cells([run(), other], "test.accuracy")) == 1
+
+
+def test_differences_are_taken_seed_by_seed_and_bold_where_the_sign_is_shown():
+    records = [*seeds(BASE, (0.5, 0.7, 0.9)), *seeds(TENSOR, (0.61, 0.8, 0.99))]
+    less = {"value": "test.accuracy", "less": "base"}
+    base, tensor = cells(records, less)
+    assert base["accuracy less base"] == "–"
+    assert tensor["accuracy less base"] == "**+10.0 ± 2.5**"
+    apart = [*seeds(BASE, (0.5, 0.7)), *seeds(TENSOR, (0.9, 0.6))]
+    assert cells(apart, less)[1]["accuracy less base"] == "+15.0 ± 317.7"
+    assert cells([run(TENSOR), run(BASE, seed=1)], less)[1]["accuracy less base"] == "–"
+
+
+def test_a_difference_is_taken_within_a_setting():
+    records = [
+        run(model, seed=s, accuracy=a + n / 100, task=SignTaskConfig(numbers=n))
+        for model, a in ((BASE, 0.5), (TENSOR, 0.6))
+        for n in (2, 4)
+        for s in (0, 1)
+    ]
+    found = cells(
+        records, {"value": "test.accuracy", "less": "base"}, rows=["task.numbers", "label"]
+    )
+    shown = [line["accuracy less base"] for line in found if line["method"] == "tensor"]
+    assert shown == ["**+10.0 ± 0.0**", "**+10.0 ± 0.0**"]
+
+
+def test_a_value_may_be_a_multiple_and_a_share_of_the_way():
+    records = [run(BASE, accuracy=0.2), run(TENSOR, accuracy=0.6, step_ms=50.0)]
+    wide = replace(TENSOR, wide=True)
+    records.append(run(wide, accuracy=0.4))
+    found = cells(
+        records,
+        {"value": "step_ms", "over": "base", "title": "times"},
+        {"value": "test.accuracy", "between": ["base", "tensor"], "title": "share"},
+    )
+    assert [line["times"] for line in found] == ["1.00×", "2.50×", "1.00×"]
+    assert [line["share"] for line in found] == ["0 %", "100 %", "50 %"]
+
+
+def test_another_study_lends_a_value_to_the_same_row():
+    forgets = replace(TENSOR, memory=replace(TENSOR.memory, forget_bias=5.0))
+    cost = frame([run(BASE, step_ms=3.0), run(TENSOR, step_ms=7.0)])
+    paper = frame([{"kind": "paper", "recipe": "sign", "method": "base",
+                    "test": {"test": {"accuracy": 0.1}}}])  # fmt: skip
+    found = cells(
+        [run(BASE), run(forgets)],
+        {"value": "step_ms", "study": "cost", "without": ["forget_bias"]},
+        {"value": "step_ms", "study": "cost", "or_own": True, "title": "or own"},
+        {"value": "test.accuracy", "study": "paper", "title": "paper"},
+        others={"cost": cost, "paper": paper},
+    )
+    assert [line["step"] for line in found] == ["3.0 ms", "7.0 ms"]
+    assert [line["or own"] for line in found] == ["3.0 ms", "20.0 ms"]
+    assert [line["paper"] for line in found] == ["10.0 %", "–"]
+
+
+def test_columns_may_be_repeated_across_values_and_rows_sorted_by_a_measure():
+    records = [
+        run(model, accuracy=a, task=SignTaskConfig(numbers=n))
+        for model, n, a in ((BASE, 2, 0.9), (BASE, 16, 0.8), (TENSOR, 16, 0.7))
+    ]
+    found = cells(records, "test.accuracy", across="task.numbers")
+    assert found == [
+        {"method": "base", "numbers 2": "90.0 %", "numbers 16": "80.0 %"},
+        {"method": "tensor", "numbers 2": "–", "numbers 16": "70.0 %"},
+    ]
+    rows = cells(records, "test.accuracy", rows=["task.numbers", "label"], sort="test.accuracy")
+    assert [line["accuracy"] for line in rows] == ["70.0 %", "80.0 %", "90.0 %"]
+
+
+def test_how_a_value_is_shown_can_be_said():
+    memory = {
+        "layers": [{"name": "0", "gate": 0.5, "use": 0.1}, {"name": "1", "gate": 0.7, "use": None}],
+        "test_without_memory": {},
+    }
+    (line,) = cells(
+        seeds(TENSOR, (0.5, 0.25), memory=memory),
+        "memory.gate",
+        "memory.use",
+        {"value": "test.accuracy", "show": "seeds", "title": "each"},
+        {"value": "test.accuracy", "show": "max", "title": "best"},
+        {"value": ["step_ms", "test.loss"], "digits": 1, "title": "both"},
+        {"value": "peak_memory_bytes", "kind": "bytes"},
+    )
+    assert list(line.values()) == [
+        "tensor", "0.5, 0.7", "0.1, –", "50.0 %, 25.0 %", "50.0 %", "20.0 ± 0.0 / 0.5 ± 0.0", "1 B",
+    ]  # fmt: skip
+
+
+def test_what_is_unknown_is_refused_with_what_is_known():
+    with pytest.raises(ValueError, match="unknown les; known are value, title"):
+        column({"value": "a", "les": "b"})
+    with pytest.raises(ValueError, match=r"expected columns .*, got task\.number; there are .*tas"):
+        cells([run()], "test.accuracy", rows=["task.number"])
+
+
+def test_select_compares_what_is_shown():
+    runs = frame([run(BASE), run(TENSOR, task=SignTaskConfig(numbers=16))])
+    assert len(select(runs, {"task.numbers": [4, 8]})) == 1
+    assert len(select(runs, {"task.data_dir": "none"} if "task.data_dir" in runs else {})) == 2
+    assert len(select(runs, {"model.memory.grid": [2, 2], "method": "tensor"})) == 1
+
+
+def test_entries_of_a_record_may_be_rows():
+    record = {
+        "kind": "benchmark", "benchmark": "scan", "seed": 0, "config": {},
+        "result": {"shapes": {"a": {"ms": {"forward": 1.5}}, "b": {"ms": {"forward": 2.5}}}},
+    }  # fmt: skip
+    found = table(frame(parts(record, "result.shapes.*")), [column("ms.forward")], rows=["key"])
+    assert found == [{"key": "a", "forward": "1.5000"}, {"key": "b", "forward": "2.500"}]
+
+
+def test_a_markdown_table_has_numbers_to_the_right():
+    text = markdown([{"method": "a|b", "x": "1.0 ± 0.1"}, {"method": "c", "x": "–"}])
+    assert text == "| method | x |\n| :-- | --: |\n| a\\|b | 1.0 ± 0.1 |\n| c | – |\n"
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for record in (*seeds(BASE), *seeds(TENSOR, (0.5, 0.6, 0.7))):
+        append("results/signs.jsonl", record)
+    return tmp_path
+
+
+@pytest.mark.parametrize("width", ["30", "60", "200"])
+def test_the_report_is_a_table_at_any_width_and_no_markdown(here, capsys, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", width)
+    assert report_command(["signs", "--less", "base"]) == 0
+    told = capsys.readouterr().out
+    assert "93.0 ± 4.3 %" in told
+    assert "|" not in told
+    assert "**" not in told
+    assert "commit 0123456789" in told
+
+
+def test_the_report_as_markdown_and_as_a_figure(here, capsys):
+    assert report_command(["results", "--markdown", "--where", "method=base"]) == 0
+    told = capsys.readouterr().out
+    assert "## sign\n\n| method | seeds | accuracy |" in told
+    assert "tensor" not in told
+    assert report_command(["signs", "--figure", "curves.svg", "--measure", "test.loss"]) == 0
+    assert "tensor" in Path("curves.svg").read_text()
+    with pytest.raises(ValueError, match=r"got test\.los; there are"):
+        report_command(["signs", "--measure", "test.los"])
+    with pytest.raises(ValueError, match="expected runs with method=nobody, found none"):
+        report_command(["signs", "--where", "method=nobody"])
+
+
+def test_the_report_of_run_folders_names_those_that_are_not_done(here, capsys):
+    done, begun = Path("runs/done"), Path("runs/begun")
+    for folder in (done, begun):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(ValueError, match="expected records of finished runs, found none in runs"):
+        report_command(["runs"])
+    write_result(done / "result.json", run(replace(BASE, method="my-own method")))
+    assert report_command(["runs"]) == 0
+    told = capsys.readouterr().out
+    assert "my-own method" in told
+    assert f"left out: {begun}" in told
+
+
+@pytest.mark.parametrize("x", ["step", "task.numbers"])
+def test_the_same_records_draw_the_same_figure(tmp_path, x):
+    records = [
+        run(model, seed=seed, accuracy=0.9 - 0.02 * n, task=SignTaskConfig(numbers=n))
+        for model in (BASE, TENSOR)
+        for seed in (0, 1)
+        for n in (2, 4, 16)
+    ]
+    y = "valid.accuracy" if x == "step" else "test.accuracy"
+    panels = ["task.numbers"] if x == "step" else []
+    for name in ("a.svg", "b.svg"):
+        figure(frame(records), tmp_path / name, x=x, y=y, panels=panels)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+def test_a_page_is_filled_and_checked(here, capsys):
+    declared = Path("tables.toml")
+    declared.write_text(
+        '[table.signs]\nstudy = "signs"\ncolumns = ["test.accuracy"]\n'
+        '[table.base]\nlike = "signs"\nwhere = { method = "base" }\ncaption = false\n'
+        '[figure.curves]\nstudy = "signs"\ny = "valid.accuracy"\n'
+    )
+    page = Path("page.md")
+    page.write_text("A\n\n<!-- table: base -->\n<!-- /table -->\n\nB\n")
+    command = ["page.md", "--tables", "tables.toml"]
+    assert tables_command([*command, "--check"]) == 1
+    assert "page.md: the table base is not what the records give" in capsys.readouterr().err
+    assert tables_command([*command, "--figures", "."]) == 0
+    assert page.read_text() == (
+        "A\n\n<!-- table: base -->\n\n| method | accuracy |\n| :-- | --: |\n"
+        "| base | 93.0 ± 4.3 % |\n\n<!-- /table -->\n\nB\n"
+    )
+    assert Path("curves.png").is_file()
+    assert tables_command([*command, "--check"]) == 0
+    page.write_text(page.read_text().replace("93.0", "99.0"))
+    assert tables_command([*command, "--check"]) == 1
+    page.write_text("<!-- table: bases -->\n<!-- /table -->\n")
+    with pytest.raises(ValueError, match=r"'bases': expected one that .* declares, .* signs, base"):
+        tables_command(command)
+    page.write_text("<!-- table: base -->\n")
+    with pytest.raises(ValueError, match=r"page\.md: expected <!-- /table -->"):
+        tables_command(command)
+    declared.write_text('[table.base]\nstudy = "signs"\ncolums = []\n')
+    page.write_text("<!-- table: base -->\n<!-- /table -->\n")
+    with pytest.raises(ValueError, match="unknown colums; known are"):
+        tables_command(command)
+
+
+def test_the_tables_of_the_documentation_are_what_the_records_give():
+    pages = [
+        str(path)
+        for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+        if re.search(r"<!-- table: \S+ -->", path.read_text(encoding="utf-8"))
+    ]
+    places = ["--tables", str(ROOT / "lab" / "tables.toml"), "--results", str(ROOT / "results")]
+    assert not pages or tables_command([*pages, *places, "--check"]) == 0
