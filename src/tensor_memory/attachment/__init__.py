@@ -1,6 +1,6 @@
 """Put the memory on an existing Transformer, take it off, switch it off for a while."""
 
-from tensor_memory.attachment.attach import attach, attachment_of, detach, memory_disabled
+from tensor_memory.attachment.attach_detach import attach, attachment_of, detach, memory_disabled
 from tensor_memory.attachment.attachment import Attachment
 from tensor_memory.attachment.blocks import NoBlocksFoundError
 from tensor_memory.attachment.stream import Stream
