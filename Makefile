@@ -50,8 +50,8 @@ $(VENV)/.torch:
 	$(BIN)/python -m pip install --disable-pip-version-check "$(TORCH)"
 	@touch $@
 
-$(VENV)/.demo: pyproject.toml lab/pyproject.toml $(VENV)/.torch
-	$(BIN)/python -m pip install --disable-pip-version-check --editable . --editable lab
+$(VENV)/.demo: pyproject.toml $(VENV)/.torch
+	$(BIN)/python -m pip install --disable-pip-version-check --editable ".[inspect]"
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml lab/pyproject.toml $(VENV)/.torch

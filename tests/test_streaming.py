@@ -8,7 +8,6 @@ import torch
 
 from memories import make_tokens
 from tensor_memory import MemoryConfig, MemoryResidual, TensorMemory
-from tolerances import assert_same
 
 TOKENS, BLOCK, WIDTH = 20_000, 250, 32
 MIB = 2**20
@@ -36,17 +35,3 @@ def test_twenty_thousand_tokens_leave_memory_flat_and_the_state_as_large_as_it_w
             resident = resident_bytes()
     assert len(sizes) == 1
     assert resident_bytes() - resident < 4 * MIB
-
-
-def test_a_stream_in_blocks_is_the_stream_at_once():
-    config = MemoryConfig(channels=4, grid=(3, 3), chunk_size=16)
-    memory = TensorMemory(WIDTH, config).double()
-    x = make_tokens(1, 2_000, WIDTH)
-    with torch.no_grad():
-        whole, end = memory(x)
-        state, outputs = None, []
-        for block in x.split(37, dim=1):
-            m, state = memory(block, state)
-            outputs.append(m)
-    assert_same(torch.cat(outputs, dim=1), whole)
-    assert_same(state.cell, end.cell)
