@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memories import DIM, OPTIONS, make_marks, make_memory, make_state, make_tokens
 from tensor_memory import MemoryConfig, TensorMemory
-from tensor_memory import module as module_under_test
+from tensor_memory import tensor as module_under_test
 from tensor_memory_lab.train.graph import no_waiting
 from tolerances import assert_same
 
@@ -196,15 +196,15 @@ def test_without_marks_no_tokens_are_sorted_into_rows(monkeypatch):
 
 def test_without_marks_the_scan_takes_one_plain_step_per_completed_chunk(monkeypatch):
     steps = []
-    scan = module_under_test.scan_checked
+    scan = module_under_test.memory_scan
 
-    def count(request, *options):
-        steps.append(request.write_at.shape[1])
-        assert request.writes is None
-        assert request.resets is None
-        return scan(request, *options)
+    def count(read_at, write_at, *others, writes, resets, **options):
+        steps.append(write_at.shape[1])
+        assert writes is None
+        assert resets is None
+        return scan(read_at, write_at, *others, **options)
 
-    monkeypatch.setattr(module_under_test, "scan_checked", count)
+    monkeypatch.setattr(module_under_test, "memory_scan", count)
     memory = make_memory(OPTIONS["paper"])  # chunks of 3
     _, state = memory(make_tokens(2, 8, DIM))
     assert steps == [2]

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from tensor_memory.config import MemoryConfig
     from tensor_memory.inspect import Recording, record
     from tensor_memory.leaks import LeakReport, find_leak
-    from tensor_memory.module import TensorMemory
-    from tensor_memory.ops import memory_scan
+    from tensor_memory.ops import backends, memory_scan
     from tensor_memory.residual import MemoryResidual
     from tensor_memory.state import MemoryState
+    from tensor_memory.tensor import TensorMemory
 
 __version__ = "0.1.0"
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Recording",
     "TensorMemory",
     "attach",
+    "backends",
     "detach",
     "find_leak",
     "load_memory",
@@ -44,8 +45,9 @@ _MODULES = {
     "MemoryResidual": "residual",
     "MemoryState": "state",
     "Recording": "inspect",
-    "TensorMemory": "module",
+    "TensorMemory": "tensor",
     "attach": "attachment",
+    "backends": "ops",
     "detach": "attachment",
     "find_leak": "leaks",
     "load_memory": "checkpoint",

@@ -8,7 +8,7 @@ import platform
 import torch
 
 import tensor_memory
-from tensor_memory.ops import BACKENDS, memory_scan, why_not
+from tensor_memory.ops import backends, memory_scan
 from tensor_memory.wording import counted
 
 PACKAGES = ("torch", "safetensors", "triton", "transformers", "accelerate", "peft", "timm")
@@ -26,10 +26,7 @@ def run_doctor() -> int:
     healthy = True
     for device in _devices():
         print(f"{_describe(device)}")
-        for backend in BACKENDS:
-            if backend == "auto":
-                continue
-            reason = why_not(backend, device)
+        for backend, reason in backends(device).items():
             if reason is not None:
                 print(f"  {backend:<14}cannot serve: {reason}")
                 continue

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tensor_memory.chunking import aligned_calls
-from tensor_memory.module import TensorMemory
-from tensor_memory.ops import fused_layer
+from tensor_memory.ops.scan.memory_scan import fused_layer
 from tensor_memory.state import MemoryState
+from tensor_memory.tensor import TensorMemory
 
 
 class MemoryResidual(nn.Module):

@@ -4,7 +4,7 @@ import torch
 
 from tensor_memory import MemoryConfig, Recording
 from tensor_memory.inspect import LayerRecording
-from tensor_memory.ops.reference import gaussian_mask, nearest_mask
+from tensor_memory.ops.scan.reference import gaussian_mask, nearest_mask
 
 
 def invented_layer(

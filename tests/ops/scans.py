@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tensor_memory import memory_scan
 from tensor_memory.ops import why_not
-from tensor_memory.ops.request import Request
+from tensor_memory.ops.scan.inputs import ScanInputs
 from tolerances import assert_same_rms
 
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -46,7 +46,7 @@ class Case:
             [sizes, "x".join(map(str, self.grid)), *(o for o in options if getattr(self, o))]
         )
 
-    def make(self, dtype: torch.dtype = torch.float64, seed: int = 0) -> Request:
+    def make(self, dtype: torch.dtype = torch.float64, seed: int = 0) -> ScanInputs:
         """Tensors of order one; some reads lie outside the grid, and no row is like another."""
         generator = torch.Generator().manual_seed(seed)
         n = len(self.grid)
@@ -59,7 +59,7 @@ class Case:
             return (torch.rand(self.B, self.S, generator=generator) < share).to(HERE)
 
         B, S, M, C = self.B, self.S, self.M, self.C
-        return Request(
+        return ScanInputs(
             read_at=None if self.Q is None else 1.2 * normal(B, S, self.Q, n).tanh(),
             write_at=normal(B, S, M, n).tanh(),
             spread=None if self.nearest else normal(B, S, M).mul(0.5).exp(),
@@ -74,7 +74,7 @@ class Case:
         )
 
 
-def near_the_start(case: Case, seed: int = 0) -> Request:
+def near_the_start(case: Case, seed: int = 0) -> ScanInputs:
     """Weights as a memory has them early in training: a long scan of larger ones is chaos."""
     request = case.make(torch.float32, seed)
     identity = torch.tensor([0.0, 1.0, 0.0], device=HERE)
@@ -115,9 +115,14 @@ def fits_fused(case: Case) -> bool:
 Results = dict[str, Tensor]
 
 
-def run(request: Request, backend: str, checkpoint_every: int | None = None) -> Results:
+def floats(inputs: ScanInputs) -> tuple[Tensor | None, ...]:
+    """All that have a gradient: everything but the masks."""
+    return inputs[:9]
+
+
+def run(request: ScanInputs, backend: str, checkpoint_every: int | None = None) -> Results:
     """Reads, final state and the gradients of all inputs, by name, for fixed random weights."""
-    leaves = [v if v is None else v.detach().clone().requires_grad_() for v in request.floats]
+    leaves = [v if v is None else v.detach().clone().requires_grad_() for v in floats(request)]
     reads, hidden, cell = memory_scan(
         *leaves,
         writes=request.writes,
@@ -135,15 +140,15 @@ def run(request: Request, backend: str, checkpoint_every: int | None = None) -> 
     pairs = [(value, grad) for value, grad in pairs if value.requires_grad]  # no step reads nothing
     torch.autograd.backward(*zip(*pairs, strict=True))
     results = {name: value.detach() for name, value in results.items()}
-    for name, leaf in zip(Request._fields, leaves, strict=False):
+    for name, leaf in zip(ScanInputs._fields, leaves, strict=False):
         if leaf is not None:
             grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             results[f"gradient of {name}"] = grad
     return results
 
 
-def as_double(request: Request) -> Request:
-    return Request._make(
+def as_double(request: ScanInputs) -> ScanInputs:
+    return ScanInputs._make(
         v if v is None or not v.is_floating_point() else v.double() for v in request
     )
 

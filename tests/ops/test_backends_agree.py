@@ -13,13 +13,15 @@ from scans import (
     assert_agree,
     awkward_cases,
     fits_fused,
+    floats,
     near_the_start,
     run,
 )
 
 from tensor_memory import memory_scan
-from tensor_memory.ops import axis_filter, torch_scan
-from tensor_memory.ops.request import Request
+from tensor_memory.ops.scan import torch as torch_scan
+from tensor_memory.ops.scan.inputs import ScanInputs
+from tensor_memory.ops.scan.torch import axis_filter
 from tolerances import assert_same_rms
 
 CASES = awkward_cases()
@@ -142,14 +144,14 @@ def test_in_bfloat16_a_scan_stays_close_to_the_reference(backend, case):
 @pytest.fixture
 def small_tiles(monkeypatch) -> Iterator[None]:
     """Plans made anew, with tiles of 16 voxels in the scans; thrown away afterwards."""
-    from tensor_memory.ops import triton_backward_run, triton_forward_run, triton_plan
+    from tensor_memory.ops.scan.triton import backward, forward, plan
 
     caches = (
-        triton_plan.plan,
-        triton_forward_run.forward_launches,
-        triton_backward_run.backward_launches,
+        plan.plan_of,
+        forward.forward_launches,
+        backward.backward_launches,
     )
-    monkeypatch.setattr(triton_plan, "SCAN_TILE", dict.fromkeys((16, 32, 64, 128), 16))
+    monkeypatch.setattr(plan, "SCAN_TILE", dict.fromkeys((16, 32, 64, 128), 16))
     for cache in caches:
         cache.cache_clear()
     yield
@@ -172,14 +174,14 @@ TILED = [  # 18 voxels are two tiles; of the first, one row does not begin with 
 def test_gates_are_recomputed_in_the_backward_scan_or_before_it(
     backend, products, inside, case, monkeypatch
 ):
-    from tensor_memory.ops import triton_plan
+    from tensor_memory.ops.scan.triton import plan
 
     for table in ("INSIDE", "INSIDE_FLOAT"):
-        monkeypatch.setattr(triton_plan, table, dict.fromkeys((16, 64), inside))
+        monkeypatch.setattr(plan, table, dict.fromkeys((16, 64), inside))
     low = products == torch.bfloat16
     request = near_the_start(case) if low else case.make(torch.float32)
-    shape = triton_plan.Shape.of(request, products)
-    rows = triton_plan.layout(shape, triton_plan.BACKWARD_SHARE)
+    shape = plan.Shape.of(request, products)
+    rows = plan.layout(shape, plan.BACKWARD_SHARE)
     assert rows.constants["TILES"] == (2 if case in TILED else 1)
     with torch.autocast(HERE.type, torch.bfloat16, enabled=low):
         got = run(request, backend)
@@ -203,7 +205,7 @@ def test_a_row_that_never_writes_keeps_every_bit_until_it_is_emptied(backend):
     resets = torch.tensor([[False, False], [False, False], [False, True]], device=HERE)
     with torch.autocast(HERE.type, torch.bfloat16):
         _, hidden, cell = memory_scan(
-            *request.floats, writes=writes, resets=resets, backend=backend
+            *floats(request), writes=writes, resets=resets, backend=backend
         )
     assert torch.equal(hidden[1], request.hidden[1])
     assert torch.equal(cell[1], request.cell[1])
@@ -214,13 +216,13 @@ def test_a_row_that_never_writes_keeps_every_bit_until_it_is_emptied(backend):
 @pytest.mark.parametrize("backend", [FUSED])
 @torch.no_grad()
 def test_segments_of_a_fused_scan_that_keeps_nothing_change_nothing(backend, monkeypatch):
-    from tensor_memory.ops import triton_scan
+    from tensor_memory.ops.scan import triton as triton_scan
 
     monkeypatch.setattr(triton_scan, "SEGMENT", 2)
     request = Case(B=2, S=5, Q=1, M=1, C=16, grid=(2,)).make(torch.float32)
     masks = {"writes": request.writes, "resets": request.resets}
-    expected = memory_scan(*as_double(request).floats, **masks, backend="reference")
-    got = memory_scan(*request.floats, **masks, backend=backend)
+    expected = memory_scan(*floats(as_double(request)), **masks, backend="reference")
+    got = memory_scan(*floats(request), **masks, backend=backend)
     for name, mine, theirs in zip(("reads", "hidden", "cell"), got, expected, strict=True):
         assert_same_rms(name, mine, theirs, torch.float32)
 
@@ -229,10 +231,10 @@ def test_segments_of_a_fused_scan_that_keeps_nothing_change_nothing(backend, mon
 @torch.no_grad()
 def test_tensors_need_not_be_contiguous(backend):
     request = Case(B=2, S=2, Q=1, M=1, C=16, grid=(2, 2)).make(torch.float32)
-    scattered = Request._make(torch.stack([t, torch.ones_like(t)], -1)[..., 0] for t in request)
+    scattered = ScanInputs._make(torch.stack([t, torch.ones_like(t)], -1)[..., 0] for t in request)
     assert not any(t.is_contiguous() for t in scattered)
     expected, got = (
-        memory_scan(*r.floats, writes=r.writes, resets=r.resets, backend=backend)
+        memory_scan(*floats(r), writes=r.writes, resets=r.resets, backend=backend)
         for r in (request, scattered)
     )
     for mine, right in zip(got, expected, strict=True):
@@ -242,7 +244,7 @@ def test_tensors_need_not_be_contiguous(backend):
 RESETS = pytest.mark.parametrize(("rows", "at"), [([1], 0), ([1], 2)])
 
 
-def emptied(rows: list[int], at: int) -> Request:
+def emptied(rows: list[int], at: int) -> ScanInputs:
     """A scan in which these rows alone are emptied, at this step alone."""
     request = Case(B=2, S=3, Q=1, M=1, C=16, grid=(2,)).make(torch.float32)
     request.resets.zero_()

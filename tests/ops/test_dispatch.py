@@ -4,11 +4,12 @@ import logging
 
 import pytest
 import torch
-from scans import FUSED, HERE, Case
+from scans import FUSED, HERE, Case, floats
 from torch import Tensor
 
-from tensor_memory import memory_scan, ops
-from tensor_memory.ops import BACKENDS, memory_read, torch_scan, why_not
+from tensor_memory import memory_scan
+from tensor_memory.ops import BACKENDS, dispatch, memory_read, why_not
+from tensor_memory.ops.scan import torch as torch_scan
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SERVING = [b for b in BACKENDS if why_not(b, CPU) is None and b != "triton"]
@@ -104,7 +105,7 @@ def test_the_fused_backend_never_falls_back_on_a_cpu(monkeypatch):
 
 
 def test_a_missing_triton_is_named_as_the_reason(monkeypatch):
-    monkeypatch.setattr(ops, "_TRITON_INSTALLED", False)
+    monkeypatch.setattr(dispatch, "_TRITON_INSTALLED", False)
     assert "triton is not installed" in str(why_not("triton", CUDA))
 
 
@@ -126,7 +127,7 @@ def test_the_reference_refuses_to_pretend_that_it_checkpoints():
 
 
 def test_auto_says_once_what_it_chose(monkeypatch, caplog):
-    monkeypatch.setattr(ops, "_announced", set())
+    monkeypatch.setattr(dispatch, "_announced", set())
     with caplog.at_level(logging.INFO, logger="tensor_memory"):
         scan(backend="auto")
         scan(backend="auto")
@@ -150,7 +151,7 @@ def test_results_never_share_memory_with_the_inputs(backend, S, never):
             writes=torch.zeros_like(request.writes), resets=torch.zeros_like(request.resets)
         )
     results = memory_scan(
-        *request.floats, writes=request.writes, resets=request.resets, backend=backend
+        *floats(request), writes=request.writes, resets=request.resets, backend=backend
     )
     assert not storages(*results) & storages(*request)
     assert len(storages(*results)) == len([r for r in results if r.numel()])
@@ -162,7 +163,7 @@ def test_a_scan_of_no_steps_shares_no_memory_either_way(backend, checkpoint_ever
     request = Case(S=0).make(torch.float32)
     hidden = request.hidden.requires_grad_()
     options = {"backend": backend, "checkpoint_every": checkpoint_every}
-    results = memory_scan(*request.floats, **options)
+    results = memory_scan(*floats(request), **options)
     assert not storages(*results) & storages(*request)
     given = torch.ones_like(hidden)
     (grad,) = torch.autograd.grad(results[1], hidden, given)
@@ -177,7 +178,7 @@ def test_a_scan_and_its_backward_leave_their_inputs_as_they_were(backend, checkp
         checkpoint_every = None
     request = Case(B=1).make()  # with one row, a transposed volume is the volume itself
     copies = [None if value is None else value.clone() for value in request]
-    leaves = [None if value is None else value.requires_grad_() for value in request.floats]
+    leaves = [None if value is None else value.requires_grad_() for value in floats(request)]
     results = memory_scan(
         *leaves,
         writes=request.writes,
@@ -199,15 +200,15 @@ def test_a_scan_and_its_backward_leave_their_inputs_as_they_were(backend, checkp
 @pytest.mark.parametrize("backend", SERVING)
 def test_half_precision_comes_back_as_float32(backend):
     request = Case(resets=False).make(torch.bfloat16)
-    results = memory_scan(*request.floats, writes=request.writes, backend=backend)
+    results = memory_scan(*floats(request), writes=request.writes, backend=backend)
     assert {result.dtype for result in results} == {torch.float32}
 
 
 def test_autocast_does_not_reach_inside_the_reference():
     request = Case(resets=False).make(torch.float32)
-    expected = memory_scan(*request.floats, backend="reference")
+    expected = memory_scan(*floats(request), backend="reference")
     with torch.autocast(HERE.type, torch.bfloat16):
-        got = memory_scan(*request.floats, backend="reference")
+        got = memory_scan(*floats(request), backend="reference")
     for mine, right in zip(got, expected, strict=True):
         assert torch.equal(mine, right)
 

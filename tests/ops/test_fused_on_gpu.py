@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from scans import Case, as_double, assert_agree, near_the_start, run
+from scans import Case, as_double, assert_agree, floats, near_the_start, run
 
 from tensor_memory import MemoryConfig, MemoryResidual, TensorMemory, memory_scan
-from tensor_memory.ops.request import Request
+from tensor_memory.ops.scan.inputs import ScanInputs
 
 pytestmark = pytest.mark.gpu
 
@@ -20,7 +20,7 @@ MANY = Case(B=160, S=4, Q=1, M=1, C=64, grid=(8, 8, 8), writes=False, resets=Fal
 LARGE = Case(B=2, S=3, Q=1, M=1, C=32, grid=(16, 16, 16), nearest=True)
 
 
-def run_in(products: torch.dtype, request: Request) -> dict[str, torch.Tensor]:
+def run_in(products: torch.dtype, request: ScanInputs) -> dict[str, torch.Tensor]:
     with torch.autocast("cuda", torch.bfloat16, enabled=products == torch.bfloat16):
         return run(request, "triton")
 
@@ -48,17 +48,17 @@ def test_inference_gives_what_training_gives():
     expected = run(as_double(request), "reference")
     with torch.no_grad():
         reads, hidden, cell = memory_scan(
-            *request.floats, writes=request.writes, resets=request.resets, backend="triton"
+            *floats(request), writes=request.writes, resets=request.resets, backend="triton"
         )
     got = {"hidden": hidden, "cell": cell, "reads": reads}
     assert_agree(got, {name: expected[name] for name in got}, torch.float32)
 
 
 def test_a_new_length_compiles_nothing():
-    from tensor_memory.ops import triton_forward
+    from tensor_memory.ops.scan.triton import forward
 
     def compiled() -> int:
-        caches = triton_forward.forward_kernel.device_caches.values()
+        caches = forward.forward_kernel.device_caches.values()
         return sum(len(cache[0]) for cache in caches)
 
     run_in(torch.bfloat16, near_the_start(Case(B=2, S=5, C=16, Q=1, M=1)))
@@ -70,10 +70,10 @@ def test_a_new_length_compiles_nothing():
 
 def test_this_triton_takes_addresses():
     """Slow and right without: every launch would be an ordinary one."""
-    from tensor_memory.ops import triton_launch
+    from tensor_memory.ops.scan.triton import launch
 
     run_in(torch.bfloat16, near_the_start(Case(B=2, S=5, C=16, Q=1, M=1)))
-    variants = [v for bound in triton_launch._bound.values() for v in bound.variants.values()]
+    variants = [v for bound in launch._bound.values() for v in bound.variants.values()]
     assert len(variants) > 5
     assert None not in variants
 
@@ -116,7 +116,7 @@ def test_a_layer_of_real_size_is_the_plain_one(monkeypatch):
 
     fused = gradients()
     monkeypatch.setattr("tensor_memory.residual.fused_layer", lambda *_: None)
-    monkeypatch.setattr("tensor_memory.module.fused_layer", lambda *_: None)
+    monkeypatch.setattr("tensor_memory.tensor.fused_layer", lambda *_: None)
     for got, expected in zip(fused, gradients(), strict=True):
         error = (got - expected).double().square().mean().sqrt()
         assert error <= 1e-4 * expected.double().square().mean().sqrt()

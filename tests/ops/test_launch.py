@@ -16,10 +16,10 @@ from tensor_memory.ops import why_not
 if why_not("triton", HERE) is not None:
     pytest.skip(f"triton: {why_not('triton', HERE)}", allow_module_level=True)
 
-from tensor_memory.ops import triton_launch, triton_plan
-from tensor_memory.ops.triton_backward_run import backward_launches
-from tensor_memory.ops.triton_launch import Bound, bound
-from tensor_memory.ops.triton_plan import Shape, layout
+from tensor_memory.ops.scan.triton import launch, plan
+from tensor_memory.ops.scan.triton.backward import backward_launches
+from tensor_memory.ops.scan.triton.launch import Bound, bound
+from tensor_memory.ops.scan.triton.plan import Shape, layout
 
 SMS = 132
 
@@ -75,7 +75,7 @@ class FakeKernel:
 
 @pytest.fixture
 def kernel(monkeypatch) -> FakeKernel:
-    monkeypatch.setattr(triton_launch, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "INTERPRETED", False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: "stream", raising=False)
     return FakeKernel()
@@ -219,17 +219,17 @@ REFUSED = {
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_no_kernel_serves_is_refused_with_its_reason(reason):
     shape, dtype = REFUSED[reason]
-    assert triton_plan.why_not(torch.empty(shape, device=HERE), dtype) == reason
+    assert plan.why_not(shape, HERE, dtype) == reason
 
 
 def test_the_largest_volumes_are_served():
     for shape in ((1, 16, 16, 16, 16), (1, 128, 4)):
-        assert triton_plan.why_not(torch.empty(shape, device=HERE), torch.float32) is None
+        assert plan.why_not(shape, HERE, torch.float32) is None
 
 
 @pytest.mark.parametrize("C", [8, 24])
 def test_reads_alone_take_powers_of_two_of_channels(C):
-    reason = triton_plan.why_not_read(torch.empty(1, C, 4, device=HERE))
+    reason = plan.why_not_read(torch.empty(1, C, 4, device=HERE))
     assert reason == f"it reads a power of two of channels, at least 16, got {C}"
 
 
@@ -241,8 +241,8 @@ def test_programs_that_wait_for_each_other_are_resident_and_own_every_voxel(
 ):
     properties = SimpleNamespace(multi_processor_count=SMS)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    monkeypatch.setattr(triton_plan, "INTERPRETED", False)
-    tables = (triton_plan.FORWARD_SHARE, triton_plan.BACKWARD_SHARE)
+    monkeypatch.setattr(plan, "INTERPRETED", False)
+    tables = (plan.FORWARD_SHARE, plan.BACKWARD_SHARE)
     for B, share in itertools.product((1, 5, 16, 32, 33, 64, 128, 300), tables):
         asked = shape(B, C, grid, products)
         rows = layout(asked, share)

@@ -13,7 +13,8 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from memories import OPTIONS, assert_same_state
 from tensor_memory import MemoryConfig, MemoryResidual, MemoryState, TensorMemory, residual
-from tensor_memory.ops import fused_layer, why_not
+from tensor_memory.ops import why_not
+from tensor_memory.ops.scan.memory_scan import fused_layer
 from tolerances import RMS_RATIO, assert_same, assert_same_rms
 
 pytestmark = pytest.mark.skipif(
@@ -61,7 +62,7 @@ def everything(layer: MemoryResidual, x: Tensor, state: MemoryState | None, **ca
 def plainly(monkeypatch) -> None:
     """From here on nothing is fused but the scan."""
     monkeypatch.setattr(residual, "fused_layer", lambda *_: None)
-    monkeypatch.setattr("tensor_memory.module.fused_layer", lambda *_: None)
+    monkeypatch.setattr("tensor_memory.tensor.fused_layer", lambda *_: None)
 
 
 def twin(layer: MemoryResidual, backend: str) -> MemoryResidual:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scans import FUSED, Case
+from scans import FUSED, Case, floats
 from torch import Tensor
 
 import oracle
@@ -37,7 +37,7 @@ def cases(draw: st.DrawFn) -> Case:
 def test_a_scan_is_what_the_oracle_says(case, seed, backend):
     request = case.make(seed=seed)
     got = memory_scan(
-        *request.floats, writes=request.writes, resets=request.resets, backend=backend
+        *floats(request), writes=request.writes, resets=request.resets, backend=backend
     )
     for b in range(case.B):
 
@@ -85,7 +85,7 @@ SMALL = [
 def test_gradients_are_the_numeric_ones(case, options):
     backend, checkpoint_every = options
     request = case.make()
-    present = [i for i, value in enumerate(request.floats) if value is not None]
+    present = [i for i, value in enumerate(floats(request)) if value is not None]
 
     def scan(*leaves: Tensor) -> tuple[Tensor, ...]:
         floats: list[Tensor | None] = [None] * 9
@@ -115,8 +115,8 @@ def test_a_coordinate_that_is_not_a_number_spoils_its_own_row_alone(backend):
     request = Case(B=3, S=2, writes=False, resets=False).make(torch.float32)
     spoiled = request._replace(read_at=request.read_at.clone(), write_at=request.write_at.clone())
     spoiled.read_at[1] = spoiled.write_at[1] = torch.nan
-    expected = memory_scan(*request.floats, backend=backend)
-    got = memory_scan(*spoiled.floats, backend=backend)
+    expected = memory_scan(*floats(request), backend=backend)
+    got = memory_scan(*floats(spoiled), backend=backend)
     for mine, clean in zip(got, expected, strict=True):
         assert torch.equal(mine[[0, 2]], clean[[0, 2]])
         assert mine[1].isnan().any()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from tensor_memory.ops import reference
+from tensor_memory import memory_scan
 from tensor_memory_lab import bench
 from tensor_memory_lab.bench import scan
 from tensor_memory_lab.bench.compiled_loop import compile_and_check, compiled_loop
@@ -63,9 +63,7 @@ def uncompiled(monkeypatch):
 
     def loop(way, factor=1):
         asked.append(way)
-        return lambda **given: tuple(
-            factor * x for x in reference.scan(**{name: x.float() for name, x in given.items()})
-        )
+        return lambda **given: tuple(factor * x for x in memory_scan(**given, backend="reference"))
 
     def replace(factor):
         place = "tensor_memory_lab.bench.compiled_loop.compiled_loop"

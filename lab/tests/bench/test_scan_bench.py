@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tensor_memory import ops
 from tensor_memory_lab import bench
 from tensor_memory_lab.bench import agreement, aims, report, scan, timing
 from tensor_memory_lab.bench.shapes import PUBLISHED, ScanShape, draw_inputs, work
@@ -58,13 +57,13 @@ def test_a_quick_run_writes_all_that_is_promised(tmp_path, capsys):
 
 def plant(monkeypatch, spoil):
     """Let every scan but the reference return what `spoil` makes of its results."""
-    honest = ops.memory_scan
+    honest = agreement.memory_scan
 
     def planted(*arguments, backend="auto", **options):
         results = honest(*arguments, backend=backend, **options)
         return results if backend == "reference" else spoil(*results)
 
-    monkeypatch.setattr(ops, "memory_scan", planted)
+    monkeypatch.setattr(agreement, "memory_scan", planted)
 
 
 def wrong_gradient(reads, hidden, cell):

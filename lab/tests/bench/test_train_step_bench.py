@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from tensor_memory import ops
+from tensor_memory import memory_scan
 from tensor_memory_lab import bench
-from tensor_memory_lab.bench import hosts, train_step
+from tensor_memory_lab.bench import agreement, hosts, train_step
 from tensor_memory_lab.bench.timing import QUICK
 from tensor_memory_lab.models.video import VideoModel
 
@@ -40,13 +40,13 @@ def test_a_quick_run_writes_all_that_is_promised(tmp_path, capsys):
 
 
 def test_a_wrong_scan_gets_no_speed_and_status_1(tmp_path, monkeypatch, capsys):
-    honest = ops.memory_scan
+    honest = agreement.memory_scan
 
-    def planted(*arguments, **options):
-        reads, hidden, cell = honest(*arguments, **options)
-        return reads * 1.01, hidden, cell
+    def planted(*arguments, backend, **options):
+        reads, hidden, cell = honest(*arguments, backend=backend, **options)
+        return reads if backend == "reference" else reads * 1.01, hidden, cell
 
-    monkeypatch.setattr(ops, "memory_scan", planted)
+    monkeypatch.setattr(agreement, "memory_scan", planted)
     status, record = run_quick(tmp_path, "--models", "language")
     assert status == 1
     assert "ms" not in record["result"]["models"]["language"]
@@ -100,13 +100,12 @@ def test_scans_have_the_published_lengths():
 
 def test_the_video_models_scan_is_as_long_as_was_compared(monkeypatch):
     seen = []
-    honest = ops.scan_checked
 
-    def watching(request, *options):
-        seen.append(tuple(request.write_at.shape[:2]))
-        return honest(request, *options)
+    def watching(read_at, write_at, *others, **options):
+        seen.append(tuple(write_at.shape[:2]))
+        return memory_scan(read_at, write_at, *others, **options)
 
-    monkeypatch.setattr("tensor_memory.module.scan_checked", watching)
+    monkeypatch.setattr("tensor_memory.tensor.memory_scan", watching)
     host = hosts.video_host(quick=True)
     model = host.build(host.memory, range(host.layers))
     host.loss(model, host.draw(torch.device("cpu")))

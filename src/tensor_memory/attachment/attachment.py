@@ -15,9 +15,9 @@ from tensor_memory.attachment.hooks import BlockHook, EntryHook, modules_around
 from tensor_memory.attachment.host_call import DEPTH, HostCalls
 from tensor_memory.attachment.stream import Stream
 from tensor_memory.config import MemoryConfig
-from tensor_memory.module import TensorMemory
 from tensor_memory.residual import MemoryResidual
 from tensor_memory.state import MemoryState
+from tensor_memory.tensor import TensorMemory
 from tensor_memory.wording import counted
 
 _NESTED = "use_nested_tensor"  # of nn.TransformerEncoder

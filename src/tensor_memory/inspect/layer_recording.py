@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from tensor_memory.config import MemoryConfig
-from tensor_memory.ops.reference import gaussian_mask, nearest_mask
+from tensor_memory.ops.scan.reference import gaussian_mask, nearest_mask
 from tensor_memory.wording import counted
 
 if TYPE_CHECKING:

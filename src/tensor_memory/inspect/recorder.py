@@ -21,9 +21,9 @@ from tensor_memory.inspect.recording import Recording
 from tensor_memory.inspect.replay import Given, steps, waiting
 from tensor_memory.inspect.store import LayerStore
 from tensor_memory.inspect.streams import Stream, Streams
-from tensor_memory.module import TensorMemory
 from tensor_memory.residual import MemoryResidual
 from tensor_memory.state import MemoryState
+from tensor_memory.tensor import TensorMemory
 
 _Module = TypeVar("_Module", bound=nn.Module)
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from tensor_memory.chunking import Assignment, assign
-from tensor_memory.module import TensorMemory
-from tensor_memory.ops import reference
+from tensor_memory.ops.scan import reference
 from tensor_memory.state import MemoryState
+from tensor_memory.tensor import TensorMemory
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tensor_memory.ops import checkpointing, direct, products_of, triton_plan, triton_scan
+from tensor_memory.ops.autograd import Options as ScanOptions
+from tensor_memory.ops.autograd import is_plain_eager, no_double_backward
+from tensor_memory.ops.inputs import prepared, products_dtype
 from tensor_memory.ops.layer_heads import steer, steered_back, steered_by
 from tensor_memory.ops.layer_parts import (
     add_gated,
@@ -29,11 +31,12 @@ from tensor_memory.ops.layer_parts import (
     serves,
     watched,
 )
-from tensor_memory.ops.once import undone
-from tensor_memory.ops.operator import run_backward
 from tensor_memory.ops.packing import Heads, Packed, Sizes, gather, pack
 from tensor_memory.ops.placing import Placing
-from tensor_memory.ops.request import Request, at_rest
+from tensor_memory.ops.scan import triton as triton_scan
+from tensor_memory.ops.scan.inputs import ScanInputs
+from tensor_memory.ops.scan.memory_scan import SCAN
+from tensor_memory.ops.scan.triton import plan
 from tensor_memory.ops.triton_token import serves as serves_token
 from tensor_memory.ops.triton_token import step as token_step
 
@@ -77,14 +80,16 @@ class Options(NamedTuple):
 def serves_whole(hidden: Tensor, cell: Tensor, weights: Weights) -> bool:
     """Whether `whole` can take this state and these weights."""
     tensors = (hidden, cell, *weights)
-    return direct.serves(tensors) and triton_plan.why_not(hidden, hidden.dtype) is None
+    return (
+        is_plain_eager(tensors) and plan.why_not(hidden.shape, hidden.device, hidden.dtype) is None
+    )
 
 
 def whole(
     x: Tensor, hidden: Tensor, cell: Tensor, weights: Weights, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x (B, N, d) -> x̂ (B, N, d), and the state after its last chunk."""
-    return _Whole.apply(x, hidden, cell, options, products_of(x), *weights)  # type: ignore
+    return _Whole.apply(x, hidden, cell, options, products_dtype(x), *weights)  # type: ignore
 
 
 class _Whole(torch.autograd.Function):
@@ -108,7 +113,7 @@ class _Whole(torch.autograd.Function):
             (B, chunks.shape[0] // B, hidden.ndim - 2), options.sigma_scale,
         )  # fmt: skip
         fixed = (weights.taps, weights.mix, weights.bias, hidden, cell)
-        request = Request(*steered, *(at_rest(tensor, torch.float32) for tensor in fixed))
+        request = ScanInputs(*steered, *(prepared(tensor, torch.float32) for tensor in fixed))
         reads, last_hidden, last_cell, kept = _scan(request, options.checkpoint_every, dtype)
         reads = reads.view(-1, weights.output.shape[1])
         m = F.linear(reads, packed.output)  # (B·U, d)
@@ -121,7 +126,7 @@ class _Whole(torch.autograd.Function):
             x, weights.norm, statistics, chunks, queries, summary, *packed,
             reads, m, weights.gate, seeds, *request[:9], *kept,
         )  # fmt: skip
-        ctx.scanning = (options.checkpoint_every, dtype, "triton")
+        ctx.scanning = ScanOptions(options.checkpoint_every, dtype, "triton")
         ctx.sizes, ctx.sigma_scale, ctx.adding = sizes, options.sigma_scale, adding
         ctx.shared, ctx.frame = heads.shared, (frame, padded)
         kinds = {t.dtype for t in weights if t is not None}
@@ -131,7 +136,7 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore
-        return undone(_Whole, ctx, grads)
+        return no_double_backward(_Whole.undo, ctx, *grads)
 
     @staticmethod
     def undo(ctx: Any, *grads: Any) -> Any:
@@ -139,7 +144,7 @@ class _Whole(torch.autograd.Function):
         grad_out, grad_hidden, grad_cell = grads
         saved = ctx.saved_tensors
         x, norm, statistics, chunks, queries, summary, *rest, reads, m, gate, seeds = saved[:14]
-        packed, request, kept = Packed._make(rest), Request(*saved[14:23]), list(saved[23:])
+        packed, request, kept = Packed._make(rest), ScanInputs(*saved[14:23]), list(saved[23:])
         (B, _, d), (frame, padded) = x.shape, ctx.frame
         # Nobody may have made use of anything but the state.
         grad_out = torch.zeros_like(x) if grad_out is None else grad_out.contiguous()
@@ -148,8 +153,8 @@ class _Whole(torch.autograd.Function):
         steps = request.write_at.shape[:2]
         grad_reads = torch.mm(grad_m, packed.output).view(*steps, -1, request.content.shape[3])
         wanted = (grad_reads, grad_hidden, grad_cell)
-        *steered, by_taps, by_mix, by_bias, by_hidden, by_cell = run_backward(
-            wanted, request, kept, *ctx.scanning
+        *steered, by_taps, by_mix, by_bias, by_hidden, by_cell, _, _ = SCAN.run_backward(
+            wanted, request, kept, ctx.scanning
         )
         back = steered_back(
             chunks, queries, summary, packed, request[:3], steered, ctx.sizes, ctx.sigma_scale
@@ -169,10 +174,10 @@ class _Whole(torch.autograd.Function):
 
 
 def _scan(
-    request: Request, checkpoint_every: int, dtype: torch.dtype
+    request: ScanInputs, checkpoint_every: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """The scan with its reads in the type that they are multiplied in."""
     if not checkpoint_every:
         return triton_scan.forward(request, keep=True, products=dtype, reads_in=dtype)
-    results = checkpointing.forward(triton_scan, request, checkpoint_every, dtype)
-    return results[0].to(dtype), *results[1:]
+    results = SCAN.run_forward(request, True, ScanOptions(checkpoint_every, dtype, "triton"))
+    return results[0].to(dtype), *results[1:]  # type: ignore

@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tensor_memory.ops import products_of, triton_layer
-from tensor_memory.ops.once import undone
+from tensor_memory.ops import triton_layer
+from tensor_memory.ops.autograd import no_double_backward
+from tensor_memory.ops.inputs import prepared, products_dtype
 from tensor_memory.ops.packing import Heads, Packed, Sizes, pack
-from tensor_memory.ops.request import at_rest
-from tensor_memory.ops.triton_launch import Bound, bound
+from tensor_memory.ops.scan.triton.launch import Bound, bound
 
 STEER_BLOCK = 512  # values per program
 
@@ -32,7 +32,7 @@ def steer(
 
     tokens (B, S, K, d) -> (B, S, Q, n), (B, S, M, n), (B, S, M) or None, (B, S, M, C).
     """
-    dtype = products_of(tokens)
+    dtype = products_dtype(tokens)
     options = (axes, every_token, sigma_scale, dtype)
     return Steer.apply(tokens.to(dtype), options, *heads)  # type: ignore
 
@@ -59,7 +59,7 @@ class Steer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore
         """`undo`, which nobody may differentiate."""
-        return undone(Steer, ctx, grads)
+        return no_double_backward(Steer.undo, ctx, *grads)
 
     @staticmethod
     def undo(ctx: Any, *grads: Any) -> Any:
@@ -109,7 +109,7 @@ def steered_by(
     B, S, n = shape
     M = sizes.at // n
     if spread_bias is not None:
-        spread_bias = at_rest(spread_bias, spread_bias.dtype)
+        spread_bias = prepared(spread_bias, spread_bias.dtype)
     summary = F.linear(flat, packed.write_proj)
     raw_reads, raw_writes = F.linear(queries, packed.reads), F.linear(summary, packed.writes)
     asked = raw_reads.numel()

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from tensor_memory.ops import products_of, triton_layer
-from tensor_memory.ops.once import undone
+from tensor_memory.ops import triton_layer
+from tensor_memory.ops.autograd import no_double_backward
+from tensor_memory.ops.inputs import prepared, products_dtype
 from tensor_memory.ops.placing import Placing
-from tensor_memory.ops.request import at_rest
-from tensor_memory.ops.triton_launch import INTERPRETED, Bound, bound
-from tensor_memory.ops.triton_plan import power_of_2
+from tensor_memory.ops.scan.triton.launch import INTERPRETED, Bound, bound
+from tensor_memory.ops.scan.triton.plan import power_of_2
 
 NORM_VALUES = 2048  # per program of the norm
 NORM_PROGRAMS = 528  # that share the sums for its weights: four per multiprocessor of an H200
@@ -31,7 +31,7 @@ MAX_WIDTH = 8192  # of a token: a program holds a whole one
 
 def norm_and_through(x: Tensor, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
     """LayerNorm(x) in the type to multiply in, and x itself: their gradients meet in one pass."""
-    return NormAndThrough.apply(x, norm.weight, norm.bias, norm.eps, products_of(x))  # type: ignore
+    return NormAndThrough.apply(x, norm.weight, norm.bias, norm.eps, products_dtype(x))  # type: ignore
 
 
 class NormAndThrough(torch.autograd.Function):
@@ -50,7 +50,7 @@ class NormAndThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore
         """`undo`, which nobody may differentiate."""
-        return undone(NormAndThrough, ctx, grads)
+        return no_double_backward(NormAndThrough.undo, ctx, *grads)
 
     @staticmethod
     def undo(ctx: Any, *grads: Any) -> Any:
@@ -86,7 +86,7 @@ def normed(
 ) -> tuple[Tensor, Tensor]:
     """LayerNorm of x (..., d), contiguous, and centre and scale of every token, (2, tokens)."""
     launch, rows = _norm(x.shape[-1]), x.numel() // x.shape[-1]
-    weight, bias = at_rest(weight, weight.dtype), at_rest(bias, bias.dtype)
+    weight, bias = prepared(weight, weight.dtype), prepared(bias, bias.dtype)
     out = torch.empty_like(x, dtype=dtype)
     statistics = x.new_empty(2, rows, dtype=torch.float32)
     launch.forward(
@@ -100,7 +100,7 @@ def normed_back(
 ) -> tuple[Tensor, Tensor]:
     """What x receives, and shares (programs, 2, d) of what weight and bias do."""
     D, rows = x.shape[-1], statistics.shape[1]
-    launch, weight = _norm(D), at_rest(weight, weight.dtype)
+    launch, weight = _norm(D), prepared(weight, weight.dtype)
     blocks = -(-rows // launch.rows)
     programs = min(blocks, NORM_PROGRAMS)
     grad_x = torch.empty_like(x)
@@ -136,7 +136,7 @@ class AddGated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore
         """`undo`, which nobody may differentiate."""
-        return undone(AddGated, ctx, grads)
+        return no_double_backward(AddGated.undo, ctx, *grads)
 
     @staticmethod
     def undo(ctx: Any, *grads: Any) -> Any:
@@ -208,7 +208,7 @@ def serves(x: Tensor) -> bool:
     return (
         (x.is_cuda or INTERPRETED)
         and x.dtype in floats
-        and products_of(x) in floats
+        and products_dtype(x) in floats
         and x.numel() > 0
         and x.shape[-1] <= MAX_WIDTH
     )

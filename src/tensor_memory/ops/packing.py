@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tensor_memory.ops.triton_launch import Bound, bound
-from tensor_memory.ops.triton_plan import power_of_2
+from tensor_memory.ops.scan.triton.launch import Bound, bound
+from tensor_memory.ops.scan.triton.plan import power_of_2
 
 COPIED = 1024  # values per program
 SUMMED = 2048  # values that a program adds at a time,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tensor_memory.ops.triton_step import tanh
+from tensor_memory.ops.scan.triton.step import tanh
 
 SIGMA_FLOOR = tl.constexpr(1e-4)
 

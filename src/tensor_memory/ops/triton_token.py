@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from tensor_memory.ops.triton_launch import bound
-from tensor_memory.ops.triton_places import read_place
-from tensor_memory.ops.triton_plan import power_of_2, sizes_of, why_not_read
-from tensor_memory.ops.triton_step import tanh
+from tensor_memory.ops.scan.triton.addressing import read_place
+from tensor_memory.ops.scan.triton.launch import bound
+from tensor_memory.ops.scan.triton.plan import power_of_2, sizes_of, why_not_read
+from tensor_memory.ops.scan.triton.step import tanh
 
 MAX_READS = 4  # heads, which one program goes through one by one
 

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensor_memory import ops
-from tensor_memory.ops import reference
+from tensor_memory import memory_scan
 from tensor_memory_lab.bench.shapes import WEIGHTS, ScanInputs, ScanShape, draw_inputs
 
 OUTPUTS = ("reads", "hidden", "cell")
@@ -73,7 +72,7 @@ class Agreement:
 def check(shape: ScanShape, backend: str, device: torch.device, seed: int) -> Agreement:
     """Run one scan forward and backward, and the reference in float64 beside it."""
     return check_scan(
-        shape, lambda **tensors: ops.memory_scan(**tensors, backend=backend), device, seed
+        shape, lambda **tensors: memory_scan(**tensors, backend=backend), device, seed
     )
 
 
@@ -110,7 +109,8 @@ def _expected(inputs: ScanInputs, shape: ScanShape) -> dict[str, Tensor]:
     parts = []
     for at in range(0, shape.batch, block):
         rows = inputs.leaves(dtype=torch.float64, rows=slice(at, at + block))
-        parts.append(_with_gradients(reference.scan(**rows.arguments), rows))
+        outputs = memory_scan(**rows.arguments, backend="reference")  # type: ignore[arg-type]
+        parts.append(_with_gradients(outputs, rows))
     shared = {f"grad_{name}" for name in WEIGHTS}
     return {
         name: torch.stack([part[name] for part in parts]).sum(0)

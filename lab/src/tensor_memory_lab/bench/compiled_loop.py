@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tensor_memory.ops import reference
+from tensor_memory import memory_scan
 from tensor_memory_lab.bench.agreement import Agreement, check_scan
 from tensor_memory_lab.bench.shapes import ScanShape
 
@@ -23,10 +24,8 @@ def compiled_loop(way: str) -> Callable[..., Any]:
 
     Shapes are taken as they are: code for any size would be slower, and no opponent.
     """
-    compiled = torch.compile(reference.scan, dynamic=False)
-    scan = compiled if way == "whole" else _step_by_step(compiled)
-    # The plain loop has no door that casts for it.
-    return lambda **arguments: scan(**{name: x.float() for name, x in arguments.items()})
+    compiled = torch.compile(partial(memory_scan, backend="reference"), dynamic=False)
+    return compiled if way == "whole" else _step_by_step(compiled)
 
 
 def compile_and_check(

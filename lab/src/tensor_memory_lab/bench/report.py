@@ -77,7 +77,7 @@ def check_common_options(
     parser: argparse.ArgumentParser, options: argparse.Namespace
 ) -> torch.device:
     """The device asked for; what cannot be served is refused before any work."""
-    from tensor_memory.ops import BACKENDS, why_not
+    from tensor_memory import backends
 
     if options.device not in ("cpu", "cuda"):
         parser.error(f"--device: expected cpu or cuda, got {options.device!r}")
@@ -86,10 +86,10 @@ def check_common_options(
         parser.error("--device: expected a CUDA device, and none is available; use --device cpu")
     if options.backend is None:
         options.backend = "triton" if device.type == "cuda" else "torch"
-    named = [name for name in BACKENDS if name != "auto"]
-    if options.backend not in named:  # a number must say what it measured
-        parser.error(f"--backend: expected one of {', '.join(named)}, got {options.backend!r}")
-    reason = why_not(options.backend, device)
+    reasons = backends(device)
+    if options.backend not in reasons:  # a number must say what it measured
+        parser.error(f"--backend: expected one of {', '.join(reasons)}, got {options.backend!r}")
+    reason = reasons[options.backend]
     if reason is not None:
         parser.error(f"--backend {options.backend}: {reason}")
     if options.output is not None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tensor_memory import ops
+from tensor_memory import memory_scan
 from tensor_memory_lab.bench import agreement, aims, report, scan_tables
 from tensor_memory_lab.bench.compiled_loop import WAYS, compile_and_check
 from tensor_memory_lab.bench.cpu_memory import measure_cpu_memory
@@ -78,7 +78,7 @@ def calls(scan: Scan, inputs: ScanInputs, shape: ScanShape) -> dict[str, Call]:
 
 def fused(backend: str) -> Scan:
     """`memory_scan` by one backend."""
-    return lambda **arguments: ops.memory_scan(**arguments, backend=backend)
+    return lambda **arguments: memory_scan(**arguments, backend=backend)
 
 
 def measure_shape(

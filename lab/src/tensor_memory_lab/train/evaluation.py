@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from tensor_memory import MemoryResidual, TensorMemory
-from tensor_memory.ops import why_not
 from tensor_memory_lab.models import Carry
 from tensor_memory_lab.run_config import RunConfig
 from tensor_memory_lab.tasks import Batch, Sums, Task
@@ -165,26 +164,11 @@ def memory_off(model: nn.Module) -> Iterator[None]:
 
 
 def memory_backend(model: nn.Module) -> str | None:
-    """What the model's memories run on, and why not on the fused scan; None without memory."""
+    """The backends that the model's memories run on; None without memory."""
     layers = memory_layers(model).values()
     served = {
-        _served(memory)
+        memory.backend_on(memory.output.weight.device)
         for memory in (*model.modules(), *(layer.memory for layer in layers))
         if isinstance(memory, TensorMemory)
     }
     return ", ".join(sorted(served)) or None
-
-
-def _served(memory: TensorMemory) -> str:
-    config, device = memory.config, memory.output.weight.device
-    if config.backend != "auto":
-        return config.backend
-    if device.type != "cuda":
-        return "torch"
-    reason = why_not("triton", device)
-    if reason is None:
-        from tensor_memory.ops import triton_plan
-
-        state = torch.empty(1, config.channels, *config.grid, device=device)
-        reason = triton_plan.why_not(state, torch.float32)
-    return "triton" if reason is None else f"torch ({reason})"

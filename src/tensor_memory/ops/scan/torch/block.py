@@ -1,4 +1,4 @@
-"""One block of rows through the recurrence and back, a step at a time; `torch_scan.py` drives it.
+"""One block of rows through the recurrence and back, one step at a time.
 
 Volumes are (C, *grid, B), rows innermost, so that the gates' mix is one product (4C, 2C + 1) ×
 (2C + 1, V·B) whose four blocks of rows are i, f, o, g, and everything between products runs over
@@ -15,10 +15,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tensor_memory.ops import deposit
-from tensor_memory.ops.axis_filter import AxisFilter, TapGradient
-from tensor_memory.ops.request import Request
-from tensor_memory.ops.sampling import coordinate_gradient, corners
+from tensor_memory.ops.scan.inputs import ScanInputs
+from tensor_memory.ops.scan.torch.axis_filter import AxisFilter, TapGradient
+from tensor_memory.ops.scan.torch.gaussian_write import (
+    drop_tails,
+    filter_profile,
+    filter_profile_backward,
+    profiles,
+    profiles_backward,
+    volume_halves,
+    volume_halves_backward,
+)
+from tensor_memory.ops.scan.torch.sampling import coordinate_gradient, corners
 
 _sigmoid_backward = torch.ops.aten.sigmoid_backward.grad_input
 _tanh_backward = torch.ops.aten.tanh_backward.grad_input
@@ -26,89 +34,89 @@ _hardshrink = torch.ops.aten.hardshrink.out
 
 
 class Block:
-    """A block's state, what steers it, and the buffers of a step."""
+    """A block's state, its reads and writes of the steps at hand, and the buffers of a step."""
 
-    def __init__(self, request: Request) -> None:
-        B, C, *grid = request.hidden.shape
-        self.request, self.C, self.grid = request, C, tuple(grid)
-        self.inputs = self.new_volumes(2, extra=1)  # [U; h; 1], U and h filtered
-        self.inputs[-1] = 1
-        self.written = self.inputs[:C].view(C, grid[0], -1, B)
-        filtered = self.inputs[C : 2 * C]
+    def __init__(self, inputs: ScanInputs) -> None:
+        B, C, *grid = inputs.hidden.shape
+        self.inputs, self.C, self.grid = inputs, C, tuple(grid)
+        self.mix_inputs = self.new_volumes(2, extra=1)  # [U; h; 1], U and h filtered
+        self.mix_inputs[-1] = 1
+        self.written = self.mix_inputs[:C].view(C, grid[0], -1, B)
+        filtered = self.mix_inputs[C : 2 * C]
         self.filter_buffers, self.filters = [filtered], []
-        if request.taps is not None:
+        if inputs.taps is not None:
             self.filter_buffers = [*(self.new_volumes() for _ in grid), filtered]
-            for axis, axis_taps in enumerate(request.taps[:, C:]):
+            for axis, axis_taps in enumerate(inputs.taps[:, C:]):
                 x, y = self.filter_buffers[axis : axis + 2]
                 self.filters.append(AxisFilter(axis_taps, axis, x, y))
         self.hidden, self.cell = self.filter_buffers[0], self.new_volumes()
         self.gates = self.new_volumes(4)
         self.tanh_cell, self.scratch = self.new_volumes(), self.new_volumes()
 
-        self.mix = torch.cat([request.mix, request.bias[:, None]], dim=1)  # (4C, 2C + 1)
-        self.flat_inputs, self.flat_gates = self.inputs.flatten(1), self.gates.flatten(1)
+        self.mix = torch.cat([inputs.mix, inputs.bias[:, None]], dim=1)  # (4C, 2C + 1)
+        self.flat_inputs, self.flat_gates = self.mix_inputs.flatten(1), self.gates.flatten(1)
         self.flat_hidden = self.hidden.flatten(1)
         self.sigmoids = self.gates[: 3 * C]
         self.i, self.f, self.o, self.g = self.gates.split(C)
-        self.hidden.copy_(request.hidden.movedim(0, -1))
-        self.cell.copy_(request.cell.movedim(0, -1))
+        self.hidden.copy_(inputs.hidden.movedim(0, -1))
+        self.cell.copy_(inputs.cell.movedim(0, -1))
         # What fades without end becomes denormal, and everything fifteen times slower: a cell
         # below 4e-12 and a gradient below 2e-21 (in float32) count as zero.
         tiny = torch.finfo(self.cell.dtype).tiny
         self.least_cell, self.least_gradient = tiny**0.3, tiny**0.55
 
-    def steer(self, start: int, stop: int) -> None:
-        """Make ready what does not depend on the memory, for some steps; they count from 0 then."""
-        request, C = self.request.steps(start, stop), self.C
-        B, S = request.write_at.shape[:2]
-        assert request.read_at is not None
-        self.read_at = request.read_at
+    def prepare_steps(self, start: int, stop: int) -> None:
+        """Compute what does not depend on the state, for some steps; they count from 0 then."""
+        inputs, C = self.inputs.steps(start, stop), self.C
+        B, S = inputs.write_at.shape[:2]
+        assert inputs.read_at is not None
+        self.read_at = inputs.read_at
         index, weight = corners(self.read_at, self.grid)  # (B, S, Q, 2ⁿ)
         row = torch.arange(B, device=index.device)
         index = (index.permute(1, 2, 3, 0) * B + row).flatten(1)
         self.read_index = index.unbind()  # (Q·2ⁿ·B) each
         self.read_weight = weight.permute(1, 2, 3, 0)[:, None].contiguous()  # (S, 1, Q, 2ⁿ, B)
-        self.around = request.content.new_empty(S, C, index.shape[1])  # what lies at the corners
-        self.around_steps = self.around.unbind()
+        self.corner_values = inputs.content.new_empty(S, C, index.shape[1])
+        self.corner_steps = self.corner_values.unbind()
 
-        self.content = request.content.permute(1, 2, 3, 0).contiguous()  # (S, M, C, B)
-        self.profiles = deposit.profiles(request.write_at, request.spread, self.grid)
+        self.content = inputs.content.permute(1, 2, 3, 0).contiguous()  # (S, M, C, B)
+        self.profiles = profiles(inputs.write_at, inputs.spread, self.grid)
         self.factors = []  # (S, M, C or 1, size, B)
         for axis, profile in enumerate(self.profiles):
-            taps = None if request.taps is None else request.taps[axis, :C]
-            factor = deposit.filter_profile(profile, taps)
-            self.factors.append(deposit.without_tails(factor))
-        first, rest = deposit.volume_halves(self.content, self.factors)
+            taps = None if inputs.taps is None else inputs.taps[axis, :C]
+            factor = filter_profile(profile, taps)
+            self.factors.append(drop_tails(factor))
+        first, rest = volume_halves(self.content, self.factors)
         self.first, self.rest = _each(first), _each(rest)
-        self.writes = _by_step(request.writes, S, absent=True)
-        self.resets = _by_step(request.resets, S, absent=False)
+        self.writes = _by_step(inputs.writes, S, absent=True)
+        self.resets = _by_step(inputs.resets, S, absent=False)
 
     def new_volumes(self, count: int = 1, extra: int = 0) -> Tensor:
         """Uninitialised (count · C + extra, *grid, B)."""
-        B = self.request.hidden.shape[0]
-        return self.request.content.new_empty(count * self.C + extra, *self.grid, B)
+        B = self.inputs.hidden.shape[0]
+        return self.inputs.content.new_empty(count * self.C + extra, *self.grid, B)
 
     def run(self, states: list[Tensor], reads: Tensor) -> None:
-        """The steps made ready; each keeps its state, unless there is nowhere to, and reads."""
+        """The prepared steps. Each reads, and keeps its state where `states` has room for it."""
         for s in range(reads.shape[1]):
-            _empty(self.hidden, self.resets[s])
-            _empty(self.cell, self.resets[s])
+            _zero_rows(self.hidden, self.resets[s])
+            _zero_rows(self.cell, self.resets[s])
             if states:
                 states[s][: self.C].copy_(self.hidden)
                 states[s][self.C :].copy_(self.cell)
-            self.look_around(s)
+            self.gather_corners(s)
             self._write(s)
-        values = self.around.unflatten(2, self.read_weight.shape[2:]) * self.read_weight
+        values = self.corner_values.unflatten(2, self.read_weight.shape[2:]) * self.read_weight
         reads.copy_(values.sum(3).permute(3, 0, 2, 1))
 
     def restore(self, state: Tensor) -> None:
-        """Go back to the state before a step."""
+        """Set the state to the one before a step."""
         self.hidden.copy_(state[: self.C])
         self.cell.copy_(state[self.C :])
 
-    def look_around(self, s: int) -> None:
+    def gather_corners(self, s: int) -> None:
         """Fetch what lies at the corners around step s' reads."""
-        torch.index_select(self.flat_hidden, 1, self.read_index[s], out=self.around_steps[s])
+        torch.index_select(self.flat_hidden, 1, self.read_index[s], out=self.corner_steps[s])
 
     def update(self, s: int, new_cell: Tensor) -> None:
         """The gates, c′ = σ(f)·c + σ(i)·tanh(g) and tanh(c′), each into its buffer."""
@@ -150,7 +158,7 @@ class BlockGradients:
         self, block: Block, grad_reads: Tensor, grad_hidden: Tensor, grad_cell: Tensor
     ) -> None:
         self.block = block
-        request, C = block.request, block.C
+        inputs, C = block.inputs, block.C
         S, M, _, B = block.content.shape
         self.hidden, self.cell, self.scratch = (block.new_volumes() for _ in range(3))
         self.hidden.copy_(grad_hidden.movedim(0, -1))
@@ -159,19 +167,20 @@ class BlockGradients:
         self.scratch_written = self.scratch.view_as(block.written)
 
         self.reads = grad_reads.permute(1, 3, 2, 0)[:, :, :, None].contiguous()  # (S, C, Q, 1, B)
-        self.around = (self.reads * block.read_weight).flatten(2).unbind()  # (C, Q·2ⁿ·B) each
-        self.first = request.content.new_zeros(S, M, C, block.grid[0], B)
-        self.rest = request.content.new_zeros(S, M, C, block.written.shape[2], B)
+        corner_values = (self.reads * block.read_weight).flatten(2)
+        self.corner_values = corner_values.unbind()  # (C, Q·2ⁿ·B) each
+        self.first = inputs.content.new_zeros(S, M, C, block.grid[0], B)
+        self.rest = inputs.content.new_zeros(S, M, C, block.written.shape[2], B)
         self.first_steps, self.rest_steps = _each(self.first), _each(self.rest)
-        self.mix = torch.zeros_like(request.mix)
-        self.bias = torch.zeros_like(request.bias)
-        self.mix_transposed = request.mix.t()
-        self.mix_inputs = block.flat_inputs[: 2 * C]
+        self.mix = torch.zeros_like(inputs.mix)
+        self.bias = torch.zeros_like(inputs.bias)
+        self.mix_transposed = inputs.mix.t()
+        self.grad_mix_inputs = block.flat_inputs[: 2 * C]
 
         self.filters: list[AxisFilter] = []
         self.tap_gradients: list[TapGradient] = []
-        if request.taps is not None:
-            for axis, taps in enumerate(request.taps[:, C:].flip(2)):
+        if inputs.taps is not None:
+            for axis, taps in enumerate(inputs.taps[:, C:].flip(2)):
                 x, grad = block.filter_buffers[axis : axis + 2]
                 self.tap_gradients.append(TapGradient(axis, x, grad, self.scratch))
                 into = self.hidden if axis == 0 else x
@@ -181,7 +190,7 @@ class BlockGradients:
         """From the gradient of the state after step s to that of the state before it."""
         block = self.block
         block.restore(state)
-        block.look_around(s)
+        block.gather_corners(s)
         write = block.writes[s]
         if write is True:
             self._write(s)
@@ -194,17 +203,17 @@ class BlockGradients:
             self.hidden += stay_hidden
             self.cell += stay_cell
         index = block.read_index[s].expand(block.C, -1)
-        self.flat_hidden.scatter_add_(1, index, self.around[s])
-        _empty(self.hidden, block.resets[s])
-        _empty(self.cell, block.resets[s])
+        self.flat_hidden.scatter_add_(1, index, self.corner_values[s])
+        _zero_rows(self.hidden, block.resets[s])
+        _zero_rows(self.cell, block.resets[s])
 
     def _write(self, s: int) -> None:
         block = self.block
         block.update(s, block.scratch)
         self._gates()
-        self.mix.addmm_(block.flat_gates, self.mix_inputs.t())
+        self.mix.addmm_(block.flat_gates, self.grad_mix_inputs.t())
         self.bias += block.flat_gates.sum(1)
-        torch.mm(self.mix_transposed, block.flat_gates, out=self.mix_inputs)
+        torch.mm(self.mix_transposed, block.flat_gates, out=self.grad_mix_inputs)
         steps = zip(
             block.first[s], block.rest[s], self.first_steps[s], self.rest_steps[s], strict=True
         )
@@ -236,28 +245,28 @@ class BlockGradients:
         self.cell *= block.f
         _sigmoid_backward(one, block.f, grad_input=block.f)
 
-    def finish(self) -> Request:
-        """The gradients, in the places of what they are gradients of."""
-        block, request, C = self.block, self.block.request, self.block.C
-        content, factors = deposit.volume_halves_backward(
+    def finish(self) -> ScanInputs:
+        """The gradients in the places of the inputs."""
+        block, inputs, C = self.block, self.block.inputs, self.block.C
+        content, factors = volume_halves_backward(
             self.first, self.rest, block.content, block.factors
         )
-        profiles, written_taps = [], []
+        grad_profiles, written_taps = [], []
         for axis, (grad, profile) in enumerate(zip(factors, block.profiles, strict=True)):
-            taps = None if request.taps is None else request.taps[axis, :C]
-            profile_grad, taps_grad = deposit.filter_profile_backward(grad, profile, taps)
-            profiles.append(profile_grad)
-            written_taps.append(taps_grad)
-        write_at, spread = deposit.profiles_backward(
-            profiles, block.profiles, request.write_at, request.spread, block.grid
+            taps = None if inputs.taps is None else inputs.taps[axis, :C]
+            grad_profile, grad_taps = filter_profile_backward(grad, profile, taps)
+            grad_profiles.append(grad_profile)
+            written_taps.append(grad_taps)
+        write_at, spread = profiles_backward(
+            grad_profiles, block.profiles, inputs.write_at, inputs.spread, block.grid
         )
         taps = None
-        if request.taps is not None:
+        if inputs.taps is not None:
             hidden_taps = torch.stack([gradient.total() for gradient in self.tap_gradients])
             taps = torch.cat([torch.stack(written_taps), hidden_taps], dim=1)
-        weight = (block.around.unflatten(2, block.read_weight.shape[2:]) * self.reads).sum(1)
-        weight = weight.permute(3, 0, 1, 2).contiguous()
-        return Request(
+        values = block.corner_values.unflatten(2, block.read_weight.shape[2:])
+        weight = (values * self.reads).sum(1).permute(3, 0, 1, 2).contiguous()
+        return ScanInputs(
             read_at=coordinate_gradient(weight, block.read_at, block.grid),
             write_at=write_at,
             spread=spread,
@@ -286,7 +295,7 @@ def _by_step(marks: Tensor | None, steps: int, absent: bool) -> list[Tensor | bo
     return [e if e == a else column for column, e, a in zip(columns, every, some, strict=True)]
 
 
-def _empty(volume: Tensor, rows: Tensor | bool) -> None:
+def _zero_rows(volume: Tensor, rows: Tensor | bool) -> None:
     """Zero the volumes of some rows; a product would let what is not finite through."""
     if rows is True:
         volume.zero_()

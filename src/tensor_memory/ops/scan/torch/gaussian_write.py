@@ -1,4 +1,4 @@
-"""The write's half of the gates' input, factorised over axes, and its gradient.
+"""What is written to the grid, as the gates see it: factorised over axes; and its gradient.
 
 A Gaussian (and a nearest voxel) is a product of one profile per axis, and a depthwise filter
 along an axis touches that axis' profile alone. So the filtered volume of a write is
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tensor_memory.ops.reference import EPSILON, axis_points, voxel_position
+from tensor_memory.ops.scan.reference import EPSILON, axis_points, voxel_position
 
 
 def profiles(write_at: Tensor, spread: Tensor | None, grid: tuple[int, ...]) -> list[Tensor]:
@@ -69,7 +69,7 @@ def filter_profile(profile: Tensor, taps: Tensor | None) -> Tensor:
     return torch.matmul(taps, neighbours.flatten(3)).unflatten(3, profile.shape[2:])
 
 
-def without_tails(factor: Tensor) -> Tensor:
+def drop_tails(factor: Tensor) -> Tensor:
     """Zero where a factor is below the fourth root of the least number, 3e-10 in float32.
 
     A narrow Gaussian's tails multiply into denormal numbers, on which a CPU takes fifteen times as
@@ -108,7 +108,7 @@ def volume_halves(content: Tensor, factors: list[Tensor]) -> tuple[Tensor, Tenso
     (S, M, C, D, 1, B), and the other axes (S, M, C or 1, 1, V / D, B).
     """
     first = factors[0] * content[:, :, :, None]
-    rest = without_tails(_later_products(factors)[0])
+    rest = drop_tails(_later_products(factors)[0])
     return first[..., None, :], rest[:, :, :, None]
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tensor_memory.ops.triton_step import as_float, product
+from tensor_memory.ops.scan.triton.step import as_float, product
 
 
 @triton.jit(do_not_specialize=["rows", "loops"])

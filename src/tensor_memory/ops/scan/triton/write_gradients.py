@@ -8,14 +8,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tensor_memory.ops.triton_places import (
+from tensor_memory.ops.scan.triton.addressing import (
     corner,
     kernel_value,
     profile,
     sharpness_of,
     write_taps,
 )
-from tensor_memory.ops.triton_step import as_float, product
+from tensor_memory.ops.scan.triton.step import as_float, product
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""What the fused scan can serve, and how one request is laid out on the device.
+"""What the fused scan can serve, and how one inputs is laid out on the device.
 
 Letters: B batch, S steps, V voxels, C channels, Q reads and M writes per step.
 """
@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tensor_memory.ops.request import Request
-from tensor_memory.ops.triton_launch import INTERPRETED
+from tensor_memory.ops.scan.inputs import ScanInputs
+from tensor_memory.ops.scan.triton.launch import INTERPRETED
 
 MAX_VOXELS = 4096
 MAX_CHANNELS = 128
@@ -33,11 +33,11 @@ TILE_CHOICES = 3  # sizes of a piece of a plane: whole, half, quarter
 Grid = tuple[int, ...]
 
 
-def why_not(hidden: Tensor, dtype: torch.dtype) -> str | None:
-    """The reason a scan of this state in this type cannot be served, or None."""
-    C, *grid = hidden.shape[1:]
-    if hidden.device.type != "cuda" and not INTERPRETED:
-        return f"it needs a CUDA device, got {hidden.device.type}"
+def why_not(state: Sequence[int], device: torch.device, dtype: torch.dtype) -> str | None:
+    """The reason a scan of hidden (B, C, *grid) in this type cannot be served, or None."""
+    C, *grid = state[1:]
+    if device.type != "cuda" and not INTERPRETED:
+        return f"it needs a CUDA device, got {device.type}"
     if dtype != torch.float32:
         return f"it computes in float32 or bfloat16, got {dtype}"
     if len(grid) > 3:
@@ -54,7 +54,7 @@ def why_not_read(hidden: Tensor) -> str | None:
     C = hidden.shape[1]
     if padded_channels(C) > C:
         return f"it reads a power of two of channels, at least 16, got {C}"
-    return why_not(hidden, hidden.dtype)
+    return why_not(hidden.shape, hidden.device, hidden.dtype)
 
 
 class Shape(NamedTuple):
@@ -76,15 +76,15 @@ class Shape(NamedTuple):
     """Whether float32 products are true float32, as `torch.get_float32_matmul_precision` says."""
 
     @classmethod
-    def of(cls, request: Request, products: torch.dtype) -> Shape:
-        """The shape of a request at rest."""
-        assert request.read_at is not None
-        B, S, Q, _ = request.read_at.shape
-        hidden = request.hidden.shape
+    def of(cls, inputs: ScanInputs, products: torch.dtype) -> Shape:
+        """The shape of a inputs at rest."""
+        assert inputs.read_at is not None
+        B, S, Q, _ = inputs.read_at.shape
+        hidden = inputs.hidden.shape
         return cls(
-            request.hidden.device, B, S, Q, request.write_at.shape[2], hidden[1], hidden[2:],
-            request.spread is not None, request.taps is not None, request.writes is not None,
-            request.resets is not None, products,
+            inputs.hidden.device, B, S, Q, inputs.write_at.shape[2], hidden[1], hidden[2:],
+            inputs.spread is not None, inputs.taps is not None, inputs.writes is not None,
+            inputs.resets is not None, products,
             torch.get_float32_matmul_precision() == "highest",
         )  # fmt: skip
 
@@ -133,7 +133,7 @@ class Plan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def plan(shape: Shape) -> Plan:
+def plan_of(shape: Shape) -> Plan:
     """What the kernels of a scan of this shape have in common."""
     low, C = shape.low, shape.C
     kept = torch.bfloat16 if low else torch.float32
@@ -219,23 +219,40 @@ def padded_channels(C: int) -> int:
     return max(16, power_of_2(C))
 
 
-def widened(request: Request, C: int) -> Request:
-    """The same request with zero channels added up to C, which change nothing."""
-    given = request.hidden.shape[1]
+def widened(inputs: ScanInputs, C: int) -> ScanInputs:
+    """The same inputs with zero channels added up to C, which change nothing."""
+    given = inputs.hidden.shape[1]
     if given == C:
-        return request
+        return inputs
     more = C - given
-    volume = (0, 0) * (request.hidden.ndim - 2)
-    taps = request.taps
+    volume = (0, 0) * (inputs.hidden.ndim - 2)
+    taps = inputs.taps
     if taps is not None:
         n = taps.shape[0]
         taps = F.pad(taps.reshape(n, 2, given, 3), (0, 0, 0, more)).reshape(n, 2 * C, 3)
-    mix = F.pad(request.mix.reshape(4, given, 2, given), (0, more, 0, 0, 0, more))
-    return request._replace(
-        content=F.pad(request.content, (0, more)),
+    mix = F.pad(inputs.mix.reshape(4, given, 2, given), (0, more, 0, 0, 0, more))
+    return inputs._replace(
+        content=F.pad(inputs.content, (0, more)),
         taps=taps,
         mix=mix.reshape(4 * C, 2 * C),
-        bias=F.pad(request.bias.reshape(4, given), (0, more)).reshape(4 * C),
-        hidden=F.pad(request.hidden, (*volume, 0, more)),
-        cell=F.pad(request.cell, (*volume, 0, more)),
+        bias=F.pad(inputs.bias.reshape(4, given), (0, more)).reshape(4 * C),
+        hidden=F.pad(inputs.hidden, (*volume, 0, more)),
+        cell=F.pad(inputs.cell, (*volume, 0, more)),
+    )
+
+
+def narrowed(grads: ScanInputs, C: int) -> ScanInputs:
+    """The gradients of the first C channels, of inputs that were widened."""
+    wide = grads.hidden.shape[1]
+    taps = grads.taps
+    if taps is not None:
+        n = taps.shape[0]
+        taps = taps.reshape(n, 2, wide, 3)[:, :, :C].reshape(n, 2 * C, 3)
+    return grads._replace(
+        content=grads.content[..., :C],
+        taps=taps,
+        mix=grads.mix.reshape(4, wide, 2, wide)[:, :C, :, :C].reshape(4 * C, 2 * C),
+        bias=grads.bias.reshape(4, wide)[:, :C].reshape(4 * C),
+        hidden=grads.hidden[:, :C],
+        cell=grads.cell[:, :C],
     )

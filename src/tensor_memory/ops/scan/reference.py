@@ -125,13 +125,14 @@ def scan(
     bias: Tensor,
     hidden: Tensor,
     cell: Tensor,
-    *,
     writes: Tensor | None = None,
     resets: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """All steps, one after the other; shapes as in `tensor_memory.memory_scan`."""
     grid = tuple(hidden.shape[2:])
     per_row = (-1,) + (1,) * (hidden.ndim - 1)
+    if write_at.shape[1] == 0:
+        hidden, cell = hidden.clone(), cell.clone()  # results never share memory with the inputs
     reads = []
     for s in range(write_at.shape[1]):
         if resets is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tensor_memory.ops.triton_step import as_float, pinned
+from tensor_memory.ops.scan.triton.step import as_float, pinned
 
 
 @triton.jit

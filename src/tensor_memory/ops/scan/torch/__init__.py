@@ -1,7 +1,7 @@
 """The recurrence made fast with plain tensor operations, its backward written by hand.
 
-The same equations as `reference.py`, arranged so that a step is one matrix product and a dozen
-passes over contiguous memory; README.md derives the gradients.
+The same equations as in `reference.py`, arranged so that a step is one matrix product and a dozen
+passes over contiguous memory; the README of `ops` derives the gradients.
 
 Rows do not interact, so they are taken a block at a time and a step's volumes stay in cache. For
 the backward h and c are kept, and the gates computed again: that takes no longer than fetching
@@ -18,27 +18,27 @@ import math
 import torch
 from torch import Tensor
 
-from tensor_memory.ops.request import Floats, Request
-from tensor_memory.ops.torch_steps import Block, BlockGradients
+from tensor_memory.ops.scan.inputs import ScanInputs
+from tensor_memory.ops.scan.torch.block import Block, BlockGradients
 
 BLOCK_VALUES = 1 << 17  # values of one volume, C · V · rows, in a block
-SEGMENT = 64  # steps whose steering is prepared at once
+SEGMENT = 64  # steps whose reads and writes are prepared at once
 PIECE_BYTES = 24 << 20  # of what is kept, in one tensor
 
 
 def forward(
-    request: Request, *, keep: bool, products: torch.dtype
+    inputs: ScanInputs, *, keep: bool, products: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Run the scan; with `keep`, also return what `backward` needs."""
-    hidden, cell, S = request.hidden, request.cell, request.write_at.shape[1]
-    reads = request.empty_reads()
+    hidden, cell, S = inputs.hidden, inputs.cell, inputs.length
+    reads = inputs.empty_reads()
     last_hidden, last_cell = hidden.new_empty(hidden.shape), cell.new_empty(cell.shape)
-    kept = empty_kept(hidden, S, products) if keep else []
+    kept = empty_kept(inputs, products) if keep else []
     for rows, pieces in _blocks(hidden, kept):
-        block = Block(request.rows(rows))
+        block = Block(inputs.rows(rows))
         states = [state for piece in pieces for state in piece]
         for start in range(0, S, SEGMENT):
-            block.steer(start, start + SEGMENT)
+            block.prepare_steps(start, start + SEGMENT)
             block.run(states[start : start + SEGMENT], reads[rows, start : start + SEGMENT])
         last_hidden[rows] = block.hidden.movedim(-1, 0)
         last_cell[rows] = block.cell.movedim(-1, 0)
@@ -49,19 +49,19 @@ def backward(
     grad_reads: Tensor,
     grad_hidden: Tensor | None,
     grad_cell: Tensor | None,
-    request: Request,
+    inputs: ScanInputs,
     kept: list[Tensor],
     *,
     products: torch.dtype,
-) -> Floats:
-    """Gradients of read_at, write_at, spread, content, taps, mix, bias, hidden and cell."""
+) -> ScanInputs:
+    """The gradients in the places of the inputs."""
     if grad_hidden is None or grad_cell is None:  # nobody made use of the last state
-        grad_hidden = grad_cell = torch.zeros_like(request.hidden)
-    zeros = [None if value is None else torch.zeros_like(value) for value in request.floats]
-    total = Request._make([*zeros, None, None])
-    for rows, pieces in _blocks(request.hidden, kept):
-        block = Block(request.rows(rows))
-        block.steer(0, request.write_at.shape[1])
+        grad_hidden = grad_cell = torch.zeros_like(inputs.hidden)
+    zeros = (t if t is None else torch.zeros_like(t) for t in inputs)
+    total = ScanInputs._make(zeros)._replace(writes=None, resets=None)
+    for rows, pieces in _blocks(inputs.hidden, kept):
+        block = Block(inputs.rows(rows))
+        block.prepare_steps(0, inputs.length)
         back = BlockGradients(block, grad_reads[rows], grad_hidden[rows], grad_cell[rows])
         states = [state for piece in pieces for state in piece]
         for s in reversed(range(len(states))):
@@ -69,15 +69,16 @@ def backward(
         for into, grad in zip(total.rows(rows), back.finish(), strict=True):
             if into is not None and grad is not None:
                 into += grad
-    return total.floats
+    return total
 
 
-def empty_kept(hidden: Tensor, steps: int, products: torch.dtype) -> list[Tensor]:
+def empty_kept(inputs: ScanInputs, products: torch.dtype) -> list[Tensor]:
     """Uninitialised tensors for h and c before each step: per block (steps, 2C, *grid, rows).
 
     In pieces: the C library hands memory that comes in one piece of more than 32 MiB back to the
     system at once, and to touch it anew costs more than the scan does with it.
     """
+    hidden, steps = inputs.hidden, inputs.length
     C, *grid = hidden.shape[1:]
     kept = []
     for rows, _ in _blocks(hidden, []):

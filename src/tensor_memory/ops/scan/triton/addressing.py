@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tensor_memory.ops.triton_filter import place, tap
+from tensor_memory.ops.scan.triton.filter import place, tap
 
 EPSILON = tl.constexpr(1e-6)  # the paper's ε under the Gaussian
 

@@ -20,9 +20,15 @@ import torch
 import triton
 from torch import Tensor
 
-from tensor_memory.ops import triton_forward
 
-INTERPRETED = not isinstance(triton_forward.forward_kernel, triton.JITFunction)
+@triton.jit
+def _nothing():
+    pass
+
+
+INTERPRETED = not isinstance(_nothing, triton.JITFunction)
+"""Whether Triton's interpreter runs the kernels (TRITON_INTERPRET=1)."""
+
 _ALIGNED = 16  # bytes: what compiled code may rely on
 _GRID = ("gridX", "gridY", "gridZ", "stream", "function")
 _HOOKS = ("kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook")

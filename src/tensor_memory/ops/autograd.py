@@ -1,0 +1,340 @@
+"""Autograd for recurrences whose backward is written by hand.
+
+A `Recurrence` runs a fast backend in one of two ways. Compilers, tracers and exporters need PyTorch
+operators with a name: `tensor_memory::NAME` and `tensor_memory::NAME_backward`. Plain eager code
+takes a `torch.autograd.Function` around the same two functions: an operator registered from Python
+takes longer to dispatch than a short scan takes to run, and its first call loads the compiler.
+
+Both refuse a second derivative, both turn autocast off inside, and both can keep the state of every
+so many steps alone (`checkpoint_every`) and run the steps between again in the backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack
+from torch.autograd import forward_ad
+
+PLAIN = (Tensor, torch.nn.Parameter)
+NO_SECOND_DERIVATIVE = (
+    "this backend has no second derivative; "
+    'use backend="reference", which is differentiable any number of times'
+)
+
+
+class Backend(Protocol):
+    """A fast implementation of a recurrence: a module with these functions.
+
+    Inputs are a recurrence's named tuple, prepared: contiguous and of one float type.
+    """
+
+    def forward(self, inputs: Any, *, keep: bool, products: torch.dtype) -> tuple[Any, ...]:
+        """What is read, then the state after the last step, then a list of what `backward` needs.
+
+        That list is empty unless `keep`. `products` is the type to multiply matrices in.
+        """
+        ...
+
+    def backward(self, *grads_inputs_kept: Any, products: torch.dtype) -> Any:
+        """Gradients in the places of the inputs, given those of the results, the inputs and `kept`.
+
+        A gradient of the state may be None: nothing came.
+        """
+        ...
+
+    def empty_kept(self, inputs: Any, products: torch.dtype) -> list[Tensor]:
+        """Uninitialised tensors like those `forward` keeps."""
+        ...
+
+
+class Options(NamedTuple):
+    """How a recurrence runs. checkpoint_every is 0 where everything is kept."""
+
+    checkpoint_every: int
+    products: torch.dtype
+    backend: str
+
+
+class Recurrence:
+    """One recurrence: its inputs, its backends and its operators.
+
+    Args:
+        name: of its operators.
+        inputs: its named tuple, with STEPWISE, SHARED and STATE, `steps(start, stop)`, `length` and
+            `empty_reads()`. An optional tensor is annotated `Tensor | None`.
+        backend: the backend of a name. "reference" has `scan(*inputs)`, the others are `Backend`s.
+    """
+
+    def __init__(self, name: str, inputs: type[Any], backend: Callable[[str], Any]) -> None:
+        self.name, self.inputs, self.backend = name, inputs, backend
+        optional = typing.get_type_hints(inputs)
+        tensors = ", ".join(
+            f"Tensor{'' if optional[field] is Tensor else '?'} {field}" for field in inputs._fields
+        )
+        results = ("reads", *inputs.STATE)
+        grads = ", ".join(f"Tensor? grad_{result}" for result in results)
+        outputs = ", ".join("Tensor" for _ in results)
+        options = "int checkpoint_every, ScalarType products, str backend"
+        self.operator = torch.library.custom_op(
+            f"tensor_memory::{name}",
+            self._operator,
+            mutates_args=(),
+            schema=f"({tensors}, bool keep, {options}) -> ({outputs}, Tensor[])",
+        )
+        self.backward_operator = torch.library.custom_op(
+            f"tensor_memory::{name}_backward",
+            self._backward_operator,
+            mutates_args=(),
+            schema=f"({grads}, {tensors}, Tensor[] kept, {options}) -> Tensor[]",
+        )
+        self.operator.register_fake(self._fake)
+        self.backward_operator.register_fake(self._fake_backward)
+        self.operator.register_autograd(self._differentiate, setup_context=self._save)
+        self.backward_operator.register_autograd(_refuse)
+
+    def run(self, inputs: Any, options: Options) -> tuple[Tensor, ...]:
+        """What is read and the state after the last step, for prepared inputs."""
+        keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+        if not is_plain_eager(inputs):
+            return self.operator(*inputs, keep, *options)[:-1]
+        if keep:
+            return _Eager.apply(self, options, *inputs)  # type: ignore[return-value]
+        return self.run_forward(inputs, False, options)[:-1]
+
+    def run_forward(self, inputs: Any, keep: bool, options: Options) -> tuple[Any, ...]:
+        """The results, then what is kept for `run_backward`."""
+        backend = self.backend(options.backend)
+        with _no_autocast(inputs, options.backend):
+            if keep and options.checkpoint_every:
+                return _checkpointed_forward(backend, inputs, options)
+            return backend.forward(inputs, keep=keep, products=options.products)
+
+    def run_backward(
+        self, grads: tuple[Tensor | None, ...], inputs: Any, kept: list[Tensor], options: Options
+    ) -> Any:
+        """The gradients in the places of the inputs. A gradient that never came is None."""
+        grad_reads, *grad_state = (g if g is None else g.contiguous() for g in grads)
+        if grad_reads is None:
+            grad_reads = torch.zeros_like(inputs.empty_reads())
+        if any(g is not None for g in grad_state):  # of the state all arrive, or none
+            pairs = zip(grad_state, _state(inputs), strict=True)
+            grad_state = [torch.zeros_like(t) if g is None else g for g, t in pairs]
+        backend = self.backend(options.backend)
+        with _no_autocast(inputs, options.backend):
+            if options.checkpoint_every:
+                return _checkpointed_backward(
+                    backend, grad_reads, grad_state, inputs, kept, options
+                )
+            return backend.backward(
+                grad_reads, *grad_state, inputs, kept, products=options.products
+            )
+
+    def _split(self, tensors: Iterable[Any]) -> tuple[Any, list[Any]]:
+        """The inputs by name, and what comes behind them."""
+        values, count = list(tensors), len(self.inputs._fields)
+        return self.inputs._make(values[:count]), values[count:]
+
+    def _operator(self, *arguments: Any) -> tuple[Any, ...]:
+        inputs, (keep, *options) = self._split(arguments)
+        return self.run_forward(inputs, keep, Options._make(options))
+
+    def _backward_operator(self, *arguments: Any) -> list[Tensor]:
+        """A gradient of what has none comes back empty: the operator's results are tensors."""
+        results = 1 + len(self.inputs.STATE)
+        inputs, (kept, *options) = self._split(arguments[results:])
+        grads = self.run_backward(arguments[:results], inputs, kept, Options._make(options))
+        nothing = _state(inputs)[0].new_empty
+        return [nothing(0) if g is None else g.contiguous() for g in grads]
+
+    def _fake(self, *arguments: Any) -> tuple[Any, ...]:
+        inputs, (keep, *options) = self._split(arguments)
+        every, products, name = options
+        kept: list[Tensor] = []
+        if keep and every:
+            kept = _empty_checkpoints(inputs, every)
+        elif keep:
+            kept = self.backend(name).empty_kept(inputs, products)
+        return inputs.empty_reads(), *(t.new_empty(t.shape) for t in _state(inputs)), kept
+
+    def _fake_backward(self, *arguments: Any) -> list[Tensor]:
+        inputs, _ = self._split(arguments[1 + len(self.inputs.STATE) :])
+        empty = _state(inputs)[0].new_empty
+        return [empty(t.shape if _is_float(t) else 0) for t in inputs]
+
+    def _save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        tensors, (keep, *options) = self._split(inputs)
+        *_, kept = output
+        ctx.save_for_backward(*tensors, *kept)
+        ctx.mark_non_differentiable(*kept)
+        ctx.set_materialize_grads(False)  # no zeros for all that was kept
+        ctx.keep, ctx.options = keep, options
+
+    def _differentiate(self, ctx: Any, *grads: Any) -> Any:
+        if not ctx.keep:
+            raise RuntimeError(
+                f"tensor_memory::{self.name}: a backward needs what a forward with keep=True has "
+                "kept"
+            )
+        inputs, kept = self._split(ctx.saved_tensors)
+        *wanted, _ = (g if not isinstance(g, Tensor) else g.contiguous() for g in grads)
+        found = self.backward_operator(*wanted, *inputs, kept, *ctx.options)
+        by_input = (g if _is_float(t) else None for g, t in zip(found, inputs, strict=True))
+        return *by_input, *[None] * (1 + len(ctx.options))
+
+
+def _state(inputs: Any) -> list[Any]:
+    """The state among the inputs, or its gradient among theirs."""
+    return [getattr(inputs, name) for name in inputs.STATE]
+
+
+def _is_float(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.is_floating_point()
+
+
+class _Eager(torch.autograd.Function):
+    """A recurrence without what compilers need to know of it."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        recurrence, options, *tensors = arguments
+        inputs = recurrence.inputs._make(tensors)
+        *results, kept = recurrence.run_forward(inputs, True, options)
+        ctx.save_for_backward(*inputs, *kept)
+        ctx.set_materialize_grads(False)
+        ctx.recurrence, ctx.options = recurrence, options
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        inputs, kept = ctx.recurrence._split(ctx.saved_tensors)  # unpacked once: checkpointing
+        return (
+            None,
+            None,
+            *no_double_backward(ctx.recurrence.run_backward, grads, inputs, kept, ctx.options),
+        )
+
+
+def no_double_backward(run_backward: Callable[..., Any], *arguments: Any) -> Any:
+    """`run_backward(*arguments)`, whose results refuse to be differentiated."""
+    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+        with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+            return no_double_backward(run_backward, *arguments)
+    if not torch.is_grad_enabled():
+        return run_backward(*arguments)
+    with torch.no_grad():  # create_graph=True: the graph of the backward is kept
+        results = run_backward(*arguments)
+    places = [i for i, result in enumerate(results) if isinstance(result, Tensor)]
+    anchor = torch.zeros((), requires_grad=True)
+    refusing = _Refuse.apply(anchor, *(results[i] for i in places))
+    marked = dict(zip(places, refusing, strict=True))
+    return tuple(marked.get(i, result) for i, result in enumerate(results))
+
+
+class _Refuse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        return tuple(tensor.view_as(tensor) for tensor in inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        _refuse()
+
+
+def _refuse(*_: Any) -> Any:
+    raise NotImplementedError(NO_SECOND_DERIVATIVE)
+
+
+def is_plain_eager(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether these are plain tensors, and neither a compiler, a tracer nor a transform is on."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or is_transformed()
+        or any(value is not None and type(value) not in PLAIN for value in tensors)
+    )
+
+
+def is_transformed() -> bool:
+    """Whether torch.func (grad, vmap, jvp) or forward-mode differentiation is on.
+
+    These take for a constant what neither autograd nor an operator tells them about.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    if forward_ad._current_level >= 0:
+        return True
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    levels = get_interpreter_stack() or []
+    return any(level.key() != TransformType.Functionalize for level in levels)
+
+
+_AS_IT_IS = contextlib.nullcontext()
+
+
+def _no_autocast(inputs: Any, backend: str) -> Any:
+    """Autocast off. It does not reach inside kernels, and entering its context takes time."""
+    device = _state(inputs)[0].device.type
+    if backend == "triton" or not torch.is_autocast_enabled(device):
+        return _AS_IT_IS
+    return torch.autocast(device, enabled=False)
+
+
+def _empty_checkpoints(inputs: Any, every: int) -> list[Tensor]:
+    """Uninitialised state before each segment of `every` steps: (segments, *state) each."""
+    segments = -(-inputs.length // every)
+    return [tensor.new_empty(segments, *tensor.shape) for tensor in _state(inputs)]
+
+
+def _checkpointed_forward(backend: Backend, inputs: Any, options: Options) -> tuple[Any, ...]:
+    """Run in segments and keep the state before each of them."""
+    every, reads = options.checkpoint_every, inputs.empty_reads()
+    checkpoints = _empty_checkpoints(inputs, every)
+    state = [tensor.clone() for tensor in _state(inputs)]
+    for segment, start in enumerate(range(0, inputs.length, every)):
+        for kept, tensor in zip(checkpoints, state, strict=True):
+            kept[segment] = tensor
+        part = inputs.steps(start, start + every)._replace(
+            **dict(zip(inputs.STATE, state, strict=True))
+        )
+        reads[:, start : start + every], *state, _ = backend.forward(
+            part, keep=False, products=options.products
+        )
+    return reads, *state, checkpoints
+
+
+def _checkpointed_backward(
+    backend: Backend,
+    grad_reads: Tensor,
+    grad_state: Sequence[Tensor | None],
+    inputs: Any,
+    checkpoints: list[Tensor],
+    options: Options,
+) -> Any:
+    """Run each segment forward again, then backward, from the last to the first."""
+    every, products = options.checkpoint_every, options.products
+    total = {n: torch.zeros_like(t) for n, t in inputs._asdict().items() if _is_float(t)}
+    for segment, start in reversed(list(enumerate(range(0, inputs.length, every)))):
+        stop = start + every
+        state = {n: kept[segment] for n, kept in zip(inputs.STATE, checkpoints, strict=True)}
+        part = inputs.steps(start, stop)._replace(**state)
+        *_, kept = backend.forward(part, keep=True, products=products)
+        grads = backend.backward(
+            grad_reads[:, start:stop].contiguous(), *grad_state, part, kept, products=products
+        )
+        grad_state = _state(grads)
+        for name in total.keys() & set(inputs.STEPWISE):
+            total[name][:, start:stop] = getattr(grads, name)
+        for name in total.keys() & set(inputs.SHARED):
+            total[name] += getattr(grads, name)
+    for name, grad in zip(inputs.STATE, grad_state, strict=True):
+        if grad is not None:
+            total[name] = grad.clone()
+    return inputs._make(total.get(name) for name in inputs._fields)

@@ -1,0 +1,84 @@
+"""The tensors of a recurrence by name: how they are checked and prepared, for every recurrence.
+
+A recurrence takes a named tuple of tensors, None for those left out.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def check_tensors(
+    function: str,
+    tensors: Mapping[str, Tensor | None],
+    shapes: Mapping[str, tuple[str, Sequence[int]]],
+    *,
+    masks: Iterable[str],
+    beside: tuple[str, ...],
+) -> None:
+    """Raise unless all tensors have the shapes, the types and the device that go together.
+
+    Args:
+        function: the public function, named in the errors.
+        tensors: by name; None is not checked.
+        shapes: the shape of each in letters, such as "(B, 2C)", and in numbers.
+        masks: names of the tensors that must be bool; the others must be floats.
+        beside: names of the tensors that decide the numbers; the first decides the device.
+    """
+    first = tensors[beside[0]]
+    assert first is not None
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        letters, expected = shapes[name]
+        if tensor.shape != expected:
+            others = " and ".join(f"{n} {tuple(tensors[n].shape)}" for n in beside)  # type: ignore
+            raise ValueError(
+                f"{function}: expected {name} of shape {letters} = {tuple(expected)} to go with "
+                f"{others}, got {tuple(tensor.shape)}"
+            )
+        if tensor.device != first.device:
+            raise ValueError(
+                f"{function}: expected {name} on {first.device} like {beside[0]}, "
+                f"got {tensor.device}; move it with .to()"
+            )
+        if name in masks:
+            if tensor.dtype != torch.bool:
+                raise TypeError(
+                    f"{function}: expected {name} of type bool, got {tensor.dtype}; "
+                    "convert it with .bool()"
+                )
+        elif not tensor.is_floating_point():
+            raise TypeError(
+                f"{function}: expected {name} of a float type, got {tensor.dtype}; "
+                "convert it with .float()"
+            )
+
+
+def common_dtype(tensors: Iterable[Tensor | None]) -> torch.dtype:
+    """The type to compute in: that of the widest float tensor, at least float32."""
+    types = {t.dtype for t in tensors if t is not None and t.is_floating_point()}
+    return functools.reduce(torch.promote_types, types, torch.float32)
+
+
+def prepared(tensor: Tensor | None, dtype: torch.dtype) -> Any:
+    """The tensor contiguous, and in this type where it holds floats.
+
+    Asking first is faster than a call of `.to()` that has nothing to do.
+    """
+    if tensor is None:
+        return None
+    if tensor.dtype != dtype and tensor.is_floating_point():
+        tensor = tensor.to(dtype)
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def products_dtype(x: Tensor) -> torch.dtype:
+    """The type in which a matrix product of x runs here: autocast's, or x's own."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
