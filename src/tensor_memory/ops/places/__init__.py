@@ -1,0 +1,72 @@
+"""The place memory's recurrence: check the inputs, choose an implementation, run it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tensor_memory.ops.places import chunked, reference
+from tensor_memory.ops.places.inputs import PlaceInputs, Rule
+
+
+def place_scan(
+    write_at: Tensor,
+    read_at: Tensor | None,
+    content: Tensor,
+    rate: Tensor,
+    log_keep: Tensor,
+    width: Tensor | None,
+    state: Tensor,
+    *,
+    rule: Rule = "linear",
+    wrap: Sequence[bool] | None = None,
+    resets: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Write and read a grid by place, token by token in meaning, in parallel in fact.
+
+    S ← αS + β φ(p) vᵀ (rule "linear") or S ← αS + β φ(p)(v − φ(p)ᵀ αS)ᵀ (rule "delta"), then
+    r = φ(q)ᵀ S. A row named in `resets` is emptied before its token. A token with rate 0 and
+    log_keep 0 changes nothing.
+
+    Args:
+        write_at: (B, N, H, n) places p in [-1, 1]; coordinate 0 addresses the last grid axis.
+        read_at: (B, N, H, n) places q; None reads where it writes.
+        content: (B, N, H, C) what is written, v.
+        rate: (B, N, H) β.
+        log_keep: (B, N, H) log α, at most 0.
+        width: (H) of the Gaussian in voxels; None interpolates between the nearest voxels.
+        state: (B, H, *grid, C) S before the first token.
+        rule: "linear" adds, "delta" overwrites.
+        wrap: one bool per grid axis: whether its last voxel is the neighbour of its first.
+        resets: (B, N) bool.
+        backend: "reference" (token by token), "torch" (in chunks), or "auto".
+
+    Returns:
+        reads (B, N, H, C) and the state after, in float32, or in float64 where an input is.
+
+    >>> at = torch.tensor([[-1.0], [1.0], [-1.0]]).view(1, 3, 1, 1)
+    >>> content = torch.tensor([5.0, 7.0, 0.0]).view(1, 3, 1, 1)
+    >>> rate = torch.tensor([1.0, 1.0, 0.0]).view(1, 3, 1)  # the third token only reads
+    >>> reads, state = place_scan(
+    ...     at, None, content, rate, torch.zeros(1, 3, 1), None, torch.zeros(1, 1, 4, 1))
+    >>> reads.flatten().tolist(), state.flatten().tolist()
+    ([5.0, 7.0, 5.0], [5.0, 0.0, 0.0, 7.0])
+    """
+    axes = state.ndim - 3 if isinstance(state, Tensor) else 0
+    inputs = PlaceInputs(
+        write_at, write_at if read_at is None else read_at, content, rate, log_keep, width, state,
+        resets, rule, (False,) * axes if wrap is None else tuple(wrap),
+    )  # fmt: skip
+    inputs.check()
+    if backend not in ("auto", "reference", "torch"):
+        raise ValueError(
+            f"place_scan: expected backend auto, reference or torch, got {backend!r}; "
+            "'auto' picks the fastest that can serve"
+        )
+    with torch.autocast(state.device.type, enabled=False):
+        implementation = reference if backend == "reference" else chunked
+        reads, after = implementation.scan(inputs.cast())
+    return reads, after.clone() if after is state else after

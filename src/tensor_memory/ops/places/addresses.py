@@ -1,0 +1,98 @@
+"""From a place to voxel weights: the address φ(p), one factor per axis, each of unit length.
+
+Letters: B batch, N tokens, H heads, n axes, G voxels along an axis, V voxels of the grid.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def factors(
+    places: Tensor, grid: Sequence[int], width: Tensor | None, wrap: Sequence[bool]
+) -> list[Tensor]:
+    """places (B, N, H, n) -> one factor (B, N, H, G) per axis, in grid order.
+
+    With a width (H), in voxels, a factor is a Gaussian; without one it interpolates between the
+    two nearest voxels. Coordinate 0 addresses the last axis.
+    """
+    found = []
+    for axis, (size, wraps) in enumerate(zip(grid, wrap, strict=True)):
+        at = voxel_coordinate(places[..., len(grid) - 1 - axis], size, wraps)
+        distance = axis_distance(at, size, wraps)
+        weight = _interpolation(distance) if width is None else _gaussian(distance, width)
+        found.append(weight / weight.norm(dim=-1, keepdim=True))
+    return found
+
+
+def voxel_coordinate(place: Tensor, size: int, wraps: bool) -> Tensor:
+    """A place in [-1, 1] as a coordinate in voxels, 0 to G - 1.
+
+    A place outside is moved to the border; on an axis that wraps, to where it comes round again:
+    G voxels in a circle, so that the last is the neighbour of the first.
+    """
+    at = (place + 1) * ((size - 1) / 2)
+    return at.remainder(size) if wraps else at.clamp(0, size - 1)
+
+
+def axis_distance(at: Tensor, size: int, wraps: bool) -> Tensor:
+    """(...) coordinates in voxels -> (..., G) signed distances to the voxels of an axis."""
+    distance = at[..., None] - torch.arange(size, dtype=at.dtype, device=at.device)
+    if wraps:
+        distance = (distance + size / 2).remainder(size) - size / 2
+    return distance
+
+
+def _gaussian(distance: Tensor, width: Tensor) -> Tensor:
+    squares = (distance / width[:, None]).square()  # (B, N, H, G) by (H, 1)
+    # The nearest voxel gets 1 whatever the width, so that nothing underflows before the norm.
+    return (-0.5 * (squares - squares.detach().amin(-1, keepdim=True))).exp()
+
+
+def _interpolation(distance: Tensor) -> Tensor:
+    return (1 - distance.abs()).clamp(min=0)
+
+
+def outer(parts: Sequence[Tensor]) -> Tensor:
+    """The address φ: factors (..., G) of every axis -> (..., V), the last axis fastest."""
+    address = parts[0]
+    for part in parts[1:]:
+        address = (address[..., None] * part[..., None, :]).flatten(-2)
+    return address
+
+
+def overlap(parts: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
+    """φ(q)·φ(p) of every pair, axis by axis: (..., T, G) and (..., L, G) -> (..., T, L)."""
+    product = parts[0] @ others[0].mT
+    for part, other in zip(parts[1:], others[1:], strict=True):
+        product = product * (part @ other.mT)
+    return product
+
+
+def corners(places: Tensor, grid: Sequence[int], wrap: Sequence[bool]) -> tuple[Tensor, Tensor]:
+    """The 2ⁿ voxels that interpolation touches, and their weights, both (B, N, H, 2ⁿ).
+
+    The same address as `factors` without a width gives, less its zeros.
+    """
+    index = torch.zeros(places.shape[:-1] + (1,), dtype=torch.long, device=places.device)
+    weight = torch.ones_like(index, dtype=places.dtype)
+    for axis, (size, wraps) in enumerate(zip(grid, wrap, strict=True)):
+        at = voxel_coordinate(places[..., len(grid) - 1 - axis], size, wraps)
+        low = at.detach().floor().clamp(max=size - 1 if wraps else size - 2)
+        upper = at - low
+        pair = torch.stack([1 - upper, upper], dim=-1)
+        pair = pair / pair.norm(dim=-1, keepdim=True)
+        low = low.long()
+        voxel = torch.stack([low, (low + 1) % size], dim=-1)
+        index = (index[..., None] * size + voxel[..., None, :]).flatten(-2)
+        weight = (weight[..., None] * pair[..., None, :]).flatten(-2)
+    return index, weight
+
+
+def voxels(grid: Sequence[int]) -> int:
+    """V, the product of the grid."""
+    return math.prod(grid)

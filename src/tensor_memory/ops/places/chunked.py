@@ -1,0 +1,341 @@
+"""The place memory parallel over time: products within a chunk, the state between chunks.
+
+Within a chunk of L tokens every read is a sum over the chunk's writes and over the state before
+the chunk. With g the running sum of log α inside the chunk,
+
+    r_t = Σ_{s ≤ t} e^{g_t − g_s} (φ(q_t)·φ(p_s)) u_s + e^{g_t} φ(q_t)ᵀ S
+    S  ← e^{g_L} S + Σ_s e^{g_L − g_s} φ(p_s) u_sᵀ
+
+Rule "linear": u_s = β_s v_s. Rule "delta": u_t = β_t (v_t − φ(p_t)ᵀ α_t S_{t−1}) is a triangular
+system, (I + T) u = β (v − e^g φ(p)ᵀ S) with T_ts = β_t e^{g_t − g_s} φ(p_t)·φ(p_s) for s < t.
+φ(q)·φ(p) is a product over the axes, so it never needs the V values of an address.
+
+Letters: B batch, N tokens, H heads, S chunks of L tokens, V voxels, C channels, E = 2ⁿ corners.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tensor_memory.ops.places.addresses import corners, factors, outer, overlap, voxels
+from tensor_memory.ops.places.inputs import PlaceInputs
+
+CHUNK = 64
+"""L: the products within a chunk grow with it, the steps between chunks shrink."""
+
+BLOCK = 64 * CHUNK
+"""Tokens taken at once, which bounds the memory of a long call without gradients."""
+
+SPARSE_FROM = 32
+"""Voxels per touched voxel from which on gathering is faster than a product with the grid."""
+
+MOST_DECAY = 40.0
+"""Of log α that the sparse path lets pile up before it touches the whole grid: e⁴⁰ is safe."""
+
+
+class Chunks(NamedTuple):
+    """A block's tokens by chunk, (B, H, S, L, ...), and its decays."""
+
+    write_parts: list[Tensor]
+    """Factors (B, H, S, L, G) of the write addresses, one per axis."""
+    read_parts: list[Tensor]
+    value: Tensor
+    """v (B, H, S, L, C)."""
+    rate: Tensor
+    """β (B, H, S, L, 1)."""
+    within: Tensor
+    """e^{g_t − g_s} where s ≤ t and no reset lies between, else 0: (B, H, S, L, L)."""
+    from_state: Tensor
+    """e^{g_t}, 0 after a reset: (B, H, S, L, 1)."""
+    to_state: Tensor
+    """e^{g_L − g_s}, 0 before a reset: (B, H, S, L, 1)."""
+    total: Tensor
+    """g_L: (B, H, S)."""
+    carried: Tensor
+    """(B, 1, S) whether the state before the chunk survives it: no reset inside."""
+
+
+def scan(inputs: PlaceInputs) -> tuple[Tensor, Tensor]:
+    """-> reads (B, N, H, C), state (B, H, *grid, C)."""
+    N, grid = inputs.content.shape[1], inputs.grid
+    touched = 2 ** len(grid)
+    sparse = inputs.width is None and voxels(grid) >= SPARSE_FROM * touched
+    state = inputs.state.flatten(2, -2)  # (B, H, V, C)
+    reads = [inputs.content.new_zeros(inputs.content[:, :0].shape)]
+    for start in range(0, N, BLOCK):
+        block = _tokens(inputs, start, min(N, start + BLOCK))
+        step = _sparse_block if sparse else _dense_block
+        read, state = step(block, state)
+        reads.append(read)
+    return torch.cat(reads, 1), state.view(inputs.state.shape)
+
+
+def _tokens(inputs: PlaceInputs, start: int, stop: int) -> PlaceInputs:
+    cut = slice(start, stop)
+    return inputs._replace(
+        write_at=inputs.write_at[:, cut],
+        read_at=inputs.read_at[:, cut],
+        content=inputs.content[:, cut],
+        rate=inputs.rate[:, cut],
+        log_keep=inputs.log_keep[:, cut],
+        resets=None if inputs.resets is None else inputs.resets[:, cut],
+    )
+
+
+def _dense_block(block: PlaceInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Addresses as rows of V values: between chunks two products with the grid."""
+    N = block.content.shape[1]
+    chunks = _chunks(block)
+    write_address, read_address = outer(chunks.write_parts), outer(chunks.read_parts)
+    keep = chunks.total.exp() * chunks.carried  # (B, H, S)
+    inwards = (write_address * chunks.to_state).mT  # (B, H, S, V, L)
+    weighted = chunks.rate * chunks.value
+    before, values = [], []  # the state before each chunk, and what the chunk writes
+    if block.rule == "linear":
+        added = (inwards @ weighted).unbind(2)
+        for s, add in enumerate(added):
+            before.append(state)
+            state = keep[:, :, s, None, None] * state + add
+        written = weighted
+    else:
+        inverse = _inverse(chunks)
+        outwards = write_address * chunks.from_state
+        for s in range(keep.shape[2]):
+            before.append(state)
+            held = outwards[:, :, s] @ state
+            value = inverse[:, :, s] @ (
+                weighted[:, :, s] - chunks.rate[:, :, s] * held
+            )  # (B, H, L, C)
+            values.append(value)
+            state = keep[:, :, s, None, None] * state + inwards[:, :, s] @ value
+        written = torch.stack(values, 2)
+    reads = _attention(chunks) @ written
+    reads = reads + (read_address * chunks.from_state) @ torch.stack(before, 2)
+    return _flat(reads, N), state
+
+
+def _sparse_block(block: PlaceInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Addresses as E corners: between chunks the voxels around each place, and not the grid."""
+    reads = []
+    for start, stop in _segments(block):
+        segment = _tokens(block, start, stop)
+        if segment.resets is not None:  # a segment begins where a row does
+            state = torch.where(segment.resets[:, 0, None, None, None], 0, state)
+            segment = segment._replace(resets=None)
+        read, state = _sparse_segment(segment, state)
+        reads.append(read)
+    return torch.cat(reads, 1), state
+
+
+def _segments(block: PlaceInputs) -> list[tuple[int, int]]:
+    """Pieces of a block: no reset but at their start, and no more decay than can be undone."""
+    N = block.content.shape[1]
+    cuts = {0, N}
+    if block.resets is not None:
+        cuts |= set(block.resets.any(0).nonzero().flatten().tolist())
+    decay = block.log_keep.detach().cumsum(1).amin((0, 2)).tolist()  # the row that forgets most
+    found: list[tuple[int, int]] = []
+    edges = sorted(cuts)
+    for start, stop in zip(edges, edges[1:], strict=False):
+        begin, past = start, decay[start - 1] if start else 0.0
+        for at in range(start + CHUNK, stop, CHUNK):
+            if decay[min(at + CHUNK, stop) - 1] < past - MOST_DECAY:
+                found.append((begin, at))
+                begin, past = at, decay[at - 1]
+        found.append((begin, stop))
+    return found
+
+
+def _sparse_segment(segment: PlaceInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    N = segment.content.shape[1]
+    chunks = _chunks(segment)
+    write_index, write_weight = corners(segment.write_at, segment.grid, segment.wrap)
+    read_index, read_weight = corners(segment.read_at, segment.grid, segment.wrap)
+    given = chunks.rate * chunks.value
+    solve = None
+    if segment.rule == "delta":
+        inverse = _inverse(chunks)
+        given = inverse @ given
+        solve = inverse * (chunks.rate * chunks.from_state).mT
+    held, written, state = SparseChunks.apply(
+        _by_chunk(write_index), _by_chunk(read_index), _by_chunk(write_weight),
+        _by_chunk(read_weight), given, solve, chunks.to_state, chunks.total, state,
+    )  # type: ignore[misc]  # fmt: skip
+    reads = _attention(chunks) @ written + chunks.from_state * held
+    return _flat(reads, N), state
+
+
+class SparseChunks(torch.autograd.Function):
+    """The state through a segment's chunks, touching E voxels per token.
+
+    The buffer holds the state over e^{decay so far}, so that keeping costs nothing; it meets the
+    whole grid once, before the last chunk is written.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """-> what the places held (B, H, S, L, C), what was written, the state after."""
+        write_index, read_index, write_weight, read_weight, given, solve, to_state = inputs[:7]
+        total, state = inputs[7:]
+        (B, H, S, L), V = given.shape[:4], state.shape[2]
+        row = torch.arange(B * H, device=state.device).view(B, H, 1, 1, 1) * V
+        write_flat, read_flat = write_index + row, read_index + row
+        buffer = state.flatten(0, 2).clone()  # (B·H·V, C)
+        scale = F.pad(total.cumsum(2), (1, 0))  # (B, H, S + 1), log of what the buffer leaves out
+        held, written = torch.empty_like(given), given.clone()
+        around_reads, around_writes = [], []
+        for s in range(S):
+            now = scale[:, :, s].exp()[..., None, None]  # (B, H, 1, 1)
+            around = _gather(buffer, read_flat[:, :, s])  # (B, H, L, E, C)
+            around_reads.append(around)
+            held[:, :, s] = now * (read_weight[:, :, s, :, :, None] * around).sum(3)
+            if solve is not None:
+                around = _gather(buffer, write_flat[:, :, s])
+                around_writes.append(around)
+                was = now * (write_weight[:, :, s, :, :, None] * around).sum(3)
+                written[:, :, s] -= solve[:, :, s] @ was
+            factor = to_state[:, :, s]
+            if s == S - 1:
+                buffer.view(B, H, V, -1).mul_(scale[:, :, S].exp()[..., None, None])
+            else:
+                factor = factor * (-scale[:, :, s + 1]).exp()[..., None, None]
+            value = (factor * written[:, :, s])[:, :, :, None] * write_weight[:, :, s, :, :, None]
+            buffer.index_add_(0, write_flat[:, :, s].flatten(), value.flatten(0, 3))
+        after = buffer.view(state.shape)
+        ctx.save_for_backward(
+            write_flat, read_flat, write_weight, read_weight, solve, to_state, scale, held,
+            written, after, *around_reads, *around_writes,
+        )  # fmt: skip
+        return held, written, after
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """From the last chunk to the first; the gradient's buffer is touched as the state's."""
+        grad_held, grad_written, grad_after = grads
+        (write_flat, read_flat, write_weight, read_weight, solve, to_state, scale, held, written,
+         after, *around) = ctx.saved_tensors  # fmt: skip
+        (B, H, S, L), V = held.shape[:4], after.shape[2]
+        around_reads, around_writes = around[:S], around[S:]
+        grad_write_weight, grad_read_weight = torch.zeros_like(write_weight), None
+        grad_read_weight = torch.zeros_like(read_weight)
+        grad_given, grad_to_state = grad_written.clone(), torch.zeros_like(to_state)
+        grad_solve = None if solve is None else torch.zeros_like(solve)
+        grad_scale = torch.zeros_like(scale)
+        buffer = grad_after.contiguous().view(B * H * V, -1).clone()
+        for s in reversed(range(S)):
+            now = scale[:, :, s].exp()[..., None, None]
+            last = s == S - 1
+            undo = None if last else (-scale[:, :, s + 1]).exp()[..., None, None]
+            factor = to_state[:, :, s] if undo is None else to_state[:, :, s] * undo
+            weight = write_weight[:, :, s, :, :, None]
+            arriving = _gather(buffer, write_flat[:, :, s])  # (B, H, L, E, C)
+            by_value = (weight * arriving).sum(3)  # (B, H, L, C)
+            value = written[:, :, s]
+            grad_given[:, :, s] += factor * by_value
+            grad_write_weight[:, :, s] += (arriving * (factor * value)[:, :, :, None]).sum(-1)
+            by_factor = (value * by_value).sum(-1, keepdim=True)  # (B, H, L, 1)
+            grad_to_state[:, :, s] = by_factor if undo is None else by_factor * undo
+            through = (factor * by_factor).sum((2, 3))  # (B, H)
+            if last:
+                kept = (grad_after * after).sum((2, 3)) - through
+                grad_scale[:, :, S] += kept
+                buffer.view(B, H, V, -1).mul_(scale[:, :, S].exp()[..., None, None])
+            else:
+                grad_scale[:, :, s + 1] -= through
+            if solve is not None:
+                grad_value = grad_given[:, :, s]
+                grad_was = -(solve[:, :, s].mT @ grad_value)
+                was = now * (weight * around_writes[s]).sum(3)
+                assert grad_solve is not None
+                grad_solve[:, :, s] = -(grad_value @ was.mT)
+                grad_scale[:, :, s] += (grad_was * was).sum((2, 3))
+                grad_was = (now * grad_was)[:, :, :, None]  # (B, H, L, 1, C)
+                grad_write_weight[:, :, s] += (grad_was * around_writes[s]).sum(-1)
+                _scatter(buffer, write_flat[:, :, s], weight * grad_was)
+            wanted = grad_held[:, :, s]
+            grad_scale[:, :, s] += (wanted * held[:, :, s]).sum((2, 3))
+            wanted = (now * wanted)[:, :, :, None]
+            grad_read_weight[:, :, s] = (wanted * around_reads[s]).sum(-1)
+            _scatter(buffer, read_flat[:, :, s], read_weight[:, :, s, :, :, None] * wanted)
+        # Each chunk's total is in the scale of all boundaries after it.
+        grad_total = grad_scale[:, :, 1:].flip(2).cumsum(2).flip(2)
+        return (
+            None, None, grad_write_weight, grad_read_weight, grad_given, grad_solve,
+            grad_to_state, grad_total, buffer.view(after.shape),
+        )  # fmt: skip
+
+
+def _gather(buffer: Tensor, index: Tensor) -> Tensor:
+    return buffer.index_select(0, index.flatten()).view(*index.shape, -1)
+
+
+def _scatter(buffer: Tensor, index: Tensor, values: Tensor) -> None:
+    buffer.index_add_(0, index.flatten(), values.flatten(0, -2))
+
+
+def _chunks(block: PlaceInputs) -> Chunks:
+    L = min(CHUNK, block.content.shape[1])
+    log_keep = _by_chunk(block.log_keep[..., None], L)[..., 0]  # (B, H, S, L)
+    g = log_keep.cumsum(-1)
+    earlier = torch.ones(L, L, dtype=torch.bool, device=g.device).tril()
+    carried = torch.ones((), dtype=torch.bool, device=g.device).expand(g.shape[0], 1, g.shape[2])
+    from_state, to_state = g, g[..., -1:] - g
+    if block.resets is not None:
+        resets = _by_chunk(block.resets[:, :, None, None], L)[..., 0]
+        part = resets.cumsum(-1)  # (B, 1, S, L), the document of a token within its chunk
+        earlier = earlier & (part[..., :, None] == part[..., None, :])
+        carried = part[..., -1] == 0
+        from_state = from_state.masked_fill(part > 0, -torch.inf)
+        to_state = to_state.masked_fill(part != part[..., -1:], -torch.inf)
+    gap = g[..., :, None] - g[..., None, :]
+    write_parts = factors(block.write_at, block.grid, block.width, block.wrap)
+    read_parts = write_parts
+    if block.read_at is not block.write_at:
+        read_parts = factors(block.read_at, block.grid, block.width, block.wrap)
+    return Chunks(
+        [_by_chunk(part, L) for part in write_parts],
+        [_by_chunk(part, L) for part in read_parts],
+        _by_chunk(block.content, L),
+        _by_chunk(block.rate[..., None], L),
+        gap.masked_fill(~earlier, -torch.inf).exp(),
+        from_state.exp()[..., None],
+        to_state.exp()[..., None],
+        g[..., -1],
+        carried,
+    )
+
+
+def _attention(chunks: Chunks) -> Tensor:
+    """How much of each write of the chunk a read gets: (B, H, S, L, L)."""
+    return overlap(chunks.read_parts, chunks.write_parts) * chunks.within
+
+
+def _inverse(chunks: Chunks) -> Tensor:
+    """(I + T)⁻¹ of the delta rule: (B, H, S, L, L)."""
+    among = overlap(chunks.write_parts, chunks.write_parts) * chunks.within
+    system = (chunks.rate * among).tril(-1)
+    eye = torch.eye(system.shape[-1], dtype=system.dtype, device=system.device)
+    return torch.linalg.solve_triangular(
+        system + eye, eye.expand_as(system), upper=False, unitriangular=True
+    )
+
+
+def _by_chunk(tokens: Tensor, L: int | None = None) -> Tensor:
+    """(B, N, H, ...) -> (B, H, S, L, ...); what fills the last chunk up is zero and does nothing."""
+    N = tokens.shape[1]
+    L = min(CHUNK, N) if L is None else L
+    short = -N % L
+    if short:
+        tokens = torch.cat([tokens, tokens.new_zeros(tokens.shape[:1] + (short,) + tokens.shape[2:])], 1)
+    return tokens.unflatten(1, (-1, L)).movedim(3, 1)
+
+
+def _flat(reads: Tensor, N: int) -> Tensor:
+    """(B, H, S, L, C) -> (B, N, H, C)."""
+    return reads.movedim(1, 3).flatten(1, 2)[:, :N]

@@ -1,0 +1,110 @@
+"""One place scan's inputs by name, with the checks that the implementations rely on."""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tensor_memory.config import MAX_AXES
+
+Rule = Literal["linear", "delta"]
+LETTERS = {
+    "write_at": "(B, N, H, n)",
+    "read_at": "(B, N, H, n)",
+    "content": "(B, N, H, C)",
+    "rate": "(B, N, H)",
+    "log_keep": "(B, N, H)",
+    "width": "(H)",
+    "state": "(B, H, *grid, C)",
+    "resets": "(B, N)",
+}
+
+
+class PlaceInputs(NamedTuple):
+    """The arguments of `place_scan`, in its order."""
+
+    write_at: Tensor
+    read_at: Tensor
+    content: Tensor
+    rate: Tensor
+    log_keep: Tensor
+    width: Tensor | None
+    state: Tensor
+    resets: Tensor | None
+    rule: Rule
+    wrap: tuple[bool, ...]
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Voxels along each axis."""
+        return tuple(self.state.shape[2:-1])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type to compute in: that of the widest input, at least float32."""
+        types = {value.dtype for value in self[:7] if value is not None}
+        return functools.reduce(torch.promote_types, types, torch.float32)
+
+    def cast(self) -> PlaceInputs:
+        """All floats in the type to compute in."""
+        dtype = self.dtype
+        floats = (None if value is None else value.to(dtype) for value in self[:7])
+        return PlaceInputs(*floats, *self[7:])  # type: ignore[arg-type]
+
+    def check(self) -> None:
+        """Raise unless the shapes, types and devices fit together."""
+        for name in LETTERS:
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Tensor):
+                raise TypeError(
+                    f"place_scan: expected {name} as a tensor of shape {LETTERS[name]}, "
+                    f"got {type(value).__name__}; convert it with torch.as_tensor()"
+                )
+        if not 4 <= self.state.ndim <= 3 + MAX_AXES:
+            raise ValueError(
+                f"place_scan: expected state of shape (B, H, *grid, C) with 1 to {MAX_AXES} grid "
+                f"axes, got {tuple(self.state.shape)}"
+            )
+        if min(self.grid) < 2:
+            raise ValueError(
+                f"place_scan: expected at least 2 voxels along every axis, got {self.grid}"
+            )
+        if self.rule not in ("linear", "delta"):
+            raise ValueError(f"place_scan: expected rule 'linear' or 'delta', got {self.rule!r}")
+        n = len(self.grid)
+        if len(self.wrap) != n:
+            raise ValueError(
+                f"place_scan: expected wrap with one value per axis ({n}), got {self.wrap!r}"
+            )
+        B, H = self.state.shape[:2]
+        C, N = self.state.shape[-1], self.content.shape[1] if self.content.ndim == 4 else 0
+        expected = (
+            (B, N, H, n), (B, N, H, n), (B, N, H, C), (B, N, H), (B, N, H), (H,),
+            tuple(self.state.shape), (B, N),
+        )  # fmt: skip
+        for (name, letters), shape in zip(LETTERS.items(), expected, strict=True):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if tuple(value.shape) != shape:
+                raise ValueError(
+                    f"place_scan: expected {name} of shape {letters} = {shape} to go with state "
+                    f"{tuple(self.state.shape)} and content {tuple(self.content.shape)}, "
+                    f"got {tuple(value.shape)}"
+                )
+            if value.device != self.state.device:
+                raise ValueError(
+                    f"place_scan: expected {name} on {self.state.device} like state, "
+                    f"got {value.device}; move it with .to()"
+                )
+            if name == "resets":
+                if value.dtype != torch.bool:
+                    raise TypeError(
+                        f"place_scan: expected resets of type bool, got {value.dtype}; "
+                        "convert it with .bool()"
+                    )
+            elif not value.is_floating_point():
+                raise TypeError(f"place_scan: expected {name} of a float type, got {value.dtype}")
