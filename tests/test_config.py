@@ -83,7 +83,7 @@ NUMBERS = ["sigma_scale", "spread_bias", "forget_bias", "input_bias", "feedback"
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), "1", None])
 def test_numbers_that_are_not_finite_are_refused(name, value):
-    message = rf"^{name}: expected a finite number, got {value!r}; leave it out for the paper's"
+    message = rf"^{name}: expected a finite number, got {value!r}; leave it out for the default"
     with pytest.raises(ValueError, match=message):
         MemoryConfig(**{name: value})
 
@@ -105,7 +105,7 @@ def test_a_scale_that_is_not_positive_is_refused(name, value):
     ],
 )
 def test_an_unknown_choice_is_named_beside_the_known(name, allowed):
-    message = rf"^{name}: expected one of {allowed}, got 'other'; leave it out for the paper's"
+    message = rf"^{name}: expected one of {allowed}, got 'other'; leave it out for the default"
     with pytest.raises(ValueError, match=message):
         MemoryConfig(**{name: "other"})
 

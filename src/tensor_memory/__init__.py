@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tensor_memory.attachment import Attachment, attach, detach, memory_disabled
     from tensor_memory.checkpoint import load_memory, save_memory
-    from tensor_memory.config import MemoryConfig
+    from tensor_memory.config import MemoryConfig, PlaceConfig
     from tensor_memory.inspect import Recording, record
     from tensor_memory.leaks import LeakReport, find_leak
     from tensor_memory.ops import backends, memory_scan
+    from tensor_memory.ops.places import place_scan
+    from tensor_memory.place import PlaceMemory, Trace
+    from tensor_memory.place_state import PlaceState
     from tensor_memory.residual import MemoryResidual
     from tensor_memory.state import MemoryState
     from tensor_memory.tensor import TensorMemory
@@ -25,8 +28,12 @@ __all__ = [
     "MemoryConfig",
     "MemoryResidual",
     "MemoryState",
+    "PlaceConfig",
+    "PlaceMemory",
+    "PlaceState",
     "Recording",
     "TensorMemory",
+    "Trace",
     "attach",
     "backends",
     "detach",
@@ -34,6 +41,7 @@ __all__ = [
     "load_memory",
     "memory_disabled",
     "memory_scan",
+    "place_scan",
     "record",
     "save_memory",
 ]
@@ -44,8 +52,12 @@ _MODULES = {
     "MemoryConfig": "config",
     "MemoryResidual": "residual",
     "MemoryState": "state",
+    "PlaceConfig": "config",
+    "PlaceMemory": "place",
+    "PlaceState": "place_state",
     "Recording": "inspect",
     "TensorMemory": "tensor",
+    "Trace": "place",
     "attach": "attachment",
     "backends": "ops",
     "detach": "attachment",
@@ -53,6 +65,7 @@ _MODULES = {
     "load_memory": "checkpoint",
     "memory_disabled": "attachment",
     "memory_scan": "ops",
+    "place_scan": "ops.places",
     "record": "inspect",
     "save_memory": "checkpoint",
 }

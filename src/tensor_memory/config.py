@@ -4,18 +4,67 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, Self
 
 Reads = Literal["chunk", "token"]
 Write = Literal["gaussian", "nearest"]
 Mixing = Literal["factorized", "pointwise"]
+Rule = Literal["linear", "delta"]
+Kernel = Literal["gaussian", "linear"]
+Places = Literal["learned", "given", "offset"]
 
 MAX_AXES = 4
 
 
+class GridConfig:
+    """What the configs of both memories share: a grid, and plain values for JSON."""
+
+    grid: tuple[int, ...]
+
+    @property
+    def axes(self) -> int:
+        """n, the number of grid axes."""
+        return len(self.grid)
+
+    @property
+    def voxels(self) -> int:
+        """V, the product of the grid."""
+        return math.prod(self.grid)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in values.items()
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The inverse of `to_dict`; an unknown name is an error.
+
+        >>> config = MemoryConfig(channels=16, grid=(4, 4, 4), chunk_size=8)
+        >>> MemoryConfig.from_dict(config.to_dict()) == config
+        True
+        """
+        if not isinstance(values, Mapping):
+            raise TypeError(
+                f"{cls.__name__}.from_dict: expected a dictionary of fields, got "
+                f"{type(values).__name__}; pass what to_dict() returned"
+            )
+        known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        unknown = sorted(set(values) - set(known), key=str)
+        if unknown:
+            raise ValueError(
+                f"{cls.__name__}: unknown field {', '.join(map(str, unknown))}; "
+                f"known are {', '.join(known)}"
+            )
+        return cls(**values)
+
+
 @dataclass(frozen=True, kw_only=True)
-class MemoryConfig:
+class MemoryConfig(GridConfig):
     """Everything that defines a memory but the width of its host. The defaults are the paper's."""
 
     channels: int = 32
@@ -78,58 +127,18 @@ class MemoryConfig:
     again: less memory for more time. None keeps what the backward needs of all of them."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.grid, Sequence) or not all(_is_int(size) for size in self.grid):
-            raise TypeError(
-                f"grid: expected a tuple of integers, got {self.grid!r}; "
-                "write it as (8, 8, 8), or (8,) for one axis"
-            )
-        object.__setattr__(self, "grid", tuple(self.grid))  # lists come back from JSON
-        if not 1 <= len(self.grid) <= MAX_AXES:
-            raise ValueError(
-                f"grid: expected 1 to {MAX_AXES} axes, got {len(self.grid)}; "
-                "give the voxels of each axis, such as (8, 8, 8)"
-            )
-        if min(self.grid) < 2:
-            raise ValueError(
-                f"grid: expected at least 2 voxels along every axis, got {self.grid}; "
-                "drop the axis instead of giving it one voxel"
-            )
+        object.__setattr__(self, "grid", _checked_grid(self.grid))
         counts = ["channels", "chunk_size", "read_heads", "write_heads"]
         if self.checkpoint_every is not None:
             counts.append("checkpoint_every")
-        for name in counts:
-            value = getattr(self, name)
-            if not _is_int(value):
-                raise TypeError(
-                    f"{name}: expected an integer, got {value!r}; convert it with int()"
-                )
-            if value < 1:
-                raise ValueError(
-                    f"{name}: expected at least 1, got {value}; leave it out for the default"
-                )
-        for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}; "
-                    "leave it out for the paper's"
-                )
-        if not isinstance(self.backend, str):
-            raise TypeError(
-                f"backend: expected a backend's name, got {self.backend!r}; "
-                "leave it out for the fastest that can serve"
-            )
+        _require_counts(self, counts)
+        _require_choices(self, _CHOICES)
         if not isinstance(self.share_coordinates, bool):
             raise TypeError(
                 f"share_coordinates: expected True or False, got {self.share_coordinates!r}; "
                 "leave it out for the paper's"
             )
-        for name in _NUMBERS:
-            value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not math.isfinite(value):
-                raise ValueError(
-                    f"{name}: expected a finite number, got {value!r}; leave it out for the paper's"
-                )
+        _require_numbers(self, _NUMBERS)
         for name in ("sigma_scale", "gain"):
             if getattr(self, name) <= 0:
                 raise ValueError(
@@ -189,16 +198,6 @@ class MemoryConfig:
         return replace(start, **changes)
 
     @property
-    def axes(self) -> int:
-        """n, the number of grid axes."""
-        return len(self.grid)
-
-    @property
-    def voxels(self) -> int:
-        """V, the product of the grid."""
-        return math.prod(self.grid)
-
-    @property
     def state_values(self) -> int:
         """Numbers in one row's hidden and cell together.
 
@@ -208,31 +207,100 @@ class MemoryConfig:
         """
         return 2 * self.channels * self.voxels
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
-        return asdict(self) | {"grid": list(self.grid)}
+
+@dataclass(frozen=True, kw_only=True)
+class PlaceConfig(GridConfig):
+    """Everything that defines a place memory but the width of its host."""
+
+    grid: tuple[int, ...] = (8, 8)
+    """Voxels along each of the 1 to 4 axes, each at least 2. Coordinate 0 addresses the last."""
+
+    channels: int = 32
+    """C, the features each voxel holds."""
+
+    heads: int = 4
+    """H: each head has places and a grid of its own."""
+
+    rule: Rule = "linear"
+    """"linear" adds to what a place holds. "delta" overwrites it."""
+
+    kernel: Kernel = "gaussian"
+    """"gaussian": every voxel, weighted by its distance; the width is learned per head. "linear":
+    interpolation between the 2ⁿ voxels around a place, whose cost does not grow with the grid."""
+
+    share_places: bool = True
+    """Read where the token writes. False learns a second place to read at."""
+
+    places: Places = "learned"
+    """"learned": from the token. "given": by the caller, `where=`. "offset": given, plus an offset
+    learned from the token that starts at zero."""
+
+    wrap: bool | tuple[bool, ...] = False
+    """Axes that are circles, in grid order; one value for all, or one per axis."""
+
+    keep_bias: float = 6.0
+    """Initial bias of the keep gate: α starts at 0.9975, so that little is forgotten."""
+
+    backend: str = "auto"
+    """Implementation of the recurrence: "auto", "reference" or "torch"."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "grid", _checked_grid(self.grid))
+        _require_counts(self, ["channels", "heads"])
+        _require_choices(self, _PLACE_CHOICES)
+        _require_numbers(self, ["keep_bias"])
+        if not isinstance(self.share_places, bool):
+            raise TypeError(
+                f"share_places: expected True or False, got {self.share_places!r}; "
+                "leave it out for True"
+            )
+        wrap = (self.wrap,) * self.axes if isinstance(self.wrap, bool) else self.wrap
+        if not isinstance(wrap, Sequence) or not all(isinstance(w, bool) for w in wrap):
+            raise TypeError(
+                f"wrap: expected True, False or one of them per axis, got {self.wrap!r}; "
+                "write it as (True, False)"
+            )
+        if len(wrap) != self.axes:
+            raise ValueError(
+                f"wrap: expected one value per axis of the grid {self.grid}, got {self.wrap!r}"
+            )
+        object.__setattr__(self, "wrap", tuple(wrap))
+        if self.places == "given" and not self.share_places:
+            raise ValueError(
+                "share_places: places that are given are read and written at, so there is nothing "
+                "to learn apart; leave share_places out, or choose places='offset'"
+            )
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> MemoryConfig:
-        """The inverse of `to_dict`; an unknown name is an error.
+    def recall(cls, **changes: Any) -> PlaceConfig:
+        """For key-value recall: places learned apart for reads and writes, 4 heads of 8 × 8 × 32.
 
-        >>> config = MemoryConfig(channels=16, grid=(4, 4, 4), chunk_size=8)
-        >>> MemoryConfig.from_dict(config.to_dict()) == config
-        True
+        Args:
+            **changes: fields to change.
         """
-        if not isinstance(values, Mapping):
-            raise TypeError(
-                f"MemoryConfig.from_dict: expected a dictionary of fields, got "
-                f"{type(values).__name__}; pass what to_dict() returned"
-            )
-        known = [field.name for field in fields(cls)]
-        unknown = sorted(set(values) - set(known), key=str)
-        if unknown:
-            raise ValueError(
-                f"MemoryConfig: unknown field {', '.join(map(str, unknown))}; "
-                f"known are {', '.join(known)}"
-            )
-        return cls(**values)
+        return replace(cls(grid=(8, 8), channels=32, heads=4, share_places=False), **changes)
+
+    @classmethod
+    def map(cls, axes: int = 2, **changes: Any) -> PlaceConfig:
+        """For a world with places of its own (a pose, a patch, a time): `where=` says them.
+
+        Args:
+            axes: of the world, 1 to 4.
+            **changes: fields to change.
+
+        >>> PlaceConfig.map(axes=3, grid=(4, 8, 8)).places
+        'given'
+        """
+        return replace(cls(grid=(8,) * axes, channels=32, heads=4, places="given"), **changes)
+
+    @property
+    def state_values(self) -> int:
+        """Numbers in one row's state.
+
+        >>> PlaceConfig(grid=(8, 8), channels=32, heads=4).state_values
+        8192
+        """
+        return self.heads * self.voxels * self.channels
 
 
 _CHOICES = {
@@ -241,9 +309,70 @@ _CHOICES = {
     "mixing": ("factorized", "pointwise"),
 }
 
+_PLACE_CHOICES = {
+    "rule": ("linear", "delta"),
+    "kernel": ("gaussian", "linear"),
+    "places": ("learned", "given", "offset"),
+}
+
 
 _NUMBERS = ("sigma_scale", "spread_bias", "forget_bias", "input_bias", "feedback", "gain")
 
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _checked_grid(grid: Any) -> tuple[int, ...]:
+    if not isinstance(grid, Sequence) or not all(_is_int(size) for size in grid):
+        raise TypeError(
+            f"grid: expected a tuple of integers, got {grid!r}; "
+            "write it as (8, 8, 8), or (8,) for one axis"
+        )
+    if not 1 <= len(grid) <= MAX_AXES:
+        raise ValueError(
+            f"grid: expected 1 to {MAX_AXES} axes, got {len(grid)}; "
+            "give the voxels of each axis, such as (8, 8, 8)"
+        )
+    if min(grid) < 2:
+        raise ValueError(
+            f"grid: expected at least 2 voxels along every axis, got {tuple(grid)}; "
+            "drop the axis instead of giving it one voxel"
+        )
+    return tuple(grid)  # lists come back from JSON
+
+
+def _require_counts(config: GridConfig, names: Sequence[str]) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not _is_int(value):
+            raise TypeError(f"{name}: expected an integer, got {value!r}; convert it with int()")
+        if value < 1:
+            raise ValueError(
+                f"{name}: expected at least 1, got {value}; leave it out for the default"
+            )
+
+
+def _require_choices(config: GridConfig, choices: Mapping[str, Sequence[str]]) -> None:
+    for name, allowed in choices.items():
+        if getattr(config, name) not in allowed:
+            raise ValueError(
+                f"{name}: expected one of {', '.join(allowed)}, got {getattr(config, name)!r}; "
+                "leave it out for the default"
+            )
+    backend = getattr(config, "backend", None)
+    if not isinstance(backend, str):
+        raise TypeError(
+            f"backend: expected a backend's name, got {backend!r}; "
+            "leave it out for the fastest that can serve"
+        )
+
+
+def _require_numbers(config: GridConfig, names: Sequence[str]) -> None:
+    for name in names:
+        value = getattr(config, name)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not math.isfinite(value):
+            raise ValueError(
+                f"{name}: expected a finite number, got {value!r}; leave it out for the default"
+            )

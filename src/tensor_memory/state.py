@@ -81,7 +81,7 @@ class MemoryState:
                 "it is the number of rows"
             )
         volume = torch.zeros(
-            batch_size, config.channels, *config.grid, dtype=_state_dtype(dtype), device=device
+            batch_size, config.channels, *config.grid, dtype=at_least_float32(dtype), device=device
         )
         kept_reads = config.read_heads * config.channels if config.reads == "chunk" else 0
         return cls(
@@ -98,7 +98,7 @@ class MemoryState:
         return (
             f"MemoryState(rows={self.batch_size}, grid={'x'.join(map(str, grid))}, "
             f"channels={channels}, chunk {self._filled()}/{self.tokens.shape[1]} filled, "
-            f"{_bytes(self.nbytes)}, {self.hidden.device})"
+            f"{readable_bytes(self.nbytes)}, {self.hidden.device})"
         )
 
     def _filled(self) -> str:
@@ -137,21 +137,15 @@ class MemoryState:
         moved = self._map(lambda tensor: tensor.to(device))
         return replace(
             moved,
-            hidden=moved.hidden.to(_state_dtype(dtype)),
-            cell=moved.cell.to(_state_dtype(dtype)),
-            readout=moved.readout.to(_state_dtype(dtype)),
+            hidden=moved.hidden.to(at_least_float32(dtype)),
+            cell=moved.cell.to(at_least_float32(dtype)),
+            readout=moved.readout.to(at_least_float32(dtype)),
             tokens=moved.tokens.to(dtype),
         )
 
     def select(self, rows: Tensor | Sequence[int]) -> MemoryState:
         """The rows named by index, in that order, repeats allowed: beam reordering."""
-        index = torch.as_tensor(rows, device=self.hidden.device)
-        if index.dtype == torch.bool:
-            raise TypeError(
-                "MemoryState.select: expected row indices, got a bool mask; "
-                "pass mask.nonzero().flatten()"
-            )
-        index = self._in_range("select", index)
+        index = row_index("MemoryState.select", rows, self.hidden)
         return self._map(lambda tensor: tensor.index_select(0, index))
 
     def reset(self, rows: Tensor | Sequence[int] | None = None) -> MemoryState:
@@ -159,15 +153,7 @@ class MemoryState:
         if rows is None:
             emptied = self._map(torch.zeros_like)
             return replace(emptied, aligned=0)
-        chosen = torch.as_tensor(rows, device=self.hidden.device)
-        if chosen.dtype != torch.bool:
-            index = self._in_range("reset", chosen)
-            chosen = torch.zeros_like(self.fill, dtype=torch.bool).index_fill(0, index, True)
-        elif chosen.shape != self.fill.shape:
-            raise ValueError(
-                f"MemoryState.reset: expected a mask of shape (B,) = ({self.batch_size},), "
-                f"got {tuple(chosen.shape)}; give one mark per row, or row indices"
-            )
+        chosen = chosen_rows("MemoryState.reset", rows, self.hidden)
         emptied = self._map(
             lambda tensor: tensor.masked_fill(chosen.reshape(-1, *[1] * (tensor.ndim - 1)), 0)
         )
@@ -195,11 +181,11 @@ class MemoryState:
         kept_reads = config.read_heads * config.channels if config.reads == "chunk" else 0
         volume = (x.shape[0], config.channels, *config.grid)
         expected = {
-            "hidden": (volume, _state_dtype(x.dtype)),
-            "cell": (volume, _state_dtype(x.dtype)),
+            "hidden": (volume, at_least_float32(x.dtype)),
+            "cell": (volume, at_least_float32(x.dtype)),
             "tokens": ((x.shape[0], config.chunk_size, x.shape[2]), x.dtype),
             "fill": ((x.shape[0],), torch.long),
-            "readout": ((x.shape[0], kept_reads), _state_dtype(x.dtype)),
+            "readout": ((x.shape[0], kept_reads), at_least_float32(x.dtype)),
         }
         for name, (shape, dtype) in expected.items():
             tensor = getattr(self, name)
@@ -221,29 +207,6 @@ class MemoryState:
                     f"got {tensor.device}; move it with state.to({str(x.device)!r})"
                 )
 
-    def _in_range(self, method: str, index: Tensor) -> Tensor:
-        """int64; raise for a row that does not exist, unless a device would have to be asked."""
-        if index.numel() and (index.is_floating_point() or index.is_complex()):
-            raise TypeError(
-                f"MemoryState.{method}: expected whole numbers as row indices, got {index.dtype}; "
-                "convert them with .long()"
-            )
-        if index.ndim > 1:
-            raise ValueError(
-                f"MemoryState.{method}: expected row indices of shape (rows,), got "
-                f"{tuple(index.shape)}; flatten them"
-            )
-        index = index.long()  # an empty list comes as floats
-        if index.device.type == "cpu" and index.numel():
-            least, most = index.min().item(), index.max().item()
-            if least < 0 or most >= self.batch_size:
-                raise ValueError(
-                    f"MemoryState.{method}: expected rows from 0 to {self.batch_size - 1}, "
-                    f"got {least if least < 0 else most}; this state holds "
-                    f"{counted(self.batch_size, 'row')}"
-                )
-        return index
-
     def _tensors(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in _TENSORS}
 
@@ -254,14 +217,61 @@ class MemoryState:
 _TENSORS = tuple(f.name for f in fields(MemoryState) if f.name != "aligned")
 
 
-def _bytes(count: int) -> str:
+def row_index(method: str, rows: Tensor | Sequence[int], state: Tensor) -> Tensor:
+    """Indices of rows of a state (B, ...) as int64; raise for a row that does not exist.
+
+    On another device than the CPU values are not looked at: that would wait for the device.
+    """
+    index = torch.as_tensor(rows, device=state.device)
+    if index.dtype == torch.bool:
+        raise TypeError(
+            f"{method}: expected row indices, got a bool mask; pass mask.nonzero().flatten()"
+        )
+    if index.numel() and (index.is_floating_point() or index.is_complex()):
+        raise TypeError(
+            f"{method}: expected whole numbers as row indices, got {index.dtype}; "
+            "convert them with .long()"
+        )
+    if index.ndim > 1:
+        raise ValueError(
+            f"{method}: expected row indices of shape (rows,), got "
+            f"{tuple(index.shape)}; flatten them"
+        )
+    index, B = index.long(), state.shape[0]  # an empty list comes as floats
+    if index.device.type == "cpu" and index.numel():
+        least, most = index.min().item(), index.max().item()
+        if least < 0 or most >= B:
+            raise ValueError(
+                f"{method}: expected rows from 0 to {B - 1}, got {least if least < 0 else most}; "
+                f"this state holds {counted(B, 'row')}"
+            )
+    return index
+
+
+def chosen_rows(method: str, rows: Tensor | Sequence[int], state: Tensor) -> Tensor:
+    """(B,) bool from row indices or from such a mask."""
+    B, chosen = state.shape[0], torch.as_tensor(rows, device=state.device)
+    if chosen.dtype != torch.bool:
+        index = row_index(method, chosen, state)
+        return torch.zeros(B, dtype=torch.bool, device=state.device).index_fill(0, index, True)
+    if chosen.shape != (B,):
+        raise ValueError(
+            f"{method}: expected a mask of shape (B,) = ({B},), "
+            f"got {tuple(chosen.shape)}; give one mark per row, or row indices"
+        )
+    return chosen
+
+
+def readable_bytes(count: int) -> str:
+    """A number of bytes in the unit that suits it."""
     for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if count >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count} B"
 
 
-def _state_dtype(dtype: torch.dtype) -> torch.dtype:
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """The type a state is held in beside tokens of this one."""
     return torch.promote_types(dtype, torch.float32)
 
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tensor_memory.config import Rule
 from tensor_memory.ops.places import chunked, reference
-from tensor_memory.ops.places.inputs import PlaceInputs, Rule
+from tensor_memory.ops.places.inputs import PlaceInputs
 
 
 def place_scan(
@@ -55,18 +56,44 @@ def place_scan(
     >>> reads.flatten().tolist(), state.flatten().tolist()
     ([5.0, 7.0, 5.0], [5.0, 0.0, 0.0, 7.0])
     """
+    inputs = place_inputs(
+        write_at, read_at, content, rate, log_keep, width, state,
+        rule=rule, wrap=wrap, resets=resets,
+    )  # fmt: skip
+    return run_places(inputs, backend)
+
+
+def run_places(inputs: PlaceInputs, backend: str) -> tuple[Tensor, Tensor]:
+    """`place_scan` of inputs that have been checked."""
+    if backend not in ("auto", "reference", "torch"):
+        raise ValueError(
+            f"place_scan: expected backend auto, reference or torch, got {backend!r}; "
+            "'auto' picks the fastest that can serve"
+        )
+    with torch.autocast(inputs.state.device.type, enabled=False):
+        implementation = reference if backend == "reference" else chunked
+        reads, after = implementation.scan(inputs.cast())
+    return reads, after.clone() if after is inputs.state else after
+
+
+def place_inputs(
+    write_at: Tensor,
+    read_at: Tensor | None,
+    content: Tensor,
+    rate: Tensor,
+    log_keep: Tensor,
+    width: Tensor | None,
+    state: Tensor,
+    *,
+    rule: Rule,
+    wrap: Sequence[bool] | None,
+    resets: Tensor | None,
+) -> PlaceInputs:
+    """The arguments of `place_scan` by name, checked."""
     axes = state.ndim - 3 if isinstance(state, Tensor) else 0
     inputs = PlaceInputs(
         write_at, write_at if read_at is None else read_at, content, rate, log_keep, width, state,
         resets, rule, (False,) * axes if wrap is None else tuple(wrap),
     )  # fmt: skip
     inputs.check()
-    if backend not in ("auto", "reference", "torch"):
-        raise ValueError(
-            f"place_scan: expected backend auto, reference or torch, got {backend!r}; "
-            "'auto' picks the fastest that can serve"
-        )
-    with torch.autocast(state.device.type, enabled=False):
-        implementation = reference if backend == "reference" else chunked
-        reads, after = implementation.scan(inputs.cast())
-    return reads, after.clone() if after is state else after
+    return inputs

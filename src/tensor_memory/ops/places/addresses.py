@@ -78,7 +78,7 @@ def corners(places: Tensor, grid: Sequence[int], wrap: Sequence[bool]) -> tuple[
 
     The same address as `factors` without a width gives, less its zeros.
     """
-    index = torch.zeros(places.shape[:-1] + (1,), dtype=torch.long, device=places.device)
+    index = torch.zeros((*places.shape[:-1], 1), dtype=torch.long, device=places.device)
     weight = torch.ones_like(index, dtype=places.dtype)
     for axis, (size, wraps) in enumerate(zip(grid, wrap, strict=True)):
         at = voxel_coordinate(places[..., len(grid) - 1 - axis], size, wraps)

@@ -15,6 +15,7 @@ Letters: B batch, N tokens, H heads, S chunks of L tokens, V voxels, C channels,
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -141,7 +142,7 @@ def _segments(block: PlaceInputs) -> list[tuple[int, int]]:
     decay = block.log_keep.detach().cumsum(1).amin((0, 2)).tolist()  # the row that forgets most
     found: list[tuple[int, int]] = []
     edges = sorted(cuts)
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in itertools.pairwise(edges):
         begin, past = start, decay[start - 1] if start else 0.0
         for at in range(start + CHUNK, stop, CHUNK):
             if decay[min(at + CHUNK, stop) - 1] < past - MOST_DECAY:
@@ -182,7 +183,7 @@ class SparseChunks(torch.autograd.Function):
         """-> what the places held (B, H, S, L, C), what was written, the state after."""
         write_index, read_index, write_weight, read_weight, given, solve, to_state = inputs[:7]
         total, state = inputs[7:]
-        (B, H, S, L), V = given.shape[:4], state.shape[2]
+        (B, H, S), V = given.shape[:3], state.shape[2]
         row = torch.arange(B * H, device=state.device).view(B, H, 1, 1, 1) * V
         write_flat, read_flat = write_index + row, read_index + row
         buffer = state.flatten(0, 2).clone()  # (B·H·V, C)
@@ -215,14 +216,14 @@ class SparseChunks(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore
         """From the last chunk to the first; the gradient's buffer is touched as the state's."""
         grad_held, grad_written, grad_after = grads
         (write_flat, read_flat, write_weight, read_weight, solve, to_state, scale, held, written,
          after, *around) = ctx.saved_tensors  # fmt: skip
-        (B, H, S, L), V = held.shape[:4], after.shape[2]
+        (B, H, S), V = held.shape[:3], after.shape[2]
         around_reads, around_writes = around[:S], around[S:]
-        grad_write_weight, grad_read_weight = torch.zeros_like(write_weight), None
+        grad_write_weight = torch.zeros_like(write_weight)
         grad_read_weight = torch.zeros_like(read_weight)
         grad_given, grad_to_state = grad_written.clone(), torch.zeros_like(to_state)
         grad_solve = None if solve is None else torch.zeros_like(solve)
@@ -327,12 +328,13 @@ def _inverse(chunks: Chunks) -> Tensor:
 
 
 def _by_chunk(tokens: Tensor, L: int | None = None) -> Tensor:
-    """(B, N, H, ...) -> (B, H, S, L, ...); what fills the last chunk up is zero and does nothing."""
+    """(B, N, H, ...) -> (B, H, S, L, ...); zeros fill the last chunk up and do nothing."""
     N = tokens.shape[1]
     L = min(CHUNK, N) if L is None else L
     short = -N % L
     if short:
-        tokens = torch.cat([tokens, tokens.new_zeros(tokens.shape[:1] + (short,) + tokens.shape[2:])], 1)
+        fill = tokens.new_zeros((tokens.shape[0], short, *tokens.shape[2:]))
+        tokens = torch.cat([tokens, fill], 1)
     return tokens.unflatten(1, (-1, L)).movedim(3, 1)
 
 

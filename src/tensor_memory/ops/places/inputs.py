@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tensor_memory.config import MAX_AXES
+from tensor_memory.config import MAX_AXES, Rule
 
-Rule = Literal["linear", "delta"]
 LETTERS = {
     "write_at": "(B, N, H, n)",
     "read_at": "(B, N, H, n)",

@@ -1,0 +1,317 @@
+"""PlaceMemory: tokens write to and read from places of a grid; the update is linear.
+
+Letters: B batch, N tokens, d width, H heads, n axes, C channels.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tensor_memory.config import PlaceConfig
+from tensor_memory.ops.places import place_inputs, run_places
+from tensor_memory.ops.places.inputs import PlaceInputs
+from tensor_memory.ops.places.shares import shares
+from tensor_memory.place_state import PlaceState
+
+START_WIDTH = 0.5  # of the Gaussian, in voxels
+
+
+class Trace(NamedTuple):
+    """Where reads came from: `PlaceMemory.trace`."""
+
+    share: Tensor
+    """(B, R, N, H) of every write in every read asked for: shares · content + rest = read."""
+    content: Tensor
+    """(B, N, H, C) what was written, v."""
+    rest: Tensor
+    """(B, R, H, C) what the state before the first token gave."""
+    read: Tensor
+    """(B, R, H, C) what was read, before the norm."""
+
+
+class PlaceMemory(nn.Module):
+    """A memory of places for tokens of width `dim`; the form that pays where the world is spatial.
+
+    Each head keeps a grid. A token writes content at a place and reads at a place: learned from
+    the token, or given by the caller (`where=`). Parallel over time; the state is one tensor.
+
+    Args:
+        dim: d, the tokens' width.
+        config: everything else.
+        zero_init: W_out starts at zero, so that nothing changes before training.
+
+    >>> memory = PlaceMemory(16, PlaceConfig.map(axes=2))
+    >>> x, where = torch.randn(2, 50, 16), torch.rand(2, 50, 2) * 2 - 1
+    >>> m, state = memory(x, where=where)
+    >>> first, half = memory(x[:, :20], where=where[:, :20])  # cut anywhere: nothing changes
+    >>> second, _ = memory(x[:, 20:], half, where=where[:, 20:])
+    >>> torch.allclose(torch.cat([first, second], 1), m, atol=1e-5)
+    True
+    """
+
+    def __init__(
+        self, dim: int, config: PlaceConfig | None = None, *, zero_init: bool = False
+    ) -> None:
+        super().__init__()
+        config = PlaceConfig() if config is None else config
+        if not isinstance(config, PlaceConfig):
+            raise TypeError(
+                f"config: expected a PlaceConfig, got {type(config).__name__}; "
+                "PlaceConfig.from_dict() makes one of a dictionary"
+            )
+        if not isinstance(dim, int) or isinstance(dim, bool):
+            raise TypeError(
+                f"dim: expected the tokens' width as an integer, got {dim!r}; "
+                "convert it with int(), and pass the config after it"
+            )
+        if dim < 1:
+            raise ValueError(f"dim: expected the tokens' width, at least 1, got {dim}")
+        if not isinstance(zero_init, bool):
+            raise TypeError(
+                f"zero_init: expected True or False, got {zero_init!r}; leave it out for False"
+            )
+        self.dim, self.config, self.zero_init = dim, config, zero_init
+        H, C, n = config.heads, config.channels, config.axes
+        if config.places != "given":
+            self.write_place = nn.Linear(dim, H * n, bias=False)
+            if not config.share_places:
+                self.read_place = nn.Linear(dim, H * n, bias=False)
+        self.content = nn.Linear(dim, H * C, bias=False)
+        self.rate = nn.Linear(dim, H)
+        self.keep = nn.Linear(dim, H)
+        if config.kernel == "gaussian":
+            self.log_width = nn.Parameter(torch.empty(H))
+        self.gate = nn.Linear(dim, H * C, bias=False)
+        self.norm = nn.RMSNorm(C, eps=1e-6)
+        self.output = nn.Linear(H * C, dim, bias=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialise everything, as the constructor does."""
+        for layer in self.children():
+            assert isinstance(layer, nn.Linear | nn.RMSNorm)
+            layer.reset_parameters()
+        self.keep.weight.zero_()
+        self.keep.bias.fill_(self.config.keep_bias)
+        if self.config.places == "offset":
+            for name, layer in self.named_children():
+                if name in ("write_place", "read_place"):
+                    assert isinstance(layer, nn.Linear)
+                    layer.weight.zero_()
+        if self.config.kernel == "gaussian":
+            self.log_width.fill_(torch.tensor(START_WIDTH).log())
+        if self.zero_init:
+            self.output.weight.zero_()
+
+    def extra_repr(self) -> str:  # noqa: D102
+        return f"{self.dim}, {self.config}"
+
+    def forward(
+        self,
+        x: Tensor,
+        state: PlaceState | None = None,
+        *,
+        where: Tensor | None = None,
+        mask: Tensor | None = None,
+        reset: Tensor | None = None,
+    ) -> tuple[Tensor, PlaceState]:
+        """x (B, N, d) -> what the tokens read, m (B, N, d), and the state after.
+
+        Args:
+            x: tokens.
+            state: what the last call returned; None starts empty.
+            where: (B, N, n) or (B, N, H, n) places in [-1, 1], where the config takes them.
+            mask: (B, N) true where a token is real; others change nothing and m is 0 there.
+            reset: (B, N) true where a new document starts, on a masked position too.
+        """
+        inputs, state = self._inputs(x, state, where, mask, reset)
+        reads, values = run_places(inputs, self.config.backend)
+        source = x if mask is None else x.masked_fill(~mask[..., None], 0)
+        gate = F.silu(self.gate(source))
+        read = self.norm(reads.to(self.norm.weight.dtype)).flatten(2)
+        m = self.output(read.to(gate.dtype) * gate)
+        if mask is not None:
+            m = m.masked_fill(~mask[..., None], 0)
+        return m, replace(state, values=values)
+
+    def resized(self, grid: Sequence[int]) -> PlaceMemory:
+        """A copy with the same weights on another grid; `state.resized` takes a state along."""
+        if len(grid) != self.config.axes:
+            raise ValueError(
+                f"resized: expected a grid of {self.config.axes} axes like {self.config.grid}, "
+                f"got {tuple(grid)}; the weights know how many coordinates a place has"
+            )
+        memory = copy.deepcopy(self)
+        memory.config = replace(self.config, grid=tuple(grid))
+        return memory
+
+    @torch.no_grad()
+    def trace(
+        self,
+        x: Tensor,
+        state: PlaceState | None = None,
+        *,
+        reads: Sequence[int] | Tensor,
+        where: Tensor | None = None,
+        mask: Tensor | None = None,
+        reset: Tensor | None = None,
+    ) -> Trace:
+        """Where the reads of the tokens at these positions came from, exactly.
+
+        The arguments are `forward`'s; `reads` are token positions. Shares times contents, and the
+        rest that the state before gave, add up to the read.
+        """
+        inputs, _ = self._inputs(x, state, where, mask, reset)
+        inputs = inputs.cast()
+        at = torch.as_tensor(reads, device=x.device)
+        N = x.shape[1]
+        if at.ndim != 1 or at.is_floating_point() or at.dtype == torch.bool:
+            raise TypeError(
+                f"trace: expected reads as a list of token positions, got {reads!r:.80}"
+            )
+        if at.numel() and (at.min() < 0 or at.max() >= N):
+            raise ValueError(f"trace: expected positions from 0 to {N - 1}, got {at.tolist()}")
+        share, left = shares(inputs, at)
+        rest = torch.einsum("brhv,bhvc->brhc", left, inputs.state.flatten(2, -2))
+        read = torch.einsum("brnh,bnhc->brhc", share, inputs.content) + rest
+        return Trace(share, inputs.content, rest, read)
+
+    def _inputs(
+        self,
+        x: Tensor,
+        state: PlaceState | None,
+        where: Tensor | None,
+        mask: Tensor | None,
+        reset: Tensor | None,
+    ) -> tuple[PlaceInputs, PlaceState]:
+        """What the tokens say to the recurrence; in float32 or better even under autocast."""
+        self._check(x, where, mask, reset)
+        config = self.config
+        if state is None:
+            state = PlaceState.zeros(config, x.shape[0], dtype=x.dtype, device=x.device)
+        PlaceState.require(state, config, x)
+        if mask is not None:
+            x = x.masked_fill(~mask[..., None], 0)  # garbage there must reach no gradient
+        write_at, read_at = self._places(x, where)
+        origin = state.origin[:, None, None]
+        rate = _float32(self.rate(x)).sigmoid()
+        log_keep = F.logsigmoid(_float32(self.keep(x)))
+        if mask is not None:
+            rate = rate.masked_fill(~mask[..., None], 0)
+            log_keep = log_keep.masked_fill(~mask[..., None], 0)
+        width = _float32(self.log_width).exp() if config.kernel == "gaussian" else None
+        assert isinstance(config.wrap, tuple)
+        content = _float32(self.content(x)).unflatten(-1, (config.heads, config.channels))
+        inputs = place_inputs(
+            write_at + origin,
+            None if read_at is None else read_at + origin,
+            content,
+            rate,
+            log_keep,
+            width,
+            state.values,
+            rule=config.rule,
+            wrap=config.wrap,
+            resets=reset,
+        )
+        return inputs, state
+
+    def _places(self, x: Tensor, where: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """p, and q where it is another: each (B, N, H, n)."""
+        config = self.config
+        given = None
+        if where is not None:
+            given = _float32(where)
+            if given.ndim == 3:
+                given = given[:, :, None].expand(-1, -1, config.heads, -1)
+        if config.places == "given":
+            assert given is not None
+            return given, None
+        write_at = self._learned(self.write_place, x, given)
+        return write_at, None if config.share_places else self._learned(self.read_place, x, given)
+
+    def _learned(self, head: nn.Linear, x: Tensor, given: Tensor | None) -> Tensor:
+        place = _float32(head(x)).tanh().unflatten(-1, (self.config.heads, self.config.axes))
+        return place if given is None else given + place
+
+    def _check(
+        self, x: Tensor, where: Tensor | None, mask: Tensor | None, reset: Tensor | None
+    ) -> None:
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"x: expected a tensor of shape (B, N, {self.dim}), got {type(x).__name__}; "
+                "convert it with torch.as_tensor()"
+            )
+        if x.ndim != 3 or x.shape[-1] != self.dim:
+            raise ValueError(
+                f"x: expected tokens of shape (B, N, {self.dim}), got {tuple(x.shape)}; "
+                f"this memory was built for width {self.dim}"
+            )
+        if not x.is_floating_point():
+            raise TypeError(f"x: expected a float type, got {x.dtype}; embed token ids first")
+        weight = self.output.weight
+        if x.device != weight.device:
+            raise ValueError(
+                f"x: expected device {weight.device} like the memory's weights, got {x.device}; "
+                "move one of them with .to()"
+            )
+        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(
+                f"x: expected {weight.dtype} like the memory's weights, got {x.dtype}; "
+                "convert one of them with .to(), or run under torch.autocast"
+            )
+        for name, marks in (("mask", mask), ("reset", reset)):
+            if marks is None:
+                continue
+            if not isinstance(marks, Tensor) or marks.dtype != torch.bool:
+                got = marks.dtype if isinstance(marks, Tensor) else type(marks).__name__
+                raise TypeError(
+                    f"{name}: expected a tensor of bool, got {got}; convert it with .bool()"
+                )
+            if marks.shape != x.shape[:2]:
+                raise ValueError(
+                    f"{name}: expected shape (B, N) = {tuple(x.shape[:2])}, "
+                    f"got {tuple(marks.shape)}"
+                )
+        self._check_where(x, where)
+
+    def _check_where(self, x: Tensor, where: Tensor | None) -> None:
+        config, wanted = self.config, (*x.shape[:2], self.config.axes)
+        if config.places == "learned":
+            if where is not None:
+                raise ValueError(
+                    "where: this memory learns its places from the tokens; leave where out, or "
+                    "choose PlaceConfig(places='given') or 'offset'"
+                )
+            return
+        if where is None:
+            raise ValueError(
+                f"where: expected places of shape (B, N, n) = {wanted}, since the config has "
+                f"places={config.places!r}, got None; pass where=, or choose places='learned'"
+            )
+        if not isinstance(where, Tensor) or not where.is_floating_point():
+            got = where.dtype if isinstance(where, Tensor) else type(where).__name__
+            raise TypeError(f"where: expected a tensor of floats, got {got}")
+        by_head = (*x.shape[:2], config.heads, config.axes)
+        if tuple(where.shape) not in (wanted, by_head):
+            raise ValueError(
+                f"where: expected places of shape (B, N, n) = {wanted} or (B, N, H, n) = "
+                f"{by_head}, got {tuple(where.shape)}"
+            )
+        if where.device != x.device:
+            raise ValueError(
+                f"where: expected device {x.device} like x, got {where.device}; move it with .to()"
+            )
+
+
+def _float32(tensor: Tensor) -> Tensor:
+    """In float32 or better."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -1,0 +1,260 @@
+"""What a place memory remembers between calls: one grid per head, and where the agent stands."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from tensor_memory.config import PlaceConfig
+from tensor_memory.files import load_tensors, save_tensors
+from tensor_memory.state import at_least_float32, chosen_rows, readable_bytes, row_index
+
+_KIND = "tensor-memory place state"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PlaceState:
+    """The state of one place memory for B rows. Its size never depends on what has been seen.
+
+    States are values: every method returns a new one and leaves the old as it was.
+
+    >>> state = PlaceState.zeros(PlaceConfig(grid=(8, 8), channels=32, heads=4), batch_size=2)
+    >>> print(state)
+    PlaceState(rows=2, heads=4, grid=8x8, channels=32, 64.0 KiB, cpu)
+    >>> state.resized((16, 16)).values.shape
+    torch.Size([2, 4, 16, 16, 32])
+    """
+
+    values: Tensor
+    """(B, H, *grid, C), what the voxels hold; float32 or better."""
+
+    origin: Tensor
+    """(B, n) what `moved` has left over: less than a voxel, added to every place."""
+
+    wrap: tuple[bool, ...]
+    """Which axes are circles, in grid order."""
+
+    @classmethod
+    def zeros(
+        cls,
+        config: PlaceConfig,
+        batch_size: int,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> PlaceState:
+        """An empty memory for `batch_size` rows."""
+        if not isinstance(config, PlaceConfig):
+            raise TypeError(
+                f"PlaceState.zeros: expected a PlaceConfig first, got {type(config).__name__}; "
+                "pass the memory's own (memory.config)"
+            )
+        if not isinstance(batch_size, int | torch.SymInt) or isinstance(batch_size, bool):
+            raise TypeError(
+                f"PlaceState.zeros: expected batch_size as an integer, got {batch_size!r}; "
+                "convert it with int()"
+            )
+        if batch_size < 0:
+            raise ValueError(
+                f"PlaceState.zeros: expected batch_size of at least 0, got {batch_size}; "
+                "it is the number of rows"
+            )
+        dtype = at_least_float32(dtype or torch.get_default_dtype())
+        shape = (batch_size, config.heads, *config.grid, config.channels)
+        values = torch.zeros(shape, dtype=dtype, device=device)
+        assert isinstance(config.wrap, tuple)
+        return cls(values, values.new_zeros(batch_size, config.axes), config.wrap)
+
+    def __repr__(self) -> str:
+        heads, *grid, channels = self.values.shape[1:]
+        return (
+            f"PlaceState(rows={self.batch_size}, heads={heads}, grid={'x'.join(map(str, grid))}, "
+            f"channels={channels}, {readable_bytes(self.nbytes)}, {self.values.device})"
+        )
+
+    @property
+    def batch_size(self) -> int:
+        """B, the number of rows."""
+        return self.values.shape[0]
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Voxels along each axis."""
+        return tuple(self.values.shape[2:-1])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.values.nbytes + self.origin.nbytes
+
+    def detach(self) -> PlaceState:
+        """The same values cut off from the graph, for truncated back-propagation."""
+        return self._map(Tensor.detach)
+
+    def to(
+        self,
+        device: torch.device | str | torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> PlaceState:
+        """Move, or change the type; it stays at float32 or better."""
+        if isinstance(device, torch.dtype):
+            device, dtype = None, device
+        dtype = at_least_float32(dtype or self.values.dtype)
+        return self._map(lambda tensor: tensor.to(device=device, dtype=dtype))
+
+    def select(self, rows: Tensor | Sequence[int]) -> PlaceState:
+        """The rows named by index, in that order, repeats allowed: beam reordering."""
+        index = row_index("PlaceState.select", rows, self.values)
+        return self._map(lambda tensor: tensor.index_select(0, index))
+
+    def reset(self, rows: Tensor | Sequence[int] | None = None) -> PlaceState:
+        """Empty all rows, or those named by index or by a (B,) bool mask."""
+        if rows is None:
+            return self._map(torch.zeros_like)
+        chosen = chosen_rows("PlaceState.reset", rows, self.values)
+        return self._map(
+            lambda tensor: tensor.masked_fill(chosen.reshape(-1, *[1] * (tensor.ndim - 1)), 0)
+        )
+
+    def resized(self, grid: Sequence[int]) -> PlaceState:
+        """The same world on another grid, resampled by interpolation between voxels."""
+        size = PlaceConfig(grid=tuple(grid)).grid  # which checks it
+        if len(size) != len(self.grid):
+            raise ValueError(
+                f"PlaceState.resized: expected a grid of {len(self.grid)} axes like {self.grid}, "
+                f"got {tuple(grid)}"
+            )
+        values = self.values
+        for axis, (new, wraps) in enumerate(zip(size, self.wrap, strict=True)):
+            values = _resampled(values, axis + 2, new, wraps)
+        return replace(self, values=values)
+
+    def moved(self, shift: Tensor | Sequence[float], *, empty: bool = True) -> PlaceState:
+        """The agent's frame moves by `shift` (n) or (B, n), in the units of places.
+
+        What lay at place p lies at p − shift afterwards. Whole voxels roll; the rest stays in
+        `origin`, so that a walk of any length adds no error. What leaves the grid is gone, and
+        what comes in is empty; on an axis that wraps `empty=False` keeps it: the world is then a
+        circle itself.
+        """
+        moved = torch.as_tensor(shift, dtype=self.origin.dtype, device=self.origin.device)
+        axes = len(self.grid)
+        if moved.shape not in ((axes,), tuple(self.origin.shape)):
+            raise ValueError(
+                f"PlaceState.moved: expected a shift of shape ({axes},) or "
+                f"({self.batch_size}, {axes}), got {tuple(moved.shape)}; coordinate 0 goes along "
+                "the last axis of the grid"
+            )
+        total = self.origin + moved
+        voxel = total.new_tensor([2 / (size - 1) for size in reversed(self.grid)])
+        steps = (total / voxel).detach().round()
+        values = self.values
+        for axis, wraps in enumerate(self.wrap):
+            step = steps[:, axes - 1 - axis].long()
+            values = _rolled(values, axis + 2, step, empty=empty or not wraps)
+        return replace(self, values=values, origin=total - steps * voxel)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the state as safetensors, whole or not at all."""
+        wrap = torch.tensor(self.wrap)
+        save_tensors(path, {"values": self.values, "origin": self.origin, "wrap": wrap}, kind=_KIND)
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], *, device: torch.device | str = "cpu"
+    ) -> PlaceState:
+        """Read what `save` wrote."""
+        tensors = load_tensors(path, kind=_KIND)
+        if set(tensors) != {"values", "origin", "wrap"}:
+            raise ValueError(
+                f"{path}: expected the tensors values, origin, wrap, got {', '.join(tensors)}"
+            )
+        wrap = tuple(bool(w) for w in tensors["wrap"].tolist())
+        return cls(tensors["values"], tensors["origin"], wrap).to(device)
+
+    def require(self, config: PlaceConfig, x: Tensor) -> None:
+        """Raise unless this state can continue with tokens `x` (B, N, d) under `config`."""
+        if not isinstance(self, PlaceState):
+            raise TypeError(
+                f"state: expected a PlaceState, got {type(self).__name__}; "
+                "pass what the memory's last call returned"
+            )
+        shape = (x.shape[0], config.heads, *config.grid, config.channels)
+        for name, tensor, expected in (
+            ("values", self.values, shape),
+            ("origin", self.origin, (x.shape[0], config.axes)),
+        ):
+            if tuple(tensor.shape) != expected:
+                raise ValueError(
+                    f"state.{name}: expected shape {expected} for this memory and input "
+                    f"{tuple(x.shape)}, got {tuple(tensor.shape)}; a state continues only the "
+                    "memory and the rows it came from (use select() to reorder or repeat rows, "
+                    "resized() for another grid)"
+                )
+            if tensor.device != x.device:
+                raise ValueError(
+                    f"state.{name}: expected device {x.device} like the input, "
+                    f"got {tensor.device}; move it with state.to({str(x.device)!r})"
+                )
+        if self.wrap != config.wrap:
+            raise ValueError(
+                f"state.wrap: expected {config.wrap} like the memory's config, got {self.wrap}"
+            )
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> PlaceState:
+        return replace(self, values=change(self.values), origin=change(self.origin))
+
+
+def _resampled(values: Tensor, axis: int, size: int, wraps: bool) -> Tensor:
+    """One axis on `size` voxels: both ends stay where they are, on a circle the whole turn does."""
+    old = values.shape[axis]
+    if old == size:
+        return values
+    rows = values.movedim(axis, -1).flatten(0, -2)[:, None]  # (rows, 1, old)
+    if wraps:
+        at = torch.arange(size, dtype=values.dtype, device=values.device) * (old / size)
+        low = at.floor().long()
+        upper = at - low
+        found = rows[..., low] * (1 - upper) + rows[..., (low + 1) % old] * upper
+    else:
+        found = F.interpolate(rows, size=size, mode="linear", align_corners=True)
+    shape = values.movedim(axis, -1).shape[:-1]
+    return found[:, 0].reshape(*shape, size).movedim(-1, axis)
+
+
+def _rolled(values: Tensor, axis: int, step: Tensor, *, empty: bool) -> Tensor:
+    """new[i] = old[i + step] along an axis, another step (B) for every row."""
+    size = values.shape[axis]
+    source = torch.arange(size, device=values.device) + step[:, None]  # (B, size)
+    shape = [1] * values.ndim
+    shape[0], shape[axis] = values.shape[0], size
+    rolled = values.gather(axis, (source % size).view(shape).expand_as(values))
+    if empty:
+        inside = (source >= 0) & (source < size)
+        rolled = rolled.masked_fill(~inside.view(shape), 0)
+    return rolled
+
+
+def _children(state: PlaceState) -> tuple[list[Tensor], tuple[bool, ...]]:
+    return [state.values, state.origin], state.wrap
+
+
+def _named_children(state: PlaceState) -> tuple[list[tuple[Any, Tensor]], tuple[bool, ...]]:
+    keys = (pytree.GetAttrKey("values"), pytree.GetAttrKey("origin"))
+    return list(zip(keys, (state.values, state.origin), strict=True)), state.wrap
+
+
+pytree.register_pytree_node(
+    PlaceState,
+    _children,
+    lambda tensors, wrap: PlaceState(*tensors, wrap=wrap),
+    serialized_type_name="tensor_memory.PlaceState",
+    flatten_with_keys_fn=_named_children,
+)

@@ -1,0 +1,450 @@
+"""The laws of the place memory, and its agreement with an oracle written apart."""
+
+from dataclasses import replace
+
+import numpy as np
+import place_oracle
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tensor_memory import PlaceConfig, PlaceMemory, PlaceState
+from tensor_memory.ops.places import chunked
+
+DIM = 4
+EXACT = 1e-10
+
+
+@st.composite
+def configs(draw, **fixed):
+    axes = draw(st.integers(1, 3))
+    places = draw(st.sampled_from(["learned", "given", "offset"]))
+    options = {
+        "grid": tuple(draw(st.integers(2, 5 if axes < 3 else 3)) for _ in range(axes)),
+        "channels": draw(st.integers(1, 3)),
+        "heads": draw(st.integers(1, 2)),
+        "rule": draw(st.sampled_from(["linear", "delta"])),
+        "kernel": draw(st.sampled_from(["gaussian", "linear"])),
+        "places": places,
+        "share_places": places == "given" or draw(st.booleans()),
+        "wrap": tuple(draw(st.booleans()) for _ in range(axes)),
+        "keep_bias": draw(st.sampled_from([6.0, 0.0])),
+        "backend": draw(st.sampled_from(["auto", "reference"])),
+    }
+    return PlaceConfig(**options | fixed)
+
+
+@st.composite
+def calls(draw, least=1, most=9, **fixed):
+    """A memory whose every weight counts, and a call of it: x, where (or None), a state."""
+    config = draw(configs(**fixed))
+    B, N = draw(st.integers(1, 3)), draw(st.integers(least, most))
+    torch.manual_seed(draw(st.integers(0, 2**31)))
+    memory = PlaceMemory(DIM, config).double()
+    with torch.no_grad():
+        for parameter in memory.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+    where = torch.rand(B, N, config.axes, dtype=torch.float64) * 2 - 1
+    values = torch.randn(B, config.heads, *config.grid, config.channels, dtype=torch.float64)
+    state = PlaceState(values, torch.zeros(B, config.axes, dtype=torch.float64), config.wrap)
+    x = torch.randn(B, N, DIM, dtype=torch.float64)
+    return memory, x, None if config.places == "learned" else where, state
+
+
+def marks(shape, share):
+    return torch.rand(shape) < share
+
+
+def at(where, rows):
+    return None if where is None else where[rows]
+
+
+def assert_near(one, other):
+    assert one.shape == other.shape
+    assert torch.isfinite(one).all()
+    assert (one - other).abs().max().item() <= EXACT if one.numel() else True
+
+
+@given(call=calls())
+def test_the_memory_agrees_with_the_oracle(call):
+    memory, x, where, state = call
+    mask, reset = marks(x.shape[:2], 0.8), marks(x.shape[:2], 0.2)
+    m, after = memory(x, state, where=where, mask=mask, reset=reset)
+    weights = {name: p.detach().numpy() for name, p in memory.state_dict().items()}
+    for row in range(len(x)):
+        expected, values = place_oracle.run(
+            weights, memory.config, x[row].numpy(), None if where is None else where[row].numpy(),
+            state.values[row].numpy(), mask[row].numpy(), reset[row].numpy(),
+        )  # fmt: skip
+        assert np.abs(m[row].detach().numpy() - expected).max() <= EXACT
+        assert np.abs(after.values[row].detach().numpy() - values).max() <= EXACT
+
+
+@given(call=calls(most=150, backend="auto"), sparse=st.booleans())
+def test_parallel_equals_sequential_with_every_gradient(call, sparse):
+    memory, x, where, state = call
+    reset = marks(x.shape[:2], 0.05)
+    results = []
+    before = chunked.SPARSE_FROM
+    for backend in ("reference", "torch"):
+        memory.config = replace(memory.config, backend=backend)
+        memory.zero_grad()
+        leaves = [t.clone().requires_grad_() for t in (x, state.values)]
+        given_where = None if where is None else where.clone().requires_grad_()
+        chunked.SPARSE_FROM = 0 if sparse else 10**9
+        m, after = memory(
+            leaves[0],
+            PlaceState(leaves[1], state.origin, state.wrap),
+            where=given_where,
+            reset=reset,
+        )
+        chunked.SPARSE_FROM = before
+        weight = torch.linspace(0.5, 1.5, m.numel(), dtype=m.dtype).view_as(m)
+        (m * weight).sum().add(after.values.square().sum()).backward()
+        gradients = [leaf.grad for leaf in leaves] + [p.grad for p in memory.parameters()]
+        if given_where is not None:
+            gradients.append(given_where.grad)
+        results.append([m, after.values, *gradients])
+    for one, other in zip(*results, strict=True):
+        scale = 1 + other.abs().max()
+        assert_near(one / scale, other / scale)
+
+
+@given(call=calls(most=80, kernel="linear", backend="torch"))
+def test_sparse_equals_dense(call):
+    memory, x, where, state = call
+    before, results = chunked.SPARSE_FROM, []
+    for bound in (0, 10**9):
+        chunked.SPARSE_FROM = bound
+        m, after = memory(x, state, where=where)
+        results.append((m, after.values))
+    chunked.SPARSE_FROM = before
+    for one, other in zip(*results, strict=True):
+        assert_near(one, other)
+
+
+@pytest.mark.parametrize("keep", [0.0, 6.0])
+@pytest.mark.parametrize("rule", ["linear", "delta"])
+def test_a_sparse_call_of_several_chunks_has_the_gradients_of_the_sequential_one(rule, keep):
+    config = PlaceConfig(
+        grid=(20, 20), channels=2, heads=2, kernel="linear", rule=rule, keep_bias=keep
+    )
+    x = torch.randn(2, 200, DIM, dtype=torch.float64, requires_grad=True)
+    memory, results = PlaceMemory(DIM, config).double(), []
+    for backend in ("reference", "torch"):
+        memory.config = replace(config, backend=backend)
+        m, after = memory(x)
+        loss = m.square().sum() + after.values.square().sum()
+        gradients = torch.autograd.grad(loss, [x, *memory.parameters()])
+        results.append([m, after.values, *gradients])
+    for one, other in zip(*results, strict=True):
+        scale = 1 + other.abs().max()
+        assert_near(one / scale, other / scale)
+
+
+@pytest.mark.parametrize("keep", [-30.0, -2.0, 6.0])
+@pytest.mark.parametrize("rule", ["linear", "delta"])
+def test_sparse_survives_any_decay_in_float32(rule, keep):
+    config = PlaceConfig(
+        grid=(20, 20), channels=2, heads=1, kernel="linear", rule=rule, keep_bias=keep
+    )
+    memory, x = PlaceMemory(DIM, config), torch.randn(1, 300, DIM)
+    m, after = memory(x)
+    exact, exact_after = memory.double()(x.double())
+    torch.testing.assert_close(m.double(), exact, atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(after.values.double(), exact_after.values, atol=1e-5, rtol=1e-4)
+
+
+@given(call=calls(least=2, most=70), data=st.data())
+def test_no_output_depends_on_a_later_input_bit_for_bit(call, data):
+    memory, x, where, state = call
+    t = data.draw(st.integers(1, x.shape[1] - 1))
+    changed = x.clone()
+    changed[:, t:] = torch.randn_like(changed[:, t:])
+    moved = None if where is None else torch.cat([where[:, :t], where[:, t:].flip(1)], 1)
+    one, _ = memory(x, state, where=where)
+    other, _ = memory(changed, state, where=moved)
+    assert torch.equal(one[:, :t], other[:, :t])
+
+
+@given(call=calls(least=2, most=70), data=st.data())
+def test_cutting_anywhere_changes_nothing(call, data):
+    memory, x, where, state = call
+    mask, reset = marks(x.shape[:2], 0.8), marks(x.shape[:2], 0.1)
+    whole, after = memory(x, state, where=where, mask=mask, reset=reset)
+    cut = data.draw(st.integers(0, x.shape[1]))
+    parts, carried = [], state
+    for part in (slice(0, cut), slice(cut, None)):
+        rows = (slice(None), part)
+        m, carried = memory(
+            x[rows], carried, where=at(where, rows), mask=mask[rows], reset=reset[rows]
+        )
+        parts.append(m)
+    assert_near(torch.cat(parts, 1), whole)
+    assert_near(carried.values, after.values)
+    assert carried.nbytes == state.nbytes == after.nbytes
+
+
+@given(call=calls(least=2))
+def test_one_token_at_a_time_changes_nothing(call):
+    memory, x, where, state = call
+    whole, after = memory(x, state, where=where)
+    parts = []
+    for t in range(x.shape[1]):
+        rows = (slice(None), slice(t, t + 1))
+        m, state = memory(x[rows], state, where=at(where, rows))
+        parts.append(m)
+    assert_near(torch.cat(parts, 1), whole)
+    assert_near(state.values, after.values)
+
+
+@given(call=calls(least=1, most=12), left=st.booleans())
+def test_a_padded_row_gives_what_the_row_gives_alone(call, left):
+    memory, x, where, state = call
+    pad = torch.full((len(x), 3, DIM), torch.nan, dtype=x.dtype)
+    order = (pad, x) if left else (x, pad)
+    mask = torch.cat([torch.full(t.shape[:2], t is x) for t in order], 1)
+    nowhere = None if where is None else torch.zeros(len(x), 3, where.shape[2], dtype=x.dtype)
+    places = None
+    if where is not None:
+        places = torch.cat([nowhere, where] if left else [where, nowhere], 1)
+    alone, after = memory(x, state, where=where)
+    memory.zero_grad()
+    m, padded = memory(torch.cat(order, 1), state, where=places, mask=mask)
+    m.sum().backward()
+    assert_near(m[mask].view_as(alone), alone)
+    assert torch.equal(m[~mask], torch.zeros_like(m[~mask]))
+    assert_near(padded.values, after.values)
+    assert all(p.grad is None or torch.isfinite(p.grad).all() for p in memory.parameters())
+
+
+@given(call=calls())
+def test_an_all_masked_row_keeps_its_state_bit_for_bit(call):
+    memory, x, where, state = call
+    nothing = torch.zeros(x.shape[:2], dtype=torch.bool)
+    m, after = memory(x, state, where=where, mask=nothing)
+    assert torch.equal(after.values, state.values)
+    assert not m.any()
+
+
+@given(call=calls(least=2, most=70), data=st.data())
+def test_documents_in_a_row_know_nothing_of_each_other(call, data):
+    memory, x, where, state = call
+    t = data.draw(st.integers(0, x.shape[1] - 1))
+    reset = torch.zeros(x.shape[:2], dtype=torch.bool)
+    reset[:, t] = True
+    m, after = memory(x, state, where=where, reset=reset)
+    rows = (slice(None), slice(t, None))
+    alone, alone_after = memory(x[rows], where=at(where, rows))
+    assert_near(m[rows], alone)
+    assert_near(after.values, alone_after.values)
+
+
+@given(call=calls(most=30), data=st.data())
+def test_shares_add_up_to_the_read(call, data):
+    memory, x, where, state = call
+    mask, reset = marks(x.shape[:2], 0.8), marks(x.shape[:2], 0.1)
+    N = x.shape[1]
+    asked = data.draw(st.lists(st.integers(0, N - 1), min_size=1, max_size=3))
+    heard = []
+    memory.norm.register_forward_pre_hook(lambda _, inputs: heard.append(inputs[0]))
+    memory(x, state, where=where, mask=mask, reset=reset)
+    traced = memory.trace(x, state, reads=asked, where=where, mask=mask, reset=reset)
+    total = torch.einsum("brnh,bnhc->brhc", traced.share, traced.content) + traced.rest
+    assert_near(total, heard[0][:, asked].detach())
+    for r, t in enumerate(asked):
+        assert not traced.share[:, r, t + 1 :].any()
+
+
+@given(st.sampled_from(["linear", "delta"]), st.sampled_from(["gaussian", "linear"]))
+def test_moving_every_place_by_a_voxel_and_rolling_the_grid_changes_nothing(rule, kernel):
+    """On axes that wrap, where there are no borders, exactly."""
+    config = PlaceConfig.map(
+        2, grid=(5, 4), channels=3, heads=2, wrap=True, rule=rule, kernel=kernel
+    )
+    memory = PlaceMemory(DIM, config).double()
+    x, where = torch.randn(2, 20, DIM).double(), torch.rand(2, 20, 2).double() * 2 - 1
+    voxel = torch.tensor([2 / 3, 2 / 4], dtype=torch.float64)  # coordinate 0 is the last axis
+    m, after = memory(x, where=where)
+    moved, moved_after = memory(x, where=where + voxel)
+    assert_near(moved, m)
+    assert_near(moved_after.values, after.values.roll((1, 1), (2, 3)))
+
+
+@pytest.mark.parametrize("kernel", ["gaussian", "linear"])
+def test_a_walk_in_the_agents_frame_equals_one_in_the_worlds(kernel):
+    """The world is large and stands still, or small and moves with the agent, by any steps."""
+    torch.manual_seed(3)
+    voxel = 2 / 40  # of the large world
+    options = {"channels": 2, "heads": 1, "kernel": kernel}
+    world = PlaceMemory(DIM, PlaceConfig.map(2, grid=(41, 41), **options)).double()
+    scale = 40 / 20  # the small grid has 21 voxels of the same size, so its places are wider
+    small = world.resized((21, 21))
+    x = torch.randn(1, 60, DIM).double()
+    steps = (torch.rand(1, 60, 2).double() - 0.5) * 0.7 * voxel  # fractions of a voxel
+    steps[:, ::7] = voxel * torch.randint(-1, 2, steps[:, ::7].shape)
+    path = steps.cumsum(1)
+    reach = (torch.rand(1, 60, 2).double() - 0.5) * 4 * voxel  # it looks and writes around itself
+    state = state_of_world = None
+    for t in range(60):
+        now = slice(t, t + 1)
+        if state is not None:
+            state = state.moved(steps[:, t] * scale)
+        mine, state = small(x[:, now], state, where=reach[:, now] * scale)
+        expected, state_of_world = world(x[:, now], state_of_world, where=(path + reach)[:, now])
+        if t == 0:  # the first step is taken before there is a state to move
+            path = path - steps[:, :1]
+            state_of_world = world(x[:, now], where=(path + reach)[:, now])[1]
+            expected = world(x[:, now], where=(path + reach)[:, now])[0]
+        assert_near(mine, expected)
+
+
+def test_what_leaves_the_grid_is_gone_and_what_comes_in_is_empty():
+    for wrap in (False, True):
+        config = PlaceConfig(grid=(4,), channels=1, heads=1, wrap=wrap)
+        values = torch.arange(1.0, 5.0).view(1, 1, 4, 1)
+        state = PlaceState(values, torch.zeros(1, 1), config.wrap)
+        assert state.moved([2 / 3]).values.flatten().tolist() == [2, 3, 4, 0]
+        assert state.moved([-4 / 3]).values.flatten().tolist() == [0, 0, 1, 2]
+        round_again = [2, 3, 4, 1] if wrap else [2, 3, 4, 0]
+        assert state.moved([2 / 3], empty=False).values.flatten().tolist() == round_again
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_a_state_goes_to_a_larger_grid_and_back(wrap):
+    config = PlaceConfig(grid=(4, 5), channels=3, heads=2, wrap=wrap)
+    state = PlaceState(torch.randn(2, 2, 4, 5, 3), torch.zeros(2, 2), config.wrap)
+    grid = (8, 10) if wrap else (7, 9)  # every second voxel is an old one
+    larger = state.resized(grid)
+    torch.testing.assert_close(larger.values[:, :, ::2, ::2], state.values)
+    torch.testing.assert_close(larger.resized((4, 5)).values, state.values)
+    memory = PlaceMemory(DIM, config)
+    m, _ = memory.resized(grid)(torch.randn(2, 3, DIM), larger)
+    assert torch.isfinite(m).all()
+
+
+@pytest.mark.parametrize("kernel", ["gaussian", "linear"])
+@pytest.mark.parametrize("rule", ["linear", "delta"])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_gradients_are_right(rule, kernel, backend):
+    config = PlaceConfig(
+        grid=(3, 4), channels=2, heads=2, rule=rule, kernel=kernel, places="offset",
+        share_places=False, backend=backend,
+    )  # fmt: skip
+    memory = PlaceMemory(3, config).double()
+    names, parameters = zip(*memory.named_parameters(), strict=True)
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter += 0.3 * torch.randn_like(parameter)
+    x = torch.randn(2, 5, 3, dtype=torch.float64, requires_grad=True)
+    where = (torch.rand(2, 5, 2, dtype=torch.float64) - 0.5).requires_grad_()
+    values = torch.randn(2, 2, 3, 4, 2, dtype=torch.float64, requires_grad=True)
+    origin = torch.zeros(2, 2, dtype=torch.float64)
+
+    def call(x, where, values, *weights):
+        state = PlaceState(values, origin, config.wrap)
+        m, after = torch.func.functional_call(
+            memory, dict(zip(names, weights, strict=True)), (x, state), {"where": where}
+        )
+        return m, after.values
+
+    before = chunked.SPARSE_FROM
+    chunked.SPARSE_FROM = 0
+    checked = torch.autograd.gradcheck(call, (x, where, values, *parameters), fast_mode=True)
+    chunked.SPARSE_FROM = before
+    assert checked
+
+
+def test_weights_have_their_published_names_and_start():
+    memory = PlaceMemory(6, PlaceConfig(grid=(3, 4), channels=5, heads=2, share_places=False))
+    shapes = {name: tuple(p.shape) for name, p in memory.state_dict().items()}
+    assert shapes == {
+        "write_place.weight": (4, 6),
+        "read_place.weight": (4, 6),
+        "content.weight": (10, 6),
+        "rate.weight": (2, 6),
+        "rate.bias": (2,),
+        "keep.weight": (2, 6),
+        "keep.bias": (2,),
+        "log_width": (2,),
+        "gate.weight": (10, 6),
+        "norm.weight": (5,),
+        "output.weight": (6, 10),
+    }
+    assert memory.keep.bias.tolist() == [6.0, 6.0]
+    assert not memory.keep.weight.any()
+    assert memory.log_width.exp().tolist() == pytest.approx([0.5, 0.5])
+    given_places = PlaceMemory(6, PlaceConfig.map(2, kernel="linear")).state_dict()
+    assert not {"write_place.weight", "read_place.weight", "log_width"} & set(given_places)
+
+
+def test_zero_init_adds_nothing():
+    m, _ = PlaceMemory(6, zero_init=True)(torch.randn(2, 5, 6))
+    assert not m.any()
+
+
+def test_half_precision_keeps_a_float32_state():
+    memory = PlaceMemory(8).bfloat16()
+    m, state = memory(torch.randn(2, 5, 8, dtype=torch.bfloat16))
+    assert (m.dtype, state.values.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_a_state_is_saved_and_loaded(tmp_path):
+    config = PlaceConfig(grid=(3, 4), channels=2, heads=1, wrap=(True, False))
+    state = PlaceState(torch.randn(2, 1, 3, 4, 2), torch.rand(2, 2), config.wrap)
+    state.save(tmp_path / "state.safetensors")
+    loaded = PlaceState.load(tmp_path / "state.safetensors")
+    assert torch.equal(loaded.values, state.values)
+    assert torch.equal(loaded.origin, state.origin)
+    assert loaded.wrap == state.wrap
+
+
+def test_rows_are_selected_and_emptied():
+    state = PlaceState(torch.randn(3, 1, 4, 2), torch.rand(3, 1), (False,))
+    assert torch.equal(state.select([2, 2]).values, state.values[[2, 2]])
+    emptied = state.reset([1])
+    assert not emptied.values[1].any()
+    assert torch.equal(emptied.values[[0, 2]], state.values[[0, 2]])
+    with pytest.raises(ValueError, match="expected rows from 0 to 2, got 3; this state holds"):
+        state.select([3])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda m, x: m(x), ValueError, r"where: expected places of shape \(B, N, n\)"),
+        (lambda m, x: m(x, where=x), ValueError, r"where: expected places .* got \(2, 5, 6\)"),
+        (lambda m, x: m(x, where=[0]), TypeError, "where: expected a tensor of floats, got list"),
+        (lambda m, x: m([1]), TypeError, r"x: expected a tensor of shape \(B, N, 6\), got list"),
+        (lambda m, x: m(x.double(), where=x[..., :2]), TypeError, "x: expected torch.float32"),
+        (
+            lambda m, x: m(x, where=x[..., :2], mask=x[..., 0]),
+            TypeError,
+            "mask: expected a tensor of bool",
+        ),
+        (
+            lambda m, x: m(x, m(x[:1], where=x[:1, :, :2])[1], where=x[..., :2]),
+            ValueError,
+            "state.values: expected shape",
+        ),
+        (
+            lambda m, x: m(x, 3, where=x[..., :2]),
+            TypeError,
+            "state: expected a PlaceState, got int",
+        ),
+        (lambda m, x: PlaceMemory(6, {}), TypeError, "config: expected a PlaceConfig, got dict"),
+        (lambda m, x: PlaceConfig(wrap=(True,)), ValueError, "wrap: expected one value per axis"),
+        (lambda m, x: PlaceConfig(rule="other"), ValueError, "rule: expected one of linear, delta"),
+        (
+            lambda m, x: PlaceMemory(6)(x, where=x),
+            ValueError,
+            "where: this memory learns its places",
+        ),
+        (lambda m, x: m.resized((4,)), ValueError, "resized: expected a grid of 2 axes"),
+    ],
+)
+def test_bad_input_gets_a_clear_error(call, error, message):
+    memory = PlaceMemory(6, PlaceConfig.map(2))
+    with pytest.raises(error, match=message):
+        call(memory, torch.randn(2, 5, 6))
