@@ -1,11 +1,10 @@
 """One token at a time: what a memory adds to the latency, and what it holds instead of a cache.
 
-    tensor-memory bench decode
+    tensor-memory-lab bench decode
 
-The language model without gradients, each layer attending to a window of fixed
-size, so that nothing grows; with and without memory, turn by turn. First the scan is compared with
-the float64 reference, and one token at a time with the whole sequence at once; where either fails
-no speed is given and the status is 1.
+The language model without gradients, each layer attending to a window of fixed size, so that
+nothing grows; with and without memory, turn by turn. First the scan is compared with the float64
+reference, and one token at a time with the whole sequence at once.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ import torch
 import torch.nn.functional as F
 
 from tensor_memory import MemoryState, TensorMemory
-from tensor_memory_lab.bench import agreement, report
+from tensor_memory_lab.bench import report
 from tensor_memory_lab.bench.hosts import Host, language_host
-from tensor_memory_lab.bench.shapes import ScanShape
-from tensor_memory_lab.bench.timing import QUICK, Budget, Timing, describe, part_failures
+from tensor_memory_lab.bench.shapes import BOUNDS, ScanShape, by_backend, check, rms_ratio
+from tensor_memory_lab.bench.timing import QUICK, Budget, timing
 from tensor_memory_lab.models.attention import SelfAttention, merge_heads, split_heads
 from tensor_memory_lab.models.block import Block
 from tensor_memory_lab.models.language import LanguageModel
@@ -103,8 +102,7 @@ def cutting_error(host: Host, device: torch.device, seed: int, batch: int) -> fl
         for token in x.split(1, dim=1):
             m, state = memory(token, state)
             parts.append(m)
-    error = (torch.cat(parts, dim=1) - whole).double().square().mean().sqrt()
-    return (error / whole.double().square().mean().sqrt()).item()
+    return rms_ratio(torch.cat(parts, dim=1), whole)
 
 
 def measure_batch(
@@ -114,10 +112,9 @@ def measure_batch(
     memory = host.memory
     row: dict[str, Any] = {"batch": batch, "memory": memory.to_dict(), "layers": host.layers}
     shape = ScanShape(batch, 1, memory.channels, memory.grid, _dtype(device))
-    agreed = agreement.check(shape, memory.backend, device, seed)
-    row["agreement"] = agreed.to_dict()
+    row["agreement"] = check(shape, by_backend(memory.backend), device, seed)
     cut = cutting_error(host, device, seed, batch)
-    bound = agreement.BOUNDS[torch.float32].outputs
+    bound = BOUNDS[torch.float32]["outputs"]
     row["agreement"]["one_token_at_a_time"] = cut
     if not cut <= bound:
         row["agreement"]["passed"] = False
@@ -137,10 +134,9 @@ def measure_batch(
     row["key_value_bytes"] = {str(length): per_token * length for length in LENGTHS}
     row["errors"] = {}
     if device.type == "cuda":
-        try:  # a machine may forbid profiling; the latencies stand without it
+        # A machine may forbid profiling; the latencies stand without it.
+        with report.recorded(row["errors"], "launches"):
             row["launches"] = _launches(decoders, memory.chunk_size)
-        except part_failures() as error:
-            row["errors"]["launches"] = describe(error)
     return row
 
 
@@ -153,25 +149,24 @@ def _latency(
         for _ in range(budget.warm_up * K):
             decoder.step()
     began, rounds = time.perf_counter(), 0
-    while rounds < budget.least or (
-        rounds < budget.most and time.perf_counter() - began < budget.seconds
-    ):
+    while budget.goes_on(rounds, began):
         for name, decoder in decoders.items():
             taken[name].append([_wait(decoder, device) for _ in range(K)])
         rounds += 1
-    chunk = {name: Timing.of([sum(c) / K for c in chunks]) for name, chunks in taken.items()}
+    chunk = {name: timing([sum(c) / K for c in chunks]) for name, chunks in taken.items()}
+    base, memory = chunk[WITHOUT]["median"], chunk[WITH]["median"]
     places = {
         "first": slice(0, 1),  # reads
         "middle": slice(1, K - 1),  # waits
         "last": slice(K - 1, K),  # writes
     }
     return {
-        "ms_per_token": {name: timing.to_dict() for name, timing in chunk.items()},
-        "added_ms": chunk[WITH].median - chunk[WITHOUT].median,
-        "ratio": chunk[WITH].median / chunk[WITHOUT].median,
+        "ms_per_token": chunk,
+        "added_ms": memory - base,
+        "ratio": memory / base,
         "ms_by_place_in_chunk": {
             name: {
-                place: Timing.of([t for c in chunks for t in c[part]]).to_dict()
+                place: timing([t for c in chunks for t in c[part]])
                 for place, part in places.items()
                 if chunks[0][part]
             }
@@ -230,75 +225,56 @@ def run(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     budget = QUICK if options.quick else Budget(seconds=4.0, least=5, most=60, warm_up=2)
     host = language_host(quick=options.quick)
     host = replace(host, memory=replace(host.memory, backend=options.backend, reads=options.reads))
-    result: dict[str, Any] = {"batches": {}, "aims": []}
+    rows: dict[str, Any] = {}
     with progress("decode", len(options.batches), unit="batch sizes") as advance:
         for batch in options.batches:
-            try:  # out of memory, or a shape the backend refuses, costs this batch size alone
-                row = measure_batch(host, batch, device, budget, options.seed)
-            except part_failures() as error:
-                row = {"errors": {"all": describe(error)}}
-            result["batches"][str(batch)] = row
+            rows[str(batch)] = {"errors": {}}
+            # Out of memory, or a shape that the backend refuses, costs this batch size alone.
+            with report.recorded(rows[str(batch)]["errors"], "all"):
+                rows[str(batch)] |= measure_batch(host, batch, device, budget, options.seed)
             advance(note=f"batch {batch}")
-    return result
+    return {"batches": rows}
 
 
-def complaints(result: dict[str, Any]) -> list[str]:
-    """Batch sizes that disagreed or died, in words."""
-    found = []
-    for name, row in result["batches"].items():
-        found += [f"batch {name}, {p}: {error}" for p, error in row.get("errors", {}).items()]
-        disagreements = row.get("agreement", {}).get("failures", [])
-        found += [f"batch {name} DISAGREES with the reference: {t}" for t in disagreements]
-    return found
-
-
-def rows(result: dict[str, Any]) -> list[report.Rows]:
-    """One table: a line per batch size."""
+def table(result: dict[str, Any]) -> report.Rows:
+    """A line per batch size."""
     number, mib = report.number, report.mib
-    table = []
-    for name, row in result["batches"].items():
-        if "ms_per_token" not in row:
-            continue
-        added = row.get("launches", {}).get("by_memory_per_layer_mean")
-        table.append(
-            {
-                "batch": name,
-                "base, ms per token": number(row["ms_per_token"][WITHOUT]["median"]),
-                "with memory": number(row["ms_per_token"][WITH]["median"]),
-                "added": number(row["added_ms"]),
-                "ratio": number(row["ratio"]),
-                "launches per token and layer": number(added),
-                "state, MiB": mib(row["state_bytes"]),
-                **{
-                    f"cache at {int(length):,}, MiB": mib(size)
-                    for length, size in row["key_value_bytes"].items()
-                },
-            }
-        )
-    return [table]
+    return [
+        {
+            "batch": name,
+            "base, ms per token": number(row["ms_per_token"][WITHOUT]["median"]),
+            "with memory": number(row["ms_per_token"][WITH]["median"]),
+            "added": number(row["added_ms"]),
+            "ratio": number(row["ratio"]),
+            "launches per token and layer": number(
+                row.get("launches", {}).get("by_memory_per_layer_mean")
+            ),
+            "state, MiB": mib(row["state_bytes"]),
+        }
+        | {
+            f"cache at {int(length):,}, MiB": mib(size)
+            for length, size in row["key_value_bytes"].items()
+        }
+        for name, row in result["batches"].items()
+        if "ms_per_token" in row
+    ]
 
 
 def main(argv: list[str]) -> int:
     """Run the benchmark; 1 where something disagreed or died."""
-    parser = argparse.ArgumentParser(
-        prog="tensor-memory bench decode",
-        description="Time one token at a time with and without memory.",
-        formatter_class=report.Defaults,
-    )
-    report.add_common_options(parser)
+    parser = report.make_parser("decode", "Time one token at a time with and without memory.")
     add = parser.add_argument
     add("--batches", type=int, nargs="+", default=[1, 32], help="rows decoded together")
     add("--reads", choices=("chunk", "token"), default="chunk", help="what each read is for")
-    options = parser.parse_args(argv)
-    device = report.check_common_options(parser, options)
+    options, device = report.parse(parser, argv)
     for batch in options.batches:
         if batch < 1:
             parser.error(f"--batches: expected at least 1 row, got {batch}")
     result = run(options, device)
-    config = {
-        "dtype": str(_dtype(device)).removeprefix("torch."),
-        "window": WINDOW,
-    }
-    return report.finish(
-        "decode", options, device, config, result, rows(result), complaints(result)
-    )
+    config = {"dtype": str(_dtype(device)).removeprefix("torch."), "window": WINDOW}
+    complaints = [
+        text
+        for name, row in result["batches"].items()
+        for text in report.failures(f"batch {name}", row)
+    ]
+    return report.finish("decode", options, device, config, result, [table(result)], complaints)

@@ -1,26 +1,25 @@
 """The scan alone: published shapes and sweeps, after agreement with the float64 reference.
 
-    tensor-memory bench scan --compiled
+    tensor-memory-lab bench scan --compiled
 
-A scan that disagrees gets no speed, and the status is 1. Three things are timed: `forward`
-(nothing kept), `forward_kept` (what a backward needs is kept) and `forward_backward`; each as
-`eager` calls and, on a GPU, as the replay of a CUDA `graph`.
+Three things are timed: `forward` (nothing kept), `forward_kept` (what a backward needs is kept)
+and `forward_backward`; each as `eager` calls and, on a GPU, as the replay of a CUDA `graph`.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from tensor_memory import memory_scan
-from tensor_memory_lab.bench import agreement, aims, report, scan_tables
-from tensor_memory_lab.bench.compiled_loop import WAYS, compile_and_check
-from tensor_memory_lab.bench.cpu_memory import measure_cpu_memory
+from tensor_memory import MemoryConfig, TensorMemory, memory_scan
+from tensor_memory_lab.bench import report
 from tensor_memory_lab.bench.shapes import (
     CPU_LANGUAGE,
     CPU_PUBLISHED,
@@ -28,10 +27,12 @@ from tensor_memory_lab.bench.shapes import (
     LANGUAGE,
     PUBLISHED,
     SWEEPS,
+    Scan,
     ScanInputs,
     ScanShape,
+    by_backend,
+    check,
     draw_inputs,
-    sweep,
     work,
 )
 from tensor_memory_lab.bench.timing import (
@@ -40,272 +41,268 @@ from tensor_memory_lab.bench.timing import (
     Call,
     captured,
     ceilings,
-    describe,
     measure,
-    part_failures,
+    measure_alternately,
     peak_bytes,
 )
 from tensor_memory_lab.interruption import terminated_as_interrupted
 from tensor_memory_lab.progress import progress
 
-Scan = Callable[..., Any]
-
-COMPILED = "also the plain loop by torch.compile: one step, or the whole loop (minutes)"
-
 KINDS = ("forward", "forward_kept", "forward_backward")
 
 
 def calls(scan: Scan, inputs: ScanInputs, shape: ScanShape) -> dict[str, Call]:
-    """What is timed, by kind: `scan` takes the arguments of `memory_scan`."""
-    plain = inputs.arguments
-    marked = inputs.leaves()
-    leaves = list(marked.arguments.values())
+    """What is timed, by kind."""
+    plain, marked = inputs.arguments, inputs.leaves()
     device = plain["hidden"].device
 
     def forward() -> object:
-        with torch.no_grad(), agreement.autocast(shape, device):
+        with torch.no_grad(), shape.autocast(device):
             return scan(**plain)
 
     def forward_kept() -> Any:
-        with agreement.autocast(shape, device):
+        with shape.autocast(device):
             return scan(**marked.arguments)
 
     def forward_backward() -> object:
+        leaves = list(marked.arguments.values())
         return torch.autograd.grad(forward_kept(), leaves, marked.grads)
 
     return dict(zip(KINDS, (forward, forward_kept, forward_backward), strict=True))
 
 
-def fused(backend: str) -> Scan:
-    """`memory_scan` by one backend."""
-    return lambda **arguments: memory_scan(**arguments, backend=backend)
+def compiled_loop() -> Scan:
+    """The plain loop, its step by `torch.compile`: the opponent that a user has for nothing.
+
+    Shapes are taken as they are: code for any size would be slower. All steps as one graph take
+    minutes to compile.
+    """
+    compiled = torch.compile(partial(memory_scan, backend="reference"), dynamic=False)
+
+    def scan(*, hidden: Any, cell: Any, taps: Any, mix: Any, bias: Any, **steps: Any) -> Any:
+        weights, reads = {"taps": taps, "mix": mix, "bias": bias}, []
+        for s in range(steps["write_at"].shape[1]):
+            now = {name: x[:, s : s + 1] for name, x in steps.items()}  # (B, 1, ...)
+            read, hidden, cell = compiled(**now, **weights, hidden=hidden, cell=cell)
+            reads.append(read)
+        return torch.cat(reads, dim=1), hidden, cell
+
+    return scan
 
 
-def measure_shape(
-    shape: ScanShape,
-    backend: str,
-    device: torch.device,
-    budget: Budget,
-    seed: int,
-    ceiling: dict[str, float],
-    *,
-    against_plain_loop: bool,
-    compiled: str | None,
-) -> dict[str, Any]:
-    """Agreement first; then times, memory and shares of the ceilings. Plain values for JSON."""
-    row: dict[str, Any] = {"shape": shape.to_dict(), "label": shape.label, "backend": backend}
-    agreed = agreement.check(shape, backend, device, seed)
-    row["agreement"] = agreed.to_dict()
-    if agreed.failures:
+class Bench:
+    """One run of the benchmark: what was asked for, and what has been measured so far."""
+
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        self.options, self.device, self.on_cpu = options, device, device.type == "cpu"
+        full = Budget(least=5, warm_up=1) if self.on_cpu else Budget()
+        self.budget = QUICK if options.quick else full
+        side = 64 if options.quick else 1024 if self.on_cpu else 8192
+        self.ceilings = ceilings(device, self.budget, side=side)
+        self.result: dict[str, Any] = {"ceilings": self.ceilings, "shapes": {}, "sweeps": {}}
+
+    def run(self) -> dict[str, Any]:
+        """All parts; one that fails is recorded in its place and the others go on.
+
+        Ctrl-C, or a time limit's SIGTERM, ends it with what was measured until then.
+        """
+        try:
+            with terminated_as_interrupted():
+                self._measure_all()
+        except KeyboardInterrupt:
+            self.result["interrupted"] = True
+        return self.result
+
+    def _measure_all(self) -> None:
+        named, swept = self._plan()
+        brief = replace(self.budget, seconds=self.budget.seconds / 3)
+        total = len(named) + sum(map(len, swept.values())) + self.on_cpu
+        with progress("scan", total, unit="shapes") as advance:
+            for name, shape in named.items():
+                compiled = self.options.compiled and name == "language"
+                row = self.result["shapes"][name] = self._row(shape)
+                self._measure(row, partial(self._measure_shape, row, shape, self.budget))
+                self._measure(row, partial(self._measure_loops, row, shape, compiled))
+                advance(note=name)
+            if self.on_cpu:
+                row = self.result["cpu_memory"] = {"errors": {}}
+                self._measure(row, partial(self._measure_cpu_memory, row))
+                advance(note="a whole memory")
+            for name, shapes in swept.items():
+                rows = self.result["sweeps"][name] = []
+                for shape in shapes:
+                    rows.append(row := self._row(shape))
+                    self._measure(row, partial(self._measure_shape, row, shape, brief))
+                    advance(note=f"{name}: {shape.label}")
+
+    def _plan(self) -> tuple[dict[str, ScanShape], dict[str, list[ScanShape]]]:
+        """The shapes asked for; on a CPU fewer rows, and tiny ones to try it out."""
+        published = CPU_PUBLISHED if self.on_cpu else PUBLISHED
+        named = {name: published[name] for name in self.options.shapes if name in published}
+        around, values = (CPU_LANGUAGE, CPU_SWEEPS) if self.on_cpu else (LANGUAGE, SWEEPS)
+        if self.options.quick:
+            tiny = {"batch": 2, "steps": 3, "channels": 16, "grid": (3, 3, 3)}
+            named = {name: replace(shape, **tiny) for name, shape in named.items()}
+            around, values = replace(around, **tiny), {name: (tiny[name],) for name in SWEEPS}
+        return named, {
+            name: [replace(around, **{name: value}) for value in values[name]]
+            for name in self.options.sweeps
+        }
+
+    def _row(self, shape: ScanShape) -> dict[str, Any]:
+        backend = self.options.backend
+        row = {"shape": shape.to_dict(), "label": shape.label, "backend": backend, "errors": {}}
+        with report.recorded(row["errors"], "agreement"):
+            row["agreement"] = check(shape, by_backend(backend), self.device, self.options.seed)
         return row
 
-    inputs = draw_inputs(shape, device, seed)
-    timed = calls(fused(backend), inputs, shape)
-    row["ms"] = {kind: {"eager": measure(timed[kind], device, budget).to_dict()} for kind in KINDS}
-    row["peak_bytes"] = {kind: peak_bytes(timed[kind], device) for kind in KINDS}
-    row["errors"] = {}
-    if device.type == "cuda":
-        for kind in KINDS:
-            with _recorded(row["errors"], f"graph of {kind}"):
-                replay = captured(timed[kind])
-                row["ms"][kind]["graph"] = measure(replay, device, budget).to_dict()
-    row["us_per_step"] = {
-        kind: {how: t["median"] * 1e3 / shape.steps for how, t in ways.items()}
-        for kind, ways in row["ms"].items()
-    }
-    row["work"] = asdict(work(shape))
-    row["share_of_ceiling"] = _shares(row, shape, ceiling)
-    if against_plain_loop:
-        loop = calls(fused("reference"), inputs, shape)
-        with _recorded(row["errors"], "plain loop"):
-            row["plain_loop"] = _compared(loop, row["ms"], device, budget)
-    if compiled is not None:
-        with _recorded(row["errors"], "compiled plain loop"):
-            scan, agreed, seconds = compile_and_check(compiled, shape, device, seed)
-            if agreed.failures:
-                row["errors"]["compiled plain loop"] = f"DISAGREES: {'; '.join(agreed.failures)}"
-                return row
-            found = _compared(calls(scan, inputs, shape), row["ms"], device, budget)
-            row["compiled_plain_loop"] = found | {
-                "compiled": compiled,
-                "compiled_and_checked_s": seconds,
-                "agreement": agreed.to_dict(),
-            }
-    return row
+    def _measure(self, row: dict[str, Any], part: Callable[[], None]) -> None:
+        """Do a part where the scan agreed, and note what it dies of."""
+        if row.get("agreement", {}).get("failures") or {"agreement", "all"} & row["errors"].keys():
+            return
+        with report.recorded(row["errors"], "all"):
+            part()
 
-
-@contextmanager
-def _recorded(errors: dict[str, str], part: str) -> Iterator[None]:
-    """Out of memory in one part, or a refused capture, must not cost the others their numbers."""
-    try:
-        yield
-    except part_failures() as error:
-        errors[part] = describe(error)
-
-
-def _compared(
-    timed: dict[str, Call], ours: dict[str, Any], device: torch.device, budget: Budget
-) -> dict[str, Any]:
-    """Times of another implementation, eager, and how many times ours go into them."""
-    ms = {kind: measure(timed[kind], device, budget).to_dict() for kind in KINDS}
-    ratio = {kind: ms[kind]["median"] / ours[kind]["eager"]["median"] for kind in KINDS}
-    peaks = {kind: peak_bytes(timed[kind], device) for kind in KINDS}
-    return {"ms": ms, "ratio": ratio, "peak_bytes": peaks}
-
-
-def _shares(
-    row: dict[str, Any], shape: ScanShape, ceiling: dict[str, float]
-) -> dict[str, dict[str, float]]:
-    """Achieved operations and bytes per second over the measured ceilings, by kind."""
-    asked = row["work"]
-    flops = {
-        "forward": asked["flops_forward"],
-        "forward_kept": asked["flops_forward"],
-        "forward_backward": asked["flops_forward_backward"],
-    }
-    matmul = ceiling[f"matmul_{shape.dtype_name}_tflops"] * 1e9  # per millisecond
-    copy = ceiling["copy_gbytes_per_s"] * 1e6
-    shares = {}
-    for kind in KINDS:
-        ways = row["ms"][kind]
-        ms = ways.get("graph", ways["eager"])["median"]
-        shares[kind] = {
-            "matmul": flops[kind] / ms / matmul,
-            "bandwidth": asked[f"bytes_{kind}"] / ms / copy,
+    def _measure_shape(self, row: dict[str, Any], shape: ScanShape, budget: Budget) -> None:
+        """Times, memory and shares of the ceilings."""
+        inputs = draw_inputs(shape, self.device, self.options.seed)
+        timed = calls(by_backend(self.options.backend), inputs, shape)
+        row["ms"] = {kind: {"eager": measure(timed[kind], self.device, budget)} for kind in KINDS}
+        row["peak_bytes"] = {kind: peak_bytes(timed[kind], self.device) for kind in KINDS}
+        if not self.on_cpu:
+            for kind in KINDS:
+                with report.recorded(row["errors"], f"graph of {kind}"):
+                    replay = captured(timed[kind])
+                    row["ms"][kind]["graph"] = measure(replay, self.device, budget)
+        row["us_per_step"] = {
+            kind: {how: t["median"] * 1e3 / shape.steps for how, t in ways.items()}
+            for kind, ways in row["ms"].items()
         }
-    return shares
+        row["work"] = asked = work(shape)
+        matmul = self.ceilings[f"matmul_{shape.dtype_name}_tflops"] * 1e9  # per millisecond
+        copy = self.ceilings["copy_gbytes_per_s"] * 1e6
+        row["share_of_ceiling"] = {}
+        for kind, ways in row["ms"].items():
+            ms = ways.get("graph", ways["eager"])["median"]
+            row["share_of_ceiling"][kind] = {
+                "matmul": asked[f"flops_{kind}"] / ms / matmul,
+                "bandwidth": asked[f"bytes_{kind}"] / ms / copy,
+            }
+
+    def _measure_loops(self, row: dict[str, Any], shape: ScanShape, compiled: bool) -> None:
+        """The plain loop, eager and compiled: how many times our time goes into theirs."""
+        inputs = draw_inputs(shape, self.device, self.options.seed)
+
+        def compared(scan: Scan) -> dict[str, Any]:
+            timed = calls(scan, inputs, shape)
+            ms = {kind: measure(timed[kind], self.device, self.budget) for kind in KINDS}
+            ratio = {k: ms[k]["median"] / row["ms"][k]["eager"]["median"] for k in KINDS}
+            peaks = {kind: peak_bytes(timed[kind], self.device) for kind in KINDS}
+            return {"ms": ms, "ratio": ratio, "peak_bytes": peaks}
+
+        with report.recorded(row["errors"], "plain loop"):
+            row["plain_loop"] = compared(by_backend("reference"))
+        if not compiled:
+            return
+        with report.recorded(row["errors"], "compiled plain loop"), warnings.catch_warnings():
+            # The compiler looks at every input's .grad.
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
+            scan, began = compiled_loop(), time.perf_counter()
+            agreed = check(shape, scan, self.device, self.options.seed)
+            found = {"compiled": "step", "compiled_and_checked_s": time.perf_counter() - began}
+            if agreed["failures"]:
+                raise RuntimeError(f"DISAGREES: {'; '.join(agreed['failures'])}")
+            row["compiled_plain_loop"] = compared(scan) | found | {"agreement": agreed}
+
+    def _measure_cpu_memory(self, row: dict[str, Any]) -> None:
+        """A whole `TensorMemory` forward and backward on two threads, against the reference.
+
+        B 32, N 24, d 64, C 16, 6³, K 1: the memory of the binding model.
+        """
+        options = self.options
+        B, N, d, C, grid = (2, 4, 8, 4, (3, 3, 3)) if options.quick else (32, 24, 64, 16, (6, 6, 6))
+        shape = ScanShape(B, N, C, grid, torch.float32)
+        row |= self._row(shape) | {"label": f"{shape.label}, d {d}", "threads": 2}
+        if row["agreement"]["failures"]:
+            return
+
+        def step(backend: str) -> Call:
+            torch.manual_seed(options.seed)
+            config = MemoryConfig(channels=C, grid=grid, chunk_size=1, backend=backend)
+            memory = TensorMemory(d, config)
+            x, grad = torch.randn(B, N, d).requires_grad_(), torch.randn(B, N, d)
+            leaves = [x, *memory.parameters()]
+            return lambda: torch.autograd.grad(memory(x)[0], leaves, grad)
+
+        before = torch.get_num_threads()
+        torch.set_num_threads(2)
+        try:
+            longer = replace(self.budget, seconds=30 * self.budget.seconds, most=40)
+            turns = {name: step(name) for name in (options.backend, "reference")}
+            row["ms"] = measure_alternately(turns, self.device, longer)
+        finally:
+            torch.set_num_threads(before)
+        row["ratio"] = row["ms"]["reference"]["median"] / row["ms"][options.backend]["median"]
 
 
-def run(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """All parts; one that fails is recorded in its place and the others go on.
-
-    Ctrl-C, or a time limit's SIGTERM, ends it with what was measured until then.
-    """
-    on_cpu = device.type == "cpu"
-    budget = QUICK if options.quick else Budget(least=5, warm_up=1) if on_cpu else Budget()
-    side = 64 if options.quick else 1024 if on_cpu else 8192
-    ceiling = ceilings(device, budget, side=side)
-    result: dict[str, Any] = {"ceilings": ceiling | {"matmul_side": side}}
-    result |= {"shapes": {}, "sweeps": {}, "aims": []}
-    try:
-        with terminated_as_interrupted():
-            _measure_all(result, options, device, budget)
-    except KeyboardInterrupt:
-        result["interrupted"] = True
-    result["aims"] = _judged(result, options, device)
-    if options.compiled is None:
-        result["compiled_plain_loop"] = "skipped: compiling takes a while, ask with --compiled"
-    return result
+def complaints(result: dict[str, Any]) -> list[str]:
+    """Parts that disagreed or died, or were not reached."""
+    parts = dict(result["shapes"]) | {"cpu_memory": result.get("cpu_memory", {})}
+    for name, swept in result["sweeps"].items():
+        parts |= {f"sweep over {name}, {row['label']}": row for row in swept}
+    found = [text for name, row in parts.items() for text in report.failures(name, row)]
+    if result.get("interrupted"):
+        found.append("interrupted: what is not in the tables was not measured")
+    return found
 
 
-def _measure_all(
-    result: dict[str, Any], options: argparse.Namespace, device: torch.device, budget: Budget
-) -> None:
-    """Measure one part after another into its place in `result`."""
-    named, swept = _plan(options, device)
-    on_cpu = device.type == "cpu"
-    brief = replace(budget, seconds=budget.seconds / 3)
-
-    def measured(shape: ScanShape, budget: Budget, **against: Any) -> dict[str, Any]:
-        return _attempt(
-            lambda: measure_shape(
-                shape, options.backend, device, budget, options.seed, result["ceilings"], **against
-            )
-        )
-
-    total = len(named) + sum(map(len, swept.values())) + on_cpu
-    with progress("scan", total, unit="shapes") as advance:
-        for name, shape in named.items():
-            compiled = options.compiled if name == "language" else None
-            result["shapes"][name] = measured(
-                shape, budget, against_plain_loop=True, compiled=compiled
-            )
-            advance(note=name)
-        if on_cpu:
-            result["cpu_memory"] = _attempt(
-                lambda: measure_cpu_memory(
-                    options.backend, budget, options.seed, quick=options.quick
-                )
-            )
-            advance(note="a whole memory")
-        for name, shapes in swept.items():
-            result["sweeps"][name] = []
-            for shape in shapes:
-                row = measured(shape, brief, against_plain_loop=False, compiled=None)
-                result["sweeps"][name].append({"label": shape.label} | row)
-                advance(note=f"{name}: {shape.label}")
+def tables(result: dict[str, Any]) -> list[report.Rows]:
+    """The published shapes, the CPU's row, the sweeps."""
+    cpu, cpu_rows = result.get("cpu_memory", {}), []
+    if "ratio" in cpu:
+        ms = {f"{name}, ms": report.number(t["median"]) for name, t in cpu["ms"].items()}
+        cpu_rows = [{"memory": cpu["label"]} | ms | {"times faster": report.number(cpu["ratio"])}]
+    swept = [(f"over {name}", row) for name, part in result["sweeps"].items() for row in part]
+    shapes = [_cells(name, row) for name, row in result["shapes"].items() if "ms" in row]
+    return [shapes, cpu_rows, [_cells(name, row) for name, row in swept if "ms" in row]]
 
 
-def _plan(
-    options: argparse.Namespace, device: torch.device
-) -> tuple[dict[str, ScanShape], dict[str, list[ScanShape]]]:
-    """The shapes asked for; on a CPU fewer rows, and tiny ones to try it out."""
-    on_cpu = device.type == "cpu"
-    published = CPU_PUBLISHED if on_cpu else PUBLISHED
-    named = {name: published[name] for name in options.shapes if name in published}
-    around = CPU_LANGUAGE if on_cpu else LANGUAGE
-    values = CPU_SWEEPS if on_cpu else SWEEPS
-    if not options.quick:
-        return named, {name: sweep(name, around, values[name]) for name in options.sweeps}
-    tiny = {
-        name: replace(shape, batch=2, steps=3, channels=16, grid=(3, 3, 3))
-        for name, shape in named.items()
+def _cells(name: str, row: dict[str, Any]) -> dict[str, str]:
+    number = report.number
+    hows = "/".join(row["ms"]["forward"])
+    times = {
+        f"{title}, ms ({hows})": " / ".join(number(t["median"]) for t in row["ms"][kind].values())
+        for kind, title in zip(KINDS, ("forward", "kept", "forward + backward"), strict=True)
     }
-    small = replace(around, batch=1, steps=2, channels=16, grid=(3, 3, 3))
-    return tiny, {name: [replace(small, **{name: getattr(small, name)})] for name in options.sweeps}
-
-
-def _attempt(part: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The part's result, or what it died of."""
-    errors: dict[str, str] = {}
-    with _recorded(errors, "all"):
-        return part()
-    return {"errors": errors}
-
-
-def _judged(
-    result: dict[str, Any], options: argparse.Namespace, device: torch.device
-) -> list[dict[str, Any]]:
-    if options.quick:
-        return []
-    if device.type == "cpu":
-        return [aims.CPU_MEMORY.judge(result.get("cpu_memory", {}).get("ratio"))]
-    if not aims.applies(report.device_name(device)):
-        return []
-    judged = []
-    for (name, kind), aim in aims.SCAN.items():
-        ways = result["shapes"].get(name, {}).get("ms", {}).get(kind, {})
-        judged += [
-            aim.judge(ways[how]["median"] if how in ways else None, how)
-            for how in ("eager", "graph")
-        ]
-    return judged
+    loops = {
+        title: number(row[key]["ratio"]["forward_backward"] if key in row else None)
+        for key, title in (("plain_loop", "× loop"), ("compiled_plain_loop", "× compiled loop"))
+    }
+    share = row.get("share_of_ceiling", {}).get("forward_backward", {})
+    return (
+        {"scan": name, "shape": row["label"]}
+        | times
+        | {
+            "peak, MiB": report.mib(row["peak_bytes"]["forward_backward"]),
+            **loops,
+            "of matrix ceiling": f"{100 * share['matmul']:.1f} %",
+            "of bandwidth": f"{100 * share['bandwidth']:.1f} %",
+        }
+    )
 
 
 def main(argv: list[str]) -> int:
     """Run the benchmark; 1 where anything disagreed or died."""
-    parser = argparse.ArgumentParser(
-        prog="tensor-memory bench scan",
-        description="Time the scan alone, after comparing it with the float64 reference.",
-        formatter_class=report.Defaults,
+    parser = report.make_parser(
+        "scan", "Time the scan alone, after comparing it with the reference."
     )
-    report.add_common_options(parser)
     add = parser.add_argument
     add("--shapes", nargs="*", choices=PUBLISHED, default=list(PUBLISHED), help="published scans")
     add("--sweeps", nargs="*", choices=SWEEPS, default=list(SWEEPS), help="what is varied")
-    add("--compiled", nargs="?", choices=WAYS, const="step", help=COMPILED)
-    options = parser.parse_args(argv)
-    device = report.check_common_options(parser, options)
-    result = run(options, device)
-    config = {
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-    }
+    add("--compiled", action="store_true", help="also the plain loop, its step by torch.compile")
+    options, device = report.parse(parser, argv)
+    result = Bench(options, device).run()
+    config = {"float32_matmul_precision": torch.get_float32_matmul_precision()}
     return report.finish(
-        "scan",
-        options,
-        device,
-        config,
-        result,
-        [*scan_tables.rows(result), report.aim_rows(result["aims"])],
-        scan_tables.complaints(result),
+        "scan", options, device, config, result, tables(result), complaints(result)
     )

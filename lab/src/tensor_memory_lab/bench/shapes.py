@@ -1,4 +1,7 @@
-"""The scans that are measured: their shapes, their inputs, and the work they cannot avoid.
+"""The scans that are measured: shapes, inputs, the work they cannot avoid, and whether they agree.
+
+No speed is given to a scan that does not agree with the float64 reference: outputs, final state
+and every gradient.
 
 Letters: B batch, S steps, n axes, V voxels, C channels, Q reads and M writes per step.
 """
@@ -6,11 +9,17 @@ Letters: B batch, S steps, n axes, V voxels, C channels, Q reads and M writes pe
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from tensor_memory import memory_scan
+
+Scan = Callable[..., tuple[Any, Tensor, Tensor]]
+"""Takes the tensors of `memory_scan` by name."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +36,6 @@ class ScanShape:
     grid: tuple[int, ...]
     products: torch.dtype
     """The type of the matrix products; accumulators and cell are float32 either way."""
-
     reads: int = 1
     """Q, points read per step."""
 
@@ -37,26 +45,24 @@ class ScanShape:
         return math.prod(self.grid)
 
     @property
+    def dtype_name(self) -> str:
+        """`products` without its package."""
+        return str(self.products).removeprefix("torch.")
+
+    @property
     def label(self) -> str:
         """One line for tables and error messages."""
         grid = "x".join(map(str, self.grid))
         return f"B {self.batch}, S {self.steps}, C {self.channels}, {grid}, {self.dtype_name}"
 
-    @property
-    def dtype_name(self) -> str:
-        """`products` without its package."""
-        return str(self.products).removeprefix("torch.")
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return {
-            "batch": self.batch,
-            "steps": self.steps,
-            "channels": self.channels,
-            "grid": list(self.grid),
-            "products": self.dtype_name,
-            "reads": self.reads,
-        }
+        return asdict(self) | {"grid": list(self.grid), "products": self.dtype_name}
+
+    def autocast(self, device: torch.device) -> torch.autocast:
+        """The context a training step of this type runs its scan in."""
+        low = self.products != torch.float32
+        return torch.autocast(device.type, self.products if low else None, enabled=low)
 
 
 LANGUAGE = ScanShape(32, 32, 32, (8, 8, 8), torch.bfloat16)
@@ -77,7 +83,6 @@ SWEEPS: dict[str, tuple[Any, ...]] = {
 }
 """What is varied around the language scan, one thing at a time."""
 
-
 CPU_LANGUAGE = replace(LANGUAGE, batch=2, steps=8, products=torch.float32)
 
 CPU_PUBLISHED = {
@@ -96,28 +101,11 @@ CPU_SWEEPS: dict[str, tuple[Any, ...]] = {
 """What is varied around `CPU_LANGUAGE`."""
 
 
-def sweep(name: str, around: ScanShape, values: tuple[Any, ...]) -> list[ScanShape]:
-    """The shapes of one sweep, everything but `name` as in `around`."""
-    return [replace(around, **{name: value}) for value in values]
+def work(shape: ScanShape) -> dict[str, int]:
+    """Operations and compulsory bytes that the equations ask for, with one write per step.
 
-
-@dataclass(frozen=True)
-class Work:
-    """What the equations ask for, whatever the implementation does. See `docs/benchmarks.md`."""
-
-    flops_forward: int
-    flops_forward_backward: int
-    transcendentals_forward: int
-    bytes_forward: int
-    bytes_forward_kept: int
-    bytes_forward_backward: int
-
-
-def work(shape: ScanShape) -> Work:
-    """Operations and compulsory bytes of a scan with one write per step.
-
-    Per row and step: the deposit 2·C·V, the axis filters 6·n·2C·V, the mix 2·4C·2C·V, the state's
-    update 4·C·V, the reads 2·2ⁿ·Q·C. The backward does each twice, once per operand.
+    Per row and step: the written volume 2·C·V, the axis filters 6·n·2C·V, the mix 2·4C·2C·V, the
+    state's update 4·C·V, the reads 2·2ⁿ·Q·C. The backward does each twice, once per operand.
 
     Bytes: inputs, outputs and (for a backward) hidden and cell of every step cross the memory
     once per pass, the gradients of outputs and inputs once. Caches serve everything else.
@@ -125,20 +113,24 @@ def work(shape: ScanShape) -> Work:
     B, S, C, V, Q = shape.batch, shape.steps, shape.channels, shape.voxels, shape.reads
     n = len(shape.grid)
     per_step = 2 * C * V + 12 * n * C * V + 16 * C * C * V + 4 * C * V + 2 * 2**n * Q * C
-    forward = B * S * per_step
     state = 2 * 4 * B * C * V  # hidden and cell
     weights = 4 * (8 * C * C + 4 * C + 6 * n * C)
     inputs = 4 * B * S * (n * Q + n + 1 + C) + weights + state
     outputs = 4 * B * S * Q * C + state
     kept = B * S * C * V * (shape.products.itemsize + 4)
-    return Work(
-        flops_forward=forward,
-        flops_forward_backward=3 * forward,
-        transcendentals_forward=B * S * 5 * C * V,
-        bytes_forward=inputs + outputs,
-        bytes_forward_kept=inputs + outputs + kept,
-        bytes_forward_backward=3 * inputs + 2 * outputs + 2 * kept,
-    )
+    return {
+        "flops_forward": B * S * per_step,
+        "flops_forward_kept": B * S * per_step,
+        "flops_forward_backward": 3 * B * S * per_step,
+        "transcendentals_forward": B * S * 5 * C * V,
+        "bytes_forward": inputs + outputs,
+        "bytes_forward_kept": inputs + outputs + kept,
+        "bytes_forward_backward": 3 * inputs + 2 * outputs + 2 * kept,
+    }
+
+
+WEIGHTS = ("taps", "mix", "bias")
+"""Arguments that all rows share."""
 
 
 @dataclass(frozen=True)
@@ -146,29 +138,16 @@ class ScanInputs:
     """Arguments of `memory_scan` by name, and the gradients that its outputs will receive."""
 
     arguments: dict[str, Tensor]
-    grads: tuple[Tensor, Tensor, Tensor]
+    grads: list[Tensor]
 
-    def leaves(self, *, dtype: torch.dtype | None = None, rows: slice | None = None) -> ScanInputs:
+    def leaves(self, *, dtype: torch.dtype | None = None, rows: slice = slice(None)) -> ScanInputs:
         """Copies that ask for gradients, in another type or of a few rows alone."""
-        take = {
-            name: t if rows is None or name in WEIGHTS else t[rows]
-            for name, t in self.arguments.items()
+        take = {n: t if n in WEIGHTS else t[rows] for n, t in self.arguments.items()}
+        copies = {
+            name: t.detach().to(dtype or t.dtype, copy=True).requires_grad_()
+            for name, t in take.items()
         }
-        grads = [g if rows is None else g[rows] for g in self.grads]
-        return ScanInputs(
-            {name: t.detach().to(dtype or t.dtype).clone() for name, t in take.items()},
-            tuple(g.to(dtype or g.dtype) for g in grads),  # type: ignore[arg-type]
-        ).requiring_grad()
-
-    def requiring_grad(self) -> ScanInputs:
-        """The same, every argument marked."""
-        for tensor in self.arguments.values():
-            tensor.requires_grad_()
-        return self
-
-
-WEIGHTS = ("taps", "mix", "bias")
-"""Arguments that all rows share."""
+        return ScanInputs(copies, [g[rows].to(dtype or g.dtype) for g in self.grads])
 
 
 def draw_inputs(shape: ScanShape, device: torch.device, seed: int) -> ScanInputs:
@@ -190,18 +169,89 @@ def draw_inputs(shape: ScanShape, device: torch.device, seed: int) -> ScanInputs
         inside = 0.05 + 0.9 * torch.rand(B, S, heads, n, generator=generator)
         return (voxel.minimum(spans - 1.0) + inside) / spans * 2 - 1
 
-    low = shape.products
     arguments = {
         "read_at": coordinates(Q),
         "write_at": coordinates(1),
         "spread": (0.3 * normal(B, S, 1)).exp(),
-        "content": normal(B, S, 1, C).to(low),  # what a projection under autocast hands over
+        "content": normal(B, S, 1, C).to(shape.products),  # as a projection under autocast gives it
         "taps": torch.tensor([0.0, 1.0, 0.0]) + 0.1 * normal(n, 2 * C, 3),
         "mix": normal(4 * C, 2 * C) / math.sqrt(3 * C),
         "bias": 0.1 * normal(4 * C),
         "hidden": normal(B, C, *shape.grid).tanh(),
         "cell": normal(B, C, *shape.grid),
     }
-    grads = normal(B, S, Q, C), normal(B, C, *shape.grid), normal(B, C, *shape.grid)
+    grads = [normal(B, S, Q, C), normal(B, C, *shape.grid), normal(B, C, *shape.grid)]
     moved = {name: tensor.to(device) for name, tensor in arguments.items()}
-    return ScanInputs(moved, tuple(g.to(device) for g in grads))  # type: ignore[arg-type]
+    return ScanInputs(moved, [g.to(device) for g in grads])
+
+
+OUTPUTS = ("reads", "hidden", "cell")
+
+BOUNDS = {
+    torch.float32: {"outputs": 1e-5, "gradients": 1e-4},
+    torch.bfloat16: {"outputs": 1e-2, "gradients": 3e-2},
+}
+"""The largest RMS error allowed, as a share of the expected RMS, by the type of the products."""
+
+REFERENCE_VALUES = 2**30
+"""Values the reference may hold for its backward at a time (8 GiB): rows go through in blocks."""
+
+KEPT_PER_VALUE = 30
+"""Values the reference keeps per step and state value, roughly."""
+
+
+def by_backend(backend: str) -> Scan:
+    """`memory_scan` by one backend."""
+    return lambda **tensors: memory_scan(**tensors, backend=backend)
+
+
+def check(shape: ScanShape, scan: Scan, device: torch.device, seed: int) -> dict[str, Any]:
+    """Run a scan forward and backward, and the reference in float64 beside it.
+
+    The errors are root mean squares as a share of the expected one, so that one rounding near zero
+    does not count and a wrong corner cannot hide. "failures" is empty when all is well.
+    """
+    inputs = draw_inputs(shape, device, seed)
+    given = inputs.leaves()
+    with shape.autocast(device):
+        outputs = scan(**given.arguments)
+    got = _with_gradients(outputs, given)
+    ratios = {name: rms_ratio(got[name], value) for name, value in _expected(inputs, shape).items()}
+    bounds, failures = BOUNDS[shape.products], []
+    for name, ratio in ratios.items():
+        bound = bounds["outputs" if name in OUTPUTS else "gradients"]
+        if not ratio <= bound:  # NaN is a failure too
+            failures.append(f"{name}: error {ratio:.1e} of its size, allowed {bound:.0e}")
+    return {
+        "passed": not failures, "failures": failures, "bounds": bounds, "rms_ratios": ratios
+    }  # fmt: skip
+
+
+def rms_ratio(got: Tensor, expected: Tensor) -> float:
+    """The error's root mean square over the expected tensor's."""
+    error = (got.double() - expected.double()).square().mean().sqrt()
+    return (error / expected.double().square().mean().sqrt().clamp(min=1e-300)).item()
+
+
+def _expected(inputs: ScanInputs, shape: ScanShape) -> dict[str, Tensor]:
+    """The reference in float64, a block of rows at a time: rows share weights and nothing else."""
+    per_row = KEPT_PER_VALUE * shape.steps * shape.channels * shape.voxels
+    block = max(1, REFERENCE_VALUES // per_row)
+    parts = []
+    for at in range(0, shape.batch, block):
+        rows = inputs.leaves(dtype=torch.float64, rows=slice(at, at + block))
+        parts.append(_with_gradients(by_backend("reference")(**rows.arguments), rows))
+    shared = {f"grad_{name}" for name in WEIGHTS}
+    return {
+        name: torch.stack([part[name] for part in parts]).sum(0)
+        if name in shared
+        else torch.cat([part[name] for part in parts])
+        for name in parts[0]
+    }
+
+
+def _with_gradients(outputs: tuple[Tensor, ...], given: ScanInputs) -> dict[str, Tensor]:
+    grads = torch.autograd.grad(outputs, list(given.arguments.values()), given.grads)
+    named = dict(zip(OUTPUTS, outputs, strict=True))
+    named |= {f"grad_{name}": g for name, g in zip(given.arguments, grads, strict=True)}
+    return {name: tensor.detach() for name, tensor in named.items()}

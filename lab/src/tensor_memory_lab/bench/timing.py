@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 Call = Callable[[], object]
+Timing = dict[str, Any]
+"""Milliseconds of one call: median, p10, p90; and repeats."""
 
 ENQUEUED = 10
 """Rounds handed to a GPU before it is waited for, so that its queue stays full."""
@@ -26,34 +27,27 @@ class Budget:
     most: int = 300
     warm_up: int = 3
 
+    def goes_on(self, rounds: int, began: float) -> bool:
+        """Whether another round is due."""
+        in_time = time.perf_counter() - began < self.seconds
+        return rounds < self.least or (rounds < self.most and in_time)
+
 
 QUICK = Budget(seconds=0.0, least=2, most=2, warm_up=1)
 """For tests: the numbers mean nothing, the code has run."""
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Milliseconds of one call."""
+def timing(samples: list[float]) -> Timing:
+    """The middle and the spread of single times in milliseconds.
 
-    median: float
-    p10: float
-    p90: float
-    repeats: int
-
-    @classmethod
-    def of(cls, samples: list[float]) -> Timing:
-        """The middle and the spread of single times in milliseconds.
-
-        >>> Timing.of([3.0, 1.0, 2.0])
-        Timing(median=2.0, p10=1.2, p90=2.8, repeats=3)
-        """
-        values = torch.tensor(samples, dtype=torch.float64)
-        p10, p90 = values.quantile(torch.tensor([0.1, 0.9], dtype=torch.float64)).tolist()
-        return cls(statistics.median(samples), round(p10, 9), round(p90, 9), len(samples))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
+    >>> timing([3.0, 1.0, 2.0])
+    {'median': 2.0, 'p10': 1.2, 'p90': 2.8, 'repeats': 3}
+    """
+    values = torch.tensor(samples, dtype=torch.float64)
+    p10, p90 = (round(values.quantile(share).item(), 9) for share in (0.1, 0.9))
+    return {
+        "median": statistics.median(samples), "p10": p10, "p90": p90, "repeats": len(samples)
+    }  # fmt: skip
 
 
 def measure(call: Call, device: torch.device, budget: Budget) -> Timing:
@@ -74,53 +68,43 @@ def measure_alternately(
         for _ in range(budget.warm_up):
             call()
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    clock = _CudaClock(device) if device.type == "cuda" else _HostClock()
+    cuda = device.type == "cuda"
+    size = 2 * torch.cuda.get_device_properties(device).L2_cache_size if cuda else 0
+    dirt = torch.empty(size, dtype=torch.uint8, device=device)
     began, rounds = time.perf_counter(), 0
-    while rounds < budget.least or (
-        rounds < budget.most and time.perf_counter() - began < budget.seconds
-    ):
-        turns = min(clock.enqueued, budget.most - rounds)
-        for name, times in clock.times(calls, turns).items():
+    while budget.goes_on(rounds, began):
+        turns = min(ENQUEUED, budget.most - rounds) if cuda else 1
+        for name, times in (_cuda_times(calls, turns, dirt) if cuda else _times(calls)).items():
             samples[name] += times
         rounds += turns
-    return {name: Timing.of(times) for name, times in samples.items()}
+    return {name: timing(times) for name, times in samples.items()}
 
 
-class _HostClock:
-    enqueued = 1
-
-    def times(self, calls: Mapping[str, Call], turns: int) -> dict[str, list[float]]:
-        taken: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(turns):
-            for name, call in calls.items():
-                start = time.perf_counter()
-                call()
-                taken[name].append((time.perf_counter() - start) * 1e3)
-        return taken
+def _times(calls: Mapping[str, Call]) -> dict[str, list[float]]:
+    taken = {}
+    for name, call in calls.items():
+        start = time.perf_counter()
+        call()
+        taken[name] = [(time.perf_counter() - start) * 1e3]
+    return taken
 
 
-class _CudaClock:
-    enqueued = ENQUEUED
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        l2 = torch.cuda.get_device_properties(device).L2_cache_size
-        self.dirt = torch.empty(2 * l2, dtype=torch.uint8, device=device)
-
-    def times(self, calls: Mapping[str, Call], turns: int) -> dict[str, list[float]]:
-        marks: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in calls}
-        torch.cuda.synchronize(self.device)
-        for _ in range(turns):
-            for name, call in calls.items():
-                start = torch.cuda.Event(enable_timing=True)
-                end = torch.cuda.Event(enable_timing=True)
-                self.dirt.zero_()
-                start.record()
-                call()
-                end.record()
-                marks[name].append((start, end))
-        torch.cuda.synchronize(self.device)
-        return {n: [start.elapsed_time(end) for start, end in pairs] for n, pairs in marks.items()}
+def _cuda_times(
+    calls: Mapping[str, Call], turns: int, dirt: torch.Tensor
+) -> dict[str, list[float]]:
+    marks: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in calls}
+    torch.cuda.synchronize(dirt.device)
+    for _ in range(turns):
+        for name, call in calls.items():
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            dirt.zero_()  # nothing of the call before stays in the cache
+            start.record()
+            call()
+            end.record()
+            marks[name].append((start, end))
+    torch.cuda.synchronize(dirt.device)
+    return {n: [start.elapsed_time(end) for start, end in pairs] for n, pairs in marks.items()}
 
 
 def captured(call: Call) -> Call:
@@ -138,13 +122,16 @@ def captured(call: Call) -> Call:
     return graph.replay
 
 
-def peak_bytes(call: Call, device: torch.device) -> int | None:
-    """The most memory held during one call beyond what was held before; None on a CPU."""
+def peak_bytes(call: Call, device: torch.device, held: int | None = None) -> int | None:
+    """The most memory held during one call beyond `held`, or beyond what was held before.
+
+    None on a CPU.
+    """
     if device.type != "cuda":
         return None
     call()
     torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
+    before = torch.cuda.memory_allocated(device) if held is None else held
     torch.cuda.reset_peak_memory_stats(device)
     call()
     torch.cuda.synchronize(device)
@@ -153,34 +140,15 @@ def peak_bytes(call: Call, device: torch.device) -> int | None:
 
 def ceilings(device: torch.device, budget: Budget, *, side: int) -> dict[str, float]:
     """What this machine reaches: products of `side`³ random values by type, and a copy."""
-    reached: dict[str, float] = {}
+    reached: dict[str, float] = {"matmul_side": side}
     for dtype in (torch.bfloat16, torch.float32):
         a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
         out = torch.empty_like(a)
-        timing = measure(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), device, budget)
+        found = measure(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), device, budget)
         name = str(dtype).removeprefix("torch.")
-        reached[f"matmul_{name}_tflops"] = 2 * side**3 / timing.median / 1e9
+        reached[f"matmul_{name}_tflops"] = 2 * side**3 / found["median"] / 1e9
     source = torch.randn(side * side * 4, device=device)
     target = torch.empty_like(source)
-    timing = measure(lambda: target.copy_(source), device, budget)
-    reached["copy_gbytes_per_s"] = 2 * source.nbytes / timing.median / 1e6
+    found = measure(lambda: target.copy_(source), device, budget)
+    reached["copy_gbytes_per_s"] = 2 * source.nbytes / found["median"] / 1e6
     return reached
-
-
-def part_failures() -> tuple[type[Exception], ...]:
-    """What one measured part may die of while the others keep their numbers.
-
-    RuntimeError: out of memory, a refused launch or capture. ValueError: a shape the backend says
-    it cannot serve. Triton's own: a kernel that does not compile or fit.
-    """
-    known: list[type[Exception]] = [RuntimeError, ValueError]
-    if "triton" in sys.modules:
-        from triton.errors import TritonError
-
-        known.append(TritonError)
-    return tuple(known)
-
-
-def describe(error: Exception) -> str:
-    """An error on one line or a few, for a record."""
-    return f"{type(error).__name__}: {str(error).strip()[:2000]}"

@@ -1,18 +1,16 @@
 """A training step with and without memory, turn by turn in one run.
 
-    tensor-memory bench train-step
+    tensor-memory-lab bench train-step
 
 Forward, backward and AdamW of the language and the video model at their published sizes, bfloat16
-autocast on a GPU; there each step is also timed with its backward on the calling thread, where
+autocast on a GPU. There each step is also timed with its backward on the calling thread, where
 autograd has a thread of its own otherwise, and captured as a CUDA graph, which spares both models
-the time that Python takes to launch. The scan they use is compared with the float64 reference
-first; where that fails no speed is given and the status is 1.
+the time that Python takes to launch. First the scan is compared with the float64 reference.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,26 +18,22 @@ import torch
 from torch import Tensor
 
 from tensor_memory import MemoryConfig
-from tensor_memory_lab.bench import agreement, aims, report
+from tensor_memory_lab.bench import report
 from tensor_memory_lab.bench.hosts import HOSTS, Host
-from tensor_memory_lab.bench.shapes import ScanShape
+from tensor_memory_lab.bench.shapes import ScanShape, by_backend, check
 from tensor_memory_lab.bench.timing import (
     QUICK,
     Budget,
     Timing,
     captured,
-    describe,
     measure_alternately,
-    part_failures,
+    peak_bytes,
 )
 from tensor_memory_lab.models import Model
 from tensor_memory_lab.progress import progress
 from tensor_memory_lab.tasks import Batch
 
-GIB = 2**30
 WITHOUT, WITH = "base", "memory"
-WAYS = {"one_thread": "one thread", "graph": "graph"}
-"""Ways to launch a step on a GPU, beside the usual one."""
 
 
 class Training:
@@ -49,12 +43,9 @@ class Training:
         self.device, self.host = device, host
         self.model = model.to(device).train()
         self.batch = batch
+        cuda = device.type == "cuda"
         self.optimizer = torch.optim.AdamW(
-            model.parameters(),
-            lr=3e-4,
-            weight_decay=0.1,
-            fused=device.type == "cuda",
-            capturable=device.type == "cuda",
+            model.parameters(), lr=3e-4, weight_decay=0.1, fused=cuda, capturable=cuda
         )
 
     def __call__(self) -> Tensor:
@@ -77,198 +68,122 @@ def measure_host(
     seed: int,
 ) -> dict[str, Any]:
     """Agreement of the scan first; then both steps. Plain values for JSON."""
-    row: dict[str, Any] = {
-        "batch": host.batch,
-        "memory": config.to_dict(),
-        "layers_with_memory": layers,
-        "layers": host.layers,
-    }
+    cuda = device.type == "cuda"
     shape = ScanShape(
         host.batch,
         host.steps(config.chunk_size),
         config.channels,
         config.grid,
-        torch.bfloat16 if device.type == "cuda" else torch.float32,
+        torch.bfloat16 if cuda else torch.float32,
         reads=config.chunk_size if config.reads == "token" else 1,
     )
-    row["scan"] = shape.to_dict()
-    agreed = agreement.check(shape, config.backend, device, seed)
-    row["agreement"] = agreed.to_dict()
-    if agreed.failures:
+    row: dict[str, Any] = {
+        "batch": host.batch,
+        "memory": config.to_dict(),
+        "layers_with_memory": layers,
+        "layers": host.layers,
+        "scan": shape.to_dict(),
+        "agreement": check(shape, by_backend(config.backend), device, seed),
+        "parameters": {},
+        "peak_bytes": {},
+    }
+    if row["agreement"]["failures"]:
         return row
-
     torch.manual_seed(seed)
     batch = host.draw(device)
     steps: dict[str, Training] = {}
-    peaks: dict[str, int | None] = {}
     for name in (WITHOUT, WITH):
-        held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        held = torch.cuda.memory_allocated(device) if cuda else 0
         torch.manual_seed(seed)
         model = host.build(config if name == WITH else None, layers)
         steps[name] = Training(host, model, batch, device)
-        row.setdefault("parameters", {})[name] = sum(p.numel() for p in model.parameters())
-        peaks[name] = _peak_of_training(steps[name], held)
-    timed = measure_alternately(steps, device, budget)
-    losses = {name: step().item() for name, step in steps.items()}
-    row |= _compared(timed)
-    if device.type == "cuda":
-        row["one_thread"] = _compared(measure_on_one_thread(steps, device, budget))
-        try:  # a model that asks the device a question cannot be captured; its times above stand
+        row["parameters"][name] = sum(p.numel() for p in model.parameters())
+        steps[name]()  # from now on the optimiser has its state
+        row["peak_bytes"][name] = peak_bytes(steps[name], device, held)
+    row |= _compared(measure_alternately(steps, device, budget))
+    # A step that trains nothing would be fast too.
+    row["loss_at_the_end"] = {name: step().item() for name, step in steps.items()}
+    row["extra_peak_gib"] = None
+    if cuda:
+        with torch.autograd.set_multithreading_enabled(False):
+            row["one_thread"] = _compared(measure_alternately(steps, device, budget))
+        row["graph"] = {}
+        with report.recorded(row["graph"], "not_captured"):  # the times above stand without it
             graphs = {name: captured(step) for name, step in steps.items()}
             row["graph"] = _compared(measure_alternately(graphs, device, budget))
-        except part_failures() as error:
-            row["graph"] = {"not_captured": describe(error)}
-    row["peak_bytes"] = peaks
-    before, after = peaks[WITHOUT], peaks[WITH]
-    row["extra_peak_gib"] = None if before is None or after is None else (after - before) / GIB
-    row["loss_at_the_end"] = losses  # a step that trains nothing would be fast too
+        peaks = row["peak_bytes"]
+        row["extra_peak_gib"] = (peaks[WITH] - peaks[WITHOUT]) / report.GIB
     return row
 
 
-def measure_on_one_thread(
-    steps: Mapping[str, Callable[[], Any]], device: torch.device, budget: Budget
-) -> dict[str, Timing]:
-    """Time steps whose backward runs on the calling thread."""
-    with torch.autograd.set_multithreading_enabled(False):
-        return measure_alternately(steps, device, budget)
-
-
 def _compared(timed: dict[str, Timing]) -> dict[str, Any]:
-    return {
-        "ms": {name: timing.to_dict() for name, timing in timed.items()},
-        "added_ms": timed[WITH].median - timed[WITHOUT].median,
-        "ratio": timed[WITH].median / timed[WITHOUT].median,
-    }
-
-
-def _peak_of_training(step: Training, held: int) -> int | None:
-    """The most memory a step holds, weights and optimiser included; None on a CPU."""
-    for _ in range(2):  # the optimiser's state exists from the first on
-        step()
-    if step.device.type != "cuda":
-        return None
-    torch.cuda.synchronize(step.device)
-    torch.cuda.reset_peak_memory_stats(step.device)
-    step()
-    torch.cuda.synchronize(step.device)
-    return torch.cuda.max_memory_allocated(step.device) - held
+    base, memory = timed[WITHOUT]["median"], timed[WITH]["median"]
+    return {"ms": timed, "added_ms": memory - base, "ratio": memory / base}
 
 
 def run(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Every model asked for; one that fails is recorded and the others go on."""
     budget = QUICK if options.quick else Budget(seconds=8.0, least=10, most=100, warm_up=3)
-    result: dict[str, Any] = {"models": {}, "aims": []}
+    rows: dict[str, Any] = {}
     with progress("train-step", len(options.models), unit="models") as advance:
         for name in options.models:
             host = HOSTS[name](quick=options.quick, batch=2 if device.type == "cpu" else 32)
-            config = chosen_memory(host, options)
-            layers = chosen_layers(host, options)
-            try:  # out of memory, or a shape the backend refuses, costs this model alone
-                row = measure_host(host, config, layers, device, budget, options.seed)
-            except part_failures() as error:
-                row = {"errors": {"all": describe(error)}}
-            result["models"][name] = row
+            named = options.layers_with_memory
+            layers = list(range(host.layers)) if named is None else sorted(set(named))
+            changes: dict[str, Any] = {"backend": options.backend, "reads": options.reads}
+            if options.chunk_size is not None:
+                changes["chunk_size"] = options.chunk_size
+            rows[name] = {"errors": {}}
+            # Out of memory, or a shape that the backend refuses, costs this model alone.
+            with report.recorded(rows[name]["errors"], "all"):
+                config = replace(host.memory, **changes)
+                rows[name] |= measure_host(host, config, layers, device, budget, options.seed)
             if device.type == "cuda":
                 torch.cuda.empty_cache()
             advance(note=name)
-    published = HOSTS["language"]()
-    row = result["models"].get("language", {})
-    as_published = (
-        row.get("memory") == replace(published.memory, backend=options.backend).to_dict()
-        and row["layers_with_memory"] == list(range(published.layers))
-        and aims.applies(report.device_name(device))
-    )
-    if as_published:
-        for key, aim in aims.LANGUAGE_STEP.items():
-            result["aims"].append(aim.judge(row.get(key), "eager"))
-            for way, called in WAYS.items():
-                if key in row.get(way, {}):
-                    result["aims"].append(aim.judge(row[way][key], called))
-    return result
+    return {"models": rows}
 
 
-def chosen_memory(host: Host, options: argparse.Namespace) -> MemoryConfig:
-    """The host's published memory with what the options change."""
-    changes: dict[str, Any] = {"backend": options.backend, "reads": options.reads}
-    if options.chunk_size is not None:
-        changes["chunk_size"] = options.chunk_size
-    return replace(host.memory, **changes)
-
-
-def chosen_layers(host: Host, options: argparse.Namespace) -> list[int]:
-    """Indices of the layers that get a memory; all unless named."""
-    named = options.layers_with_memory
-    return list(range(host.layers)) if named is None else sorted(set(named))
-
-
-def complaints(result: dict[str, Any]) -> list[str]:
-    """Models that disagreed or died, in words."""
-    found = []
-    for name, row in result["models"].items():
-        found += [f"{name}, {part}: {error}" for part, error in row.get("errors", {}).items()]
-        disagreements = row.get("agreement", {}).get("failures", [])
-        found += [f"{name} DISAGREES with the reference: {text}" for text in disagreements]
-    return found
-
-
-def rows(result: dict[str, Any]) -> list[report.Rows]:
-    """One table: a line per model."""
+def table(result: dict[str, Any]) -> report.Rows:
+    """A line per model."""
     number = report.number
-    table = []
+    rows = []
     for name, row in result["models"].items():
         if "ms" not in row:
             continue
-        count, peaks = row["parameters"], row["peak_bytes"]
         memory = row["memory"]
         grid = "x".join(map(str, memory["grid"]))
-        table.append(
-            {
-                "model": name,
-                "memory": f"C {memory['channels']}, {grid}, K {memory['chunk_size']}, "
-                f"{len(row['layers_with_memory'])} of {row['layers']} layers, "
-                f"a read per {memory['reads']}, {memory['backend']}",
-                "parameters, M": f"{count[WITHOUT] / 1e6:.2f} / {count[WITH] / 1e6:.2f}",
-                "base, ms": number(row["ms"][WITHOUT]["median"], 4),
-                "with memory, ms": number(row["ms"][WITH]["median"], 4),
-                "added, ms": number(row["added_ms"]),
-                "ratio": number(row["ratio"]),
-            }
-            | {
-                f"{called}: {column}": text
-                for way, called in WAYS.items()
-                if way in row
-                for column, text in _shown(row[way]).items()
-            }
-            | {
-                "peak, GiB": " / ".join(
-                    number(None if peak is None else peak / GIB) for peak in peaks.values()
-                ),
-                "extra peak, GiB": number(row["extra_peak_gib"]),
-            }
-        )
-    return [table]
-
-
-def _shown(way: dict[str, Any]) -> dict[str, str]:
-    medians = [report.number(ms["median"], 4) for ms in way.get("ms", {}).values()]
-    return {"base / with, ms": " / ".join(medians), "ratio": report.number(way.get("ratio"))}
+        line = {
+            "model": name,
+            "memory": f"C {memory['channels']}, {grid}, K {memory['chunk_size']}, "
+            f"{len(row['layers_with_memory'])} of {row['layers']} layers, "
+            f"a read per {memory['reads']}, {memory['backend']}",
+            "parameters, M": " / ".join(f"{n / 1e6:.2f}" for n in row["parameters"].values()),
+        }
+        ways = {"": row, "one thread: ": row.get("one_thread"), "graph: ": row.get("graph")}
+        for called, way in ways.items():
+            if way is None:
+                continue
+            medians = [number(ms["median"], 4) for ms in way.get("ms", {}).values()]
+            line[f"{called}base / with, ms"] = " / ".join(medians)
+            line[f"{called}ratio"] = number(way.get("ratio"))
+        line["added, ms"] = number(row["added_ms"])
+        line["extra peak, GiB"] = number(row["extra_peak_gib"])
+        rows.append(line)
+    return rows
 
 
 def main(argv: list[str]) -> int:
     """Run the benchmark; 1 where a scan disagreed or a part died."""
-    parser = argparse.ArgumentParser(
-        prog="tensor-memory bench train-step",
-        description="Time a training step of the compared models with and without memory.",
-        formatter_class=report.Defaults,
+    parser = report.make_parser(
+        "train-step", "Time a training step of the compared models with and without memory."
     )
-    report.add_common_options(parser)
     add = parser.add_argument
     add("--models", nargs="+", choices=HOSTS, default=list(HOSTS), help="what carries the memory")
     add("--layers-with-memory", type=int, nargs="+", help="indices from 0 (default: all layers)")
     add("--chunk-size", type=int, help="tokens per write (default: the published)")
     add("--reads", choices=("chunk", "token"), default="chunk", help="what each read is for")
-    options = parser.parse_args(argv)
-    device = report.check_common_options(parser, options)
+    options, device = report.parse(parser, argv)
     if options.chunk_size is not None and options.chunk_size < 1:
         parser.error(f"--chunk-size: expected at least 1, got {options.chunk_size}")
     for name in options.models:
@@ -280,16 +195,11 @@ def main(argv: list[str]) -> int:
                     f"{name} model, got {index}"
                 )
     result = run(options, device)
+    cuda = device.type == "cuda"
     config = {
-        "optimizer": "AdamW, fused" if device.type == "cuda" else "AdamW",
-        "autocast": "bfloat16" if device.type == "cuda" else None,
+        "optimizer": "AdamW, fused" if cuda else "AdamW",
+        "autocast": "bfloat16" if cuda else None,
     }
-    return report.finish(
-        "train-step",
-        options,
-        device,
-        config,
-        result,
-        [*rows(result), report.aim_rows(result["aims"])],
-        complaints(result),
-    )
+    complaints = [t for n, row in result["models"].items() for t in report.failures(n, row)]
+    tables = [table(result)]
+    return report.finish("train-step", options, device, config, result, tables, complaints)
