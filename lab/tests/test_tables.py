@@ -134,8 +134,10 @@ def test_a_value_may_be_a_multiple_and_a_share_of_the_way():
 def test_another_study_lends_a_value_to_the_same_row():
     forgets = replace(TENSOR, memory=replace(TENSOR.memory, forget_bias=5.0))
     cost = frame([run(BASE, step_ms=3.0), run(TENSOR, step_ms=7.0)])
-    paper = frame([{"kind": "paper", "recipe": "sign", "method": "base",
-                    "test": {"test": {"accuracy": 0.1}}}])  # fmt: skip
+    said = {"config": {"task": {"numbers": 4}}, "test": {"test": {"accuracy": 0.1}}}
+    other = {"config": {"task": {"numbers": 9}}, "test": {"test": {"accuracy": 0.2}}}
+    published = {"kind": "paper", "recipe": "sign", "method": "base"}
+    paper = frame([published | said, published | other])
     found = cells(
         [run(BASE), run(forgets)],
         {"value": "step_ms", "study": "cost", "without": ["forget_bias"]},
@@ -182,7 +184,7 @@ def test_how_a_value_is_shown_can_be_said():
 
 
 def test_what_is_unknown_is_refused_with_what_is_known():
-    with pytest.raises(ValueError, match="unknown les; known are value, title"):
+    with pytest.raises(ValueError, match="unknown les; known are value, "):
         column({"value": "a", "les": "b"})
     with pytest.raises(ValueError, match=r"expected columns .*, got task\.number; there are .*tas"):
         cells([run()], "test.accuracy", rows=["task.number"])

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tensor_memory_lab.records.figure import figure
 from tensor_memory_lab.records.store import frame, parts, read_records
 from tensor_memory_lab.records.table import Frame, caption, column, markdown, select, table
 
@@ -16,8 +15,8 @@ REGION = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- /table -->)", re.DOTAL
 """A place in a page that a table is written into."""
 
 TABLE = {
-    "study", "where", "except", "each", "rows", "columns", "across", "sort", "titles", "names",
-    "caption", "like",
+    "study", "where", "except", "each", "like", "rows", "only", "columns", "across", "sort",
+    "titles", "names", "caption",
 }  # fmt: skip
 DRAWN = {"x", "y", "by", "panels", "x_title", "y_title"}
 
@@ -40,6 +39,7 @@ class Evidence:
             runs,
             columns,
             rows=spec.get("rows", ["label"]),
+            only=spec.get("only"),
             across=spec.get("across", ""),
             sort=spec.get("sort", ""),
             others={one.study: self._study(one.study) for one in columns if one.study},
@@ -51,6 +51,8 @@ class Evidence:
 
     def figures(self, folder: Path) -> Iterator[Path]:
         """Draw every declared figure; the files."""
+        from tensor_memory_lab.records.figure import figure  # matplotlib takes seconds
+
         for name in self.declared.get("figure", {}):
             spec = self._spec("figure", name, TABLE | DRAWN)
             options = {key: spec[key] for key in DRAWN & spec.keys()}

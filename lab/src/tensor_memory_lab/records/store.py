@@ -32,7 +32,7 @@ NEEDED: dict[str, dict[str, type]] = {
     },
     "positions": {"config": dict, "method": str, "seed": int, "windows": list},
     "benchmark": {"benchmark": str, "config": dict, "seed": int, "result": dict},
-    "paper": {"recipe": str, "method": str},
+    "paper": {"config": dict, "recipe": str, "method": str},
 }  # fmt: skip
 """What a record of each kind must have."""
 
@@ -152,26 +152,31 @@ def finite(value: Any) -> Any:
 
 
 def _row(record: Mapping[str, Any]) -> dict[str, Any]:
+    run = record["kind"] == "run"
+    nested = {"config", "settings", "variant", "curve", "test", *(["memory"] if run else [])}
     row = flatten(record.get("config", {}))
-    nested = {"config", "curve", "test", "memory", "settings", "variant"}
     row |= flatten({name: value for name, value in record.items() if name not in nested})
-    for split, measures in (record.get("test") or {}).items():
-        row |= {f"{split}.{name}": value for name, value in measures.items()}
-    if memory := record.get("memory"):
+    measures = dict(record.get("test") or {})
+    if run and record.get("memory"):
+        memory = record["memory"]
+        without = memory.get("test_without_memory") or {}
+        measures |= {f"off.{split}": values for split, values in without.items()}
         for name in ("gate", "use"):
             row[f"memory.{name}"] = tuple(layer[name] for layer in memory["layers"])
-        for split, measures in (memory.get("test_without_memory") or {}).items():
-            row |= {f"off.{split}.{name}": value for name, value in measures.items()}
+    for split, values in measures.items():
+        row |= {f"{split}.{name}": value for name, value in values.items()}
     if record.get("shared_device"):  # others took part of the time
         row |= {"step_ms": None, "steps_per_second": None}
-    row["rate"] = row.get("optimizer.lr")
-    row["commit"] = (record.get("commit") or "unknown")[:10]
+    if "method" in record:
+        row |= {"variant": variant_text(record.get("variant", {})), "label": label_text(record)}
     hardware = record.get("hardware") or {}
-    row["hardware"] = hardware.get("gpu") or hardware.get("cpu")
-    row["variant"] = variant_text(record.get("variant", {}))
-    row["label"] = label_text(record)
-    row["curve"], row["record"] = record.get("curve"), record
-    return row
+    return row | {
+        "rate": row.get("optimizer.lr"),
+        "commit": (record.get("commit") or "unknown")[:10],
+        "hardware": hardware.get("gpu") or hardware.get("cpu"),
+        "curve": record.get("curve"),
+        "record": record,
+    }
 
 
 def _entries(at: Any) -> list[tuple[Any, Any]]:

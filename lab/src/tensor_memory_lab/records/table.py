@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -14,6 +15,7 @@ from tensor_memory_lab.records.config import NEUTRAL, flatten
 from tensor_memory_lab.records.text import (
     bytes_text,
     decimals,
+    field_text,
     is_percent,
     order_key,
     short_name,
@@ -42,7 +44,9 @@ class Column:
     """What one column of a table shows of the runs of a row."""
 
     value: str | tuple[str, ...]
-    """A column of the data frame, or "seeds", how many there are. Several are joined by " / "."""
+    """A column of the data frame, or "seeds", how many there are; or several columns."""
+    join: str = " / "
+    """What stands between several."""
     title: str = ""
     """The heading; the value's name unless given."""
     show: str = "mean"
@@ -83,7 +87,7 @@ class Column:
     def text(self, found: Any, name: str, *, signed: bool = False, size: float = 0.0) -> str:
         """A value, or an `Interval`; a difference with its sign, to the digits of this size."""
         mean, half = found if isinstance(found, Interval) else (found, None)
-        if isinstance(mean, str) or self.kind == "text":
+        if isinstance(mean, str | bool) or self.kind == "text":
             return value_text(mean)
         if mean is None or math.isnan(mean):
             return "diverged"
@@ -152,6 +156,7 @@ def table(
     columns: Sequence[Column],
     *,
     rows: Sequence[str] = ("label",),
+    only: Mapping[str, Any] | None = None,
     across: str = "",
     sort: str = "",
     others: Mapping[str, Frame] | None = None,
@@ -165,6 +170,7 @@ def table(
         columns: what to show.
         rows: columns of the data frame that tell rows apart; runs of a row must otherwise differ
             in their seed alone.
+        only: columns and values as of `select`; other rows are there to be compared with.
         across: a column of the data frame whose values each get the columns once more.
         sort: order rows by the mean of this column instead of by `rows`.
         others: the studies that columns take values from.
@@ -173,18 +179,26 @@ def table(
     """
     by = [*rows, *([across] if across else [])]
     check_columns(runs, [*by, *([sort] if sort else [])])
-    texts = [runs[name].map(value_text) for name in by]
-    found = {key: group for key, group in runs.groupby(texts, sort=False)}
+    texts = [runs[name].map(partial(field_text, name)) for name in by]
+    ranks = [
+        {text: rank for rank, text in enumerate(sorted(dict.fromkeys(one), key=order_key))}
+        for one in texts
+    ]
+
+    def order(item: tuple[tuple[str, ...], Frame]) -> Any:
+        if sort:
+            return item[1][sort].mean()
+        return [rank[part] for rank, part in zip(ranks, item[0], strict=True)]
+
+    found = dict(sorted(runs.groupby(texts, sort=False), key=order))
     for key, group in found.items():
         _check_alike(", ".join(key), group)
-    if sort:
-        found = dict(sorted(found.items(), key=lambda item: item[1][sort].mean()))
-    else:
-        found = dict(sorted(found.items(), key=lambda item: [order_key(part) for part in item[0]]))
     cells = _Cells(list(found.values()), by, others or {})
-    places = sorted({key[-1] for key in found}, key=order_key) if across else [""]
+    places = list(ranks[-1]) if across else [""]
+    shown = set(select(runs, only or {}).index)
+    kept = [key for key, group in found.items() if shown.intersection(group.index)]
     lines = []
-    for key in dict.fromkeys(key[: len(rows)] for key in found):
+    for key in dict.fromkeys(key[: len(rows)] for key in kept):
         line = {
             (titles or {}).get(name, heading(name)): (names or {}).get(part, part)
             for name, part in zip(rows, key, strict=True)
@@ -199,12 +213,17 @@ def table(
 
 
 def select(runs: Frame, where: Mapping[str, Any]) -> Frame:
-    """The runs whose columns have these values; a list names several, "none" is no value."""
+    """The runs whose columns have these values; "none" is no value.
+
+    A list names several, and the order that they come in.
+    """
     for name, wanted in where.items():
         check_columns(runs, [name])
-        texts = {value_text(wanted)}
-        texts |= {value_text(one) for one in wanted} if isinstance(wanted, list) else set()
-        runs = runs[runs[name].map(value_text).isin(texts)]
+        texts = [value_text(one) for one in wanted] if isinstance(wanted, list) else []
+        found = runs[name].map(value_text)
+        runs = runs[found.isin([*texts, value_text(wanted)])]
+        place = {text: number for number, text in enumerate(texts)}
+        runs = runs.iloc[found[runs.index].map(place.get).argsort(kind="stable")] if texts else runs
     return runs
 
 
@@ -251,20 +270,20 @@ class _Cells:
 
     def text(self, one: Column, runs: Frame) -> str:
         """What a column shows of a row."""
-        if one.study:
-            found = self._elsewhere(one, runs)
-            runs = runs if found.empty and one.or_own else found
+        if one.over:
+            return self._ratio(one, runs)
+        runs = self._elsewhere(one, runs)
         if one.value == "seeds":
             return str(len(runs))
         shown = [self._text(one, name, runs) for name in one.values]
-        return " / ".join(text for text in shown if text != NOTHING) or NOTHING
+        return one.join.join(text for text in shown if text != NOTHING) or NOTHING
 
     def _text(self, one: Column, name: str, runs: Frame) -> str:
         if name not in runs or not runs[name].notna().any():
             return NOTHING
-        values = runs.set_index("seed")[name] if "seed" in runs else runs[name]
+        values = _by_seed(runs, name)
         first = values.iloc[0]
-        if one.less or one.over or one.between:
+        if one.less or one.between:
             return self._compared(one, name, runs, values)
         if isinstance(first, tuple):
             columns = zip(*values, strict=True)
@@ -276,29 +295,35 @@ class _Cells:
             return ", ".join(one.text(value, name) for value in values.sort_index())
         if one.show in ("min", "max"):
             return one.text(getattr(values, one.show)(), name)
-        if one.show == "first" or isinstance(first, str):
+        if one.show == "first" or isinstance(first, str | bool):
             return one.text(first, name)
         return one.text(interval(values), name)
 
     def _compared(self, one: Column, name: str, runs: Frame, values: Any) -> str:
-        methods = one.between or (one.less or one.over,)
-        ends = [self._other(one, method, runs) for method in methods]
+        ends = [self._other(one, method, runs) for method in one.between or (one.less,)]
         if any(end is None for end in ends) or (one.less and ends[0] is runs):
             return NOTHING
         if one.less:
-            ours, theirs = values.align(ends[0].set_index("seed")[name], join="inner")
+            ours, theirs = values.align(_by_seed(ends[0], name), join="inner")
             if ours.empty:
                 return NOTHING
             return one.text(interval(ours - theirs), name, signed=True, size=ours.mean())
-        if one.over:
-            ratio = values.mean() / ends[0][name].mean()
-            return f"{ratio:.{2 if one.digits is None else one.digits}f}×"
         seeds = set(runs["seed"]).intersection(*(end["seed"] for end in ends))
         own, start, end = (some[some["seed"].isin(seeds)][name].mean() for some in (runs, *ends))
         higher = runs["record"].iloc[0].get("higher_is_better", True)
         if not seeds or (end <= start if higher else end >= start):
             return NOTHING
         return f"{round(100 * (own - start) / (end - start))} %"
+
+    def _ratio(self, one: Column, runs: Frame) -> str:
+        other = self._other(one, one.over, runs)
+        if other is None:
+            return NOTHING
+        own, base = (
+            interval(self._elsewhere(one, some)[one.values[0]]).mean for some in (runs, other)
+        )
+        digits = 2 if one.digits is None else one.digits
+        return NOTHING if math.isnan(own / base) else f"{own / base:.{digits}f}×"
 
     def _other(self, one: Column, method: str, runs: Frame) -> Frame:
         """The row of another method that a row is compared with; None where there is none."""
@@ -313,6 +338,8 @@ class _Cells:
 
     def _elsewhere(self, one: Column, runs: Frame) -> Frame:
         """The runs of another study that stand for the same row."""
+        if not one.study:
+            return runs
         if one.study not in self.others:
             raise ValueError(f"table: expected records of the study {one.study!r}, got none")
         found = self.others[one.study]
@@ -320,8 +347,17 @@ class _Cells:
             if name in found and name in runs:  # what the other does not say may be anything
                 wanted = value_text(runs[name].iloc[0])
                 found = found[found[name].map(value_text).isin({wanted, "none"})]
-        wanted = _bare(runs["label"].iloc[0], one.without)
-        return found[[_bare(label, one.without) == wanted for label in found["label"]]]
+        run, label = runs.iloc[0], _bare(runs["label"].iloc[0], one.without)
+        same = [
+            _bare(other["label"], one.without) == label and _agrees(other["record"], run)
+            for _, other in found[["label", "record"]].iterrows()
+        ]
+        found = found.loc[pd.Series(same, found.index, dtype=bool)]
+        return runs if found.empty and one.or_own else found
+
+
+def _by_seed(runs: Frame, name: str) -> Any:
+    return pd.Series(list(runs[name]), list(runs["seed"]) if "seed" in runs else None, dtype=object)
 
 
 def _check_alike(row: str, runs: Frame) -> None:
@@ -346,6 +382,12 @@ def _heading_across(one: Column, columns: Sequence[Column], across: str, place: 
 
 def _is_number(text: str) -> bool:
     return text == NOTHING or text.lstrip("*+-")[:1].isdigit()
+
+
+def _agrees(record: Mapping[str, Any], run: Any) -> bool:
+    """Whether a published number is of a run's setting: the paper names what matters alone."""
+    said = flatten(record["config"]) if record["kind"] == "paper" else {}
+    return all(value_text(run.get(name)) == value_text(value) for name, value in said.items())
 
 
 def _same(some: Frame, other: Frame, name: str) -> bool:

@@ -14,7 +14,7 @@ METHODS = (
     "conv-local", "xl", "registers", "slots", "slots-matched", "recurrent-slots", "tensor",
     "spatial", "tensor-local", "tensor-xl", "tensor-depth",
 )  # fmt: skip
-"""The order of methods in tables and figures; others come after, by name."""
+"""The order of methods in tables and figures; others come after."""
 
 FUTURE = "sees the future"
 """What stands beside the name of a method that is not causal."""
@@ -85,17 +85,24 @@ def value_text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def field_text(name: str, value: Any) -> str:
+    """The value of a field: layers as a sum, since 0×1 would read as a size.
+
+    >>> field_text("model.memory_layers", (0, 1)), field_text("model.memory.grid", (4, 4))
+    ('0+1', '4×4')
+    """
+    if name.endswith("_layers") and isinstance(value, tuple | list):
+        return "+".join(map(str, value))
+    return value_text(value)
+
+
 def variant_text(variant: Mapping[str, Any]) -> str:
     """How a method departs from the recipe's.
 
     >>> variant_text({"model.memory.grid": [4, 4], "model.memory_layers": [0, 1]})
     'grid=4×4, memory_layers=0+1'
     """
-    return ", ".join(
-        f"{short_name(name)}="
-        + ("+".join(map(str, value)) if name.endswith("layers") and value else value_text(value))
-        for name, value in variant.items()
-    )
+    return ", ".join(f"{short_name(n)}={field_text(n, value)}" for n, value in variant.items())
 
 
 def label_text(record: Mapping[str, Any]) -> str:
@@ -120,9 +127,9 @@ def short_name(field: str) -> str:
 
 
 def order_key(text: str) -> tuple[int, float, str]:
-    """Sorts numbers as numbers, methods as `METHODS` has them, and the rest by name."""
+    """Sorts numbers as numbers and methods as `METHODS` has them; the rest stays as it comes."""
     try:
         return (0, float(text), "")
     except ValueError:
         method = text.partition(" (")[0]
-        return (1, METHODS.index(method) if method in METHODS else len(METHODS), text)
+        return (1, METHODS.index(method), text) if method in METHODS else (2, 0, "")
