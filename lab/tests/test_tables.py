@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from invented_runs import BASE, TENSOR, SignTaskConfig, run
 from tensor_memory import MemoryConfig
 from tensor_memory_lab.commands.report import report_command, report_table
-from tensor_memory_lab.commands.tables import tables_command
+from tensor_memory_lab.commands.tables import pages_with_tables, tables_command
 from tensor_memory_lab.records import append, write_result
 from tensor_memory_lab.records.figure import figure
 from tensor_memory_lab.records.store import frame, parts
@@ -307,10 +306,6 @@ def test_a_page_is_filled_and_checked(here, capsys):
 
 
 def test_the_tables_of_the_documentation_are_what_the_records_give():
-    pages = [
-        str(path)
-        for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-        if re.search(r"<!-- table: \S+ -->", path.read_text(encoding="utf-8"))
-    ]
+    pages = [str(page) for page in pages_with_tables(ROOT)]
     places = ["--tables", str(ROOT / "lab" / "tables.toml"), "--results", str(ROOT / "results")]
     assert not pages or tables_command([*pages, *places, "--check"]) == 0

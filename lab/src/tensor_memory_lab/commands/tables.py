@@ -16,7 +16,7 @@ def tables_command(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     evidence = Evidence(options.tables, options.results)
     stale = []
-    for page in options.pages:
+    for page in options.pages or pages_with_tables(Path()):
         text = page.read_text(encoding="utf-8")
         filled = evidence.fill(text, str(page))
         pairs = list(zip(REGION.finditer(text), REGION.finditer(filled), strict=True))
@@ -37,13 +37,19 @@ def tables_command(argv: Sequence[str]) -> int:
     return 0
 
 
+def pages_with_tables(root: Path) -> list[Path]:
+    """The README and the pages below docs that have tables."""
+    pages = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+    return [page for page in pages if REGION.search(page.read_text(encoding="utf-8"))]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tensor-memory-lab tables",
         description="Write the tables between <!-- table: NAME --> and <!-- /table --> of pages "
         "from the records of runs, as lab/tables.toml declares them.",
     )
-    parser.add_argument("pages", nargs="+", type=Path, help="Markdown files")
+    parser.add_argument("pages", nargs="*", type=Path, help="Markdown files (all that have tables)")
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit with 1 where a table is stale"
     )
