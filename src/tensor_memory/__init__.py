@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from tensor_memory.attachment import Attachment, attach, detach, memory_disabled
     from tensor_memory.checkpoint import load_memory, save_memory
     from tensor_memory.config import MemoryConfig, PlaceConfig
+    from tensor_memory.forgetting import ForgettingWarning
     from tensor_memory.inspect import Recording, record
     from tensor_memory.leaks import LeakReport, find_leak
     from tensor_memory.ops import backends, memory_scan
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Attachment",
+    "ForgettingWarning",
     "LeakReport",
     "MemoryConfig",
     "MemoryResidual",
@@ -48,6 +50,7 @@ __all__ = [
 
 _MODULES = {
     "Attachment": "attachment",
+    "ForgettingWarning": "forgetting",
     "LeakReport": "leaks",
     "MemoryConfig": "config",
     "MemoryResidual": "residual",

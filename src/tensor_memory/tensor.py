@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from tensor_memory.chunking import aligned_calls, assign, check_marks
 from tensor_memory.config import MemoryConfig
+from tensor_memory.forgetting import warn_of_forgetting
 from tensor_memory.ops import BACKENDS, memory_read, memory_scan, scan_backend, why_not
 from tensor_memory.ops.placing import Placing
 from tensor_memory.ops.scan.memory_scan import fused_layer
@@ -192,6 +193,9 @@ class TensorMemory(nn.Module):
     ) -> MemoryState:
         """The state to start from, everything checked."""
         self._check(x, mask, reset, flush)
+        learns = self.training and torch.is_grad_enabled() and reset is None
+        if learns and not torch.compiler.is_compiling():
+            warn_of_forgetting(self.config, self.mix.bias, x.shape[1])
         if state is None:
             return MemoryState.zeros(
                 self.config, self.dim, x.shape[0], dtype=x.dtype, device=x.device
