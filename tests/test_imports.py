@@ -18,7 +18,7 @@ import tensor_memory
 ROOT = Path(__file__).parents[1]
 LIBRARY, LAB = ROOT / "src", ROOT / "lab" / "src"
 USERS = (LAB, ROOT / "lab" / "studies", ROOT / "examples")
-PUBLIC = {*tensor_memory.__all__, "__version__"}
+PUBLIC = {*tensor_memory.__all__, "__file__", "__version__"}
 
 
 def modules_in(source: Path) -> dict[str, Path]:
@@ -102,7 +102,7 @@ def circle_in(source: Path) -> list[str]:
     return []
 
 
-MOVING = pytest.mark.xfail(strict=True, reason="the lab and ops are still being moved")
+MOVING = pytest.mark.xfail(strict=True, reason="still being moved")
 
 
 @pytest.mark.parametrize("source", [pytest.param(LAB, marks=MOVING), *USERS[1:]], ids=str)
