@@ -1,4 +1,4 @@
-"""`python -m tensor_memory` is `tensor-memory`, which is what `torchrun -m` needs."""
+"""`python -m tensor_memory` is `tensor-memory`."""
 
 import sys
 
