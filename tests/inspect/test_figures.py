@@ -197,12 +197,6 @@ def test_a_flat_axis_is_refused_where_space_is_needed(axis, recording):
         figures.draw_trajectories(axis, recording[0])
 
 
-@pytest.mark.parametrize("name", ["slices", "projection", "mask", "gates", "occupancy"])
-def test_a_row_that_is_not_there_is_named(axis, recording, name):
-    with pytest.raises(IndexError, match=r"row 50: this recording has \d rows?$"):
-        getattr(figures, f"draw_{name}")(axis, recording[0], row=50)
-
-
 def test_nothing_recorded_is_said_not_drawn(axis):
     with record(make_memory(OPTIONS["paper"])) as recording:
         pass
@@ -288,7 +282,16 @@ def drawn_texts(figure):
     ]
 
 
-@pytest.mark.parametrize("number", range(len(CONFIGS)), ids=CONFIGS)
+MORE = {"three axes", "nearest, token reads"}
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(n, id=name, marks=[pytest.mark.exhaustive] * (name in MORE))
+        for n, name in enumerate(CONFIGS)
+    ],
+)
 def test_no_label_overlaps_another_or_leaves_the_figure(tmp_path, recording, number, monkeypatch):
     looked_at = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: looked_at.append(self))
@@ -325,7 +328,11 @@ def test_figures_are_written_in_both_themes_and_the_same_each_time(
 
 @pytest.mark.parametrize(
     ("broken", "dtype"),
-    [("gate", torch.float16), ("weights", torch.float32), ("tokens", torch.float16)],
+    [
+        ("gate", torch.float16),
+        pytest.param("weights", torch.float32, marks=pytest.mark.exhaustive),
+        ("tokens", torch.float16),
+    ],
 )
 def test_a_model_that_has_come_to_nothing_can_still_be_looked_at(
     tmp_path, broken, dtype, monkeypatch

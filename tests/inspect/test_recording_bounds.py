@@ -72,14 +72,6 @@ def test_bounds_that_make_no_sense_are_refused(options, complaint):
         pass
 
 
-def test_nothing_called_is_an_empty_recording():
-    with record(make_memory(ONE)) as recording:
-        pass
-    assert recording.rows == recording.dropped == 0
-    assert len(recording[0]) == 0
-    assert recording[0].hidden_norm.shape == (0, 0, 3, 2)
-
-
 def test_a_call_of_no_rows_or_no_tokens_records_nothing():
     memory = make_memory(ONE)
     with record(memory) as recording:

@@ -226,7 +226,8 @@ def test_the_table_of_a_notebook_escapes_every_name(recording):
 def test_an_empty_recording_has_a_table_too():
     with record(make_memory(OPTIONS["paper"])) as recording:
         pass
-    assert recording.texts is recording.frames is None
+    assert recording.rows == recording.dropped == 0
+    assert recording[0].hidden_norm.shape == (0, 0, 2, 3, 2)
     assert recording.summary().splitlines()[1].split() == ["memory", "2x3x2", "0", "0", *"------"]
     assert repr(recording) == "Recording(1 layer, 0 rows, 0 chunks kept)"
     assert Recording().summary().splitlines()[1] == "0 rows, 0 layers, 0.0 MiB"

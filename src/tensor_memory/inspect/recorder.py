@@ -1,4 +1,4 @@
-"""Watch every memory of a model at work, through hooks that are there only while recording.
+"""Record every memory of a model, through hooks that exist only while recording.
 
 Letters: B batch, N tokens, K tokens per chunk, S chunks of a call, P chunks kept of them.
 """
@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from tensor_memory.attachment import Attachment
 from tensor_memory.attachment.recompute import in_backward
 from tensor_memory.inspect.recording import Recording
-from tensor_memory.inspect.replay import Given, steps, waiting
+from tensor_memory.inspect.replay import CallArguments, replay_chunks, replay_unfinished
 from tensor_memory.inspect.store import LayerStore
 from tensor_memory.inspect.streams import Stream, Streams
 from tensor_memory.residual import MemoryResidual
@@ -143,7 +143,7 @@ class _Recorder:
     def install(self) -> None:
         # On the residual alone, not on the memory inside: a fused layer never calls that one.
         for number, module in enumerate(self.modules):
-            hook = self._called(number)
+            hook = self._hook(number)
             self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
 
     def remove(self) -> None:
@@ -151,8 +151,8 @@ class _Recorder:
             handle.remove()
         self._handles = []
 
-    def _called(self, layer: int) -> Any:
-        def called(
+    def _hook(self, layer: int) -> Any:
+        def hook(
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
         ) -> None:
             x = args[0] if args else kwargs["x"]
@@ -161,11 +161,11 @@ class _Recorder:
             cuda = [x.device] if x.is_cuda else []
             # The generators are the process's: dropout inside an adapted head would move them.
             with self._one_at_a_time, torch.no_grad(), torch.random.fork_rng(cuda):
-                self._take(layer, output[1], *args, **kwargs)
+                self._record_call(layer, output[1], *args, **kwargs)
 
-        return called
+        return hook
 
-    def _take(
+    def _record_call(
         self,
         layer: int,
         after: MemoryState,
@@ -180,82 +180,83 @@ class _Recorder:
             mask = marks.get("mask")
             source = module.norm(x if mask is None else x.masked_fill(~mask[..., None], 0))
             self.stores[layer].gate = float(module.gate.sigmoid())
-        given = Given.of(memory, source.to(after.tokens.dtype), state, **marks)
-        stream = self.streams.find(layer, state, given.state)
+        call = CallArguments.of(memory, source.to(after.tokens.dtype), state, **marks)
+        stream = self.streams.find(layer, state, call.state)
         progress = stream.layers[layer]
-        self._settle(layer, stream, (progress.fill > 0) & (given.state.fill.cpu() == 0))
+        self._keep_unfinished(layer, stream, (progress.fill > 0) & (call.state.fill.cpu() == 0))
         norm = x.norm(dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
-        self._advance(layer, stream, given, 1 / norm.double().cpu())
+        self._advance(layer, stream, call, 1 / norm.double().cpu())
         progress.last = after.detach()
         kind = x.device.type
         on = torch.is_autocast_enabled(kind)
         progress.autocast = torch.get_autocast_dtype(kind) if on else None
 
-    def _advance(self, layer: int, stream: Stream, given: Given, inverse: Tensor) -> None:
-        """Count the call's chunks, and keep those that it finished: inverse 1 / ‖x‖ (B, N)."""
+    def _advance(
+        self, layer: int, stream: Stream, call: CallArguments, inverse_norm: Tensor
+    ) -> None:
+        """Count the call's chunks, and keep those that it finished: 1 / ‖x‖ is (B, N)."""
         progress, K = stream.layers[layer], self.stores[layer].config.chunk_size
-        B, N = given.mask.shape
-        place = given.place(K)
-        S, mask, slot = place.steps, given.mask.cpu(), place.slot.cpu()
+        B, N = call.mask.shape
+        place = call.assign(K)
+        S, mask, slot = place.steps, call.mask.cpu(), place.slot.cpu()
         chunk = slot // K  # (B, N), S where masked
         before = progress.fill > 0
         positions = (progress.position + torch.arange(N)).expand(B, N)
 
+        # A chunk may go on from the call before, and the last one may wait for the next call.
         begun = torch.where(mask, chunk + 1, 0).amax(1).maximum(before.long())
         fill = place.fill.cpu()
         finished = begun - (fill > 0).long()  # (B,) chunks that this call ended
+        # The first and the last position of each chunk; column S takes what is masked.
         start = torch.full((B, S + 1), torch.iinfo(torch.long).max)
         start = start.scatter_reduce(1, chunk, positions, "amin")
         start[:, 0] = torch.where(before, progress.start, start[:, 0])
         stop = torch.zeros(B, S + 1, dtype=torch.long)
         stop = stop.scatter_reduce(1, chunk, positions + 1, "amax")
         stop[:, 0] = torch.where(before, stop[:, 0].maximum(progress.stop), stop[:, 0])
+        # 1 / ‖x‖ by slot: those of the waiting chunk first, then those of this call.
         measured = torch.full((B, S * K + 1), torch.nan, dtype=torch.double)
-        measured[:, :K] = progress.inverse
-        if given.tokens:
-            measured = measured.scatter(1, slot, inverse)
+        measured[:, :K] = progress.inverse_norm
+        if call.tokens:
+            measured = measured.scatter(1, slot, inverse_norm)
         measured = measured[:, : S * K].unflatten(1, (S, K))
 
         number = progress.done[:, None] + torch.arange(S)  # (B, S)
         ended = torch.arange(S) < finished[:, None]
         ended[stream.kept :] = False
         if ended.any():
-            self._make_room(int(number[ended].max()))
+            self._thin_for(int(number[ended].max()))
         kept = ended & (number % self.every == 0)
-        self._keep(layer, stream, given, kept, number, torch.stack([start, stop], 2), measured)
+        span = torch.stack([start, stop], 2)
+        self._keep_finished(layer, stream, call, kept, number, span, measured)
 
         row, last = torch.arange(B), (begun - 1).clamp(min=0)
-        progress.position += given.tokens
+        progress.position += call.tokens
         progress.done, progress.fill = progress.done + finished, fill
         progress.start, progress.stop = start[row, last], stop[row, last]
         waits = (fill > 0)[:, None]
-        progress.inverse = torch.where(waits, measured[row, last], torch.nan)
+        progress.inverse_norm = torch.where(waits, measured[row, last], torch.nan)
 
-    def _keep(
+    def _keep_finished(
         self,
         layer: int,
         stream: Stream,
-        given: Given,
+        call: CallArguments,
         kept: Tensor,
         number: Tensor,
         span: Tensor,
-        inverse: Tensor,
+        inverse_norm: Tensor,
     ) -> None:
         """Replay the call as far as a chunk of it is `kept` (B, S)."""
         wanted = kept.any(0).nonzero().flatten().tolist()
         if not wanted:
             return
-        given, store = given.rows(stream.kept), self.stores[layer]
-        memory = self.memories[layer]
-        replayed = steps(memory, given, given.place(memory.config.chunk_size), inverse)
+        replayed = replay_chunks(self.memories[layer], call.rows(stream.kept), inverse_norm)
         for s, values in zip(range(wanted[-1] + 1), replayed, strict=False):
             rows = kept[:, s].nonzero().flatten()
-            values = {name: value.cpu()[rows] for name, value in values.items()}
-            values["span"] = span[rows, s]
-            values["use"] *= 1.0 if store.gate is None else store.gate
-            store.put(number[rows, s] // self.every, stream.first_row + rows, values)
+            self._put(layer, stream, rows, number[rows, s], span[rows, s], values)
 
-    def _settle(self, layer: int, stream: Stream, dropped: Tensor) -> None:
+    def _keep_unfinished(self, layer: int, stream: Stream, dropped: Tensor) -> None:
         """Keep the unfinished chunks of these rows, (B,) bool, as read and never written."""
         progress = stream.layers[layer]
         if not dropped.any():
@@ -264,22 +265,35 @@ class _Recorder:
         recorded[stream.kept :] = False
         rows = recorded.nonzero().flatten()
         if len(rows):
-            self._make_room(int(progress.done[rows].max()))
+            self._thin_for(int(progress.done[rows].max()))
             rows = rows[progress.done[rows] % self.every == 0]
         if len(rows) and progress.last is not None:
             kind, low = progress.last.cell.device.type, progress.autocast
             with torch.no_grad(), torch.autocast(kind, low, enabled=low is not None):
-                values = waiting(self.memories[layer], progress.last, progress.inverse)
-            values = {name: value.cpu()[rows] for name, value in values.items()}
-            values["span"] = torch.stack([progress.start[rows], progress.stop[rows]], dim=1)
-            store = self.stores[layer]
-            values["use"] *= 1.0 if store.gate is None else store.gate
-            store.put(progress.done[rows] // self.every, stream.first_row + rows, values)
+                memory = self.memories[layer]
+                values = replay_unfinished(memory, progress.last, progress.inverse_norm)
+            span = torch.stack([progress.start[rows], progress.stop[rows]], dim=1)
+            self._put(layer, stream, rows, progress.done[rows], span, values)
         progress.done = progress.done + dropped.long()
         progress.fill = progress.fill.where(~dropped, 0)
 
-    def _make_room(self, number: int) -> None:
-        """Thin out until chunk `number` has a place."""
+    def _put(
+        self,
+        layer: int,
+        stream: Stream,
+        rows: Tensor,
+        number: Tensor,
+        span: Tensor,
+        values: dict[str, Tensor],
+    ) -> None:
+        """Store P chunks: their rows and numbers (P,), spans (P, 2), values of all rows."""
+        store = self.stores[layer]
+        values = {name: value.cpu()[rows] for name, value in values.items()}
+        values["use"] *= 1.0 if store.gate is None else store.gate
+        store.put(number // self.every, stream.first_row + rows, values | {"span": span})
+
+    def _thin_for(self, number: int) -> None:
+        """Forget every second chunk until there is room for chunk `number`."""
         while number // self.every >= self.max_chunks:
             self.every *= 2
             for store in self.stores:
@@ -290,7 +304,7 @@ class _Recorder:
         seen = torch.zeros(len(self.stores), self.streams.rows, dtype=torch.long)
         for stream in self.streams:
             for layer, progress in stream.layers.items():
-                self._settle(layer, stream, progress.fill > 0)
+                self._keep_unfinished(layer, stream, progress.fill > 0)
                 rows = slice(stream.first_row, stream.first_row + stream.kept)
                 seen[layer, rows] = progress.done[: stream.kept]
         recording.layers += [

@@ -1,7 +1,7 @@
-"""What a call of the memory did, recomputed by the reference from the inputs the call was given.
+"""Compute once more what a call of the memory did, from the same inputs, by the reference.
 
-Fused scans never expose their gates or the states between steps. Nothing steers the memory but
-its tokens, so running the equations once more from the same state and tokens shows everything.
+Fused scans never expose their gates or the states between steps. A memory depends on its state and
+its tokens alone, so the reference finds the same values from them.
 
 Letters: B batch, N tokens, K tokens per chunk, S chunks, d width, C channels, n axes, Q reads and
 M writes per chunk.
@@ -22,8 +22,8 @@ from tensor_memory.tensor import TensorMemory
 
 
 @dataclass(frozen=True)
-class Given:
-    """The arguments of one call of a memory, with nothing left out."""
+class CallArguments:
+    """The arguments of one call of a memory, with the defaults filled in."""
 
     x: Tensor  # (B, N, d), N > 0
     state: MemoryState
@@ -42,7 +42,7 @@ class Given:
         mask: Tensor | None = None,
         reset: Tensor | None = None,
         flush: Tensor | bool | int = False,
-    ) -> Given:
+    ) -> CallArguments:
         """From what `TensorMemory.forward` was given."""
         B, N, d = x.shape
         if state is None:
@@ -54,30 +54,31 @@ class Given:
             mask = x.new_ones(B, N, dtype=torch.bool)
         return cls(x, state, mask, reset, flush, tokens=N)
 
-    def rows(self, count: int) -> Given:
+    def rows(self, count: int) -> CallArguments:
         """The first `count` rows alone."""
         if count == self.x.shape[0]:
             return self
         reset = None if self.reset is None else self.reset[:count]
         flush = self.flush[:count] if isinstance(self.flush, Tensor) else self.flush
         state = self.state.select(range(count))
-        return Given(self.x[:count], state, self.mask[:count], reset, flush, self.tokens)
+        return CallArguments(self.x[:count], state, self.mask[:count], reset, flush, self.tokens)
 
-    def place(self, chunk_size: int) -> Assignment:
+    def assign(self, chunk_size: int) -> Assignment:
         """Which chunk each token belongs to."""
         return assign(self.state.fill, self.mask, self.reset, self.flush, chunk_size)
 
 
-def steps(
-    memory: TensorMemory, given: Given, place: Assignment, inverse: Tensor
+def replay_chunks(
+    memory: TensorMemory, call: CallArguments, inverse_norm: Tensor
 ) -> Iterator[dict[str, Tensor]]:
-    """Every chunk of the call in turn: the arrays of a `LayerRecording` that a step decides.
+    """Compute every chunk of a call in turn: the arrays of a `LayerRecording` it decides.
 
     One value per row, (B, ...). Rows that do not write at a step have NaN in what only a write
-    has; so have the reads of slots that hold no token. `inverse` (B, S, K) is 1 / ‖x‖ of every
-    slot's token, NaN where it is unknown.
+    has; so have the reads of slots that hold no token. `inverse_norm` (B, S, K) is 1 / ‖x‖ of
+    every slot's token, NaN where it is unknown.
     """
-    config, state, x = memory.config, given.state, given.x
+    config, state, x = memory.config, call.state, call.x
+    place = call.assign(config.chunk_size)
     B, _, d = x.shape
     K, S = config.chunk_size, place.steps
 
@@ -133,13 +134,15 @@ def steps(
             "read_at": _where(asked[:, s], read_at[:, s]),
             "readout": _where(asked[:, s], reads),
             "hidden_norm": hidden.norm(dim=1),
-            "use": _use(memory, reads, inverse[:B, s]),
+            "use": _use(memory, reads, inverse_norm[:B, s]),
             "written": writes,
         }
 
 
-def waiting(memory: TensorMemory, state: MemoryState, inverse: Tensor) -> dict[str, Tensor]:
-    """The unfinished chunk of every row of `state`: what `steps` gives, nothing of it written."""
+def replay_unfinished(
+    memory: TensorMemory, state: MemoryState, inverse_norm: Tensor
+) -> dict[str, Tensor]:
+    """The unfinished chunk of every row of `state`: as `replay_chunks`, nothing written."""
     B, grid = state.batch_size, memory.config.grid
     config, hidden = memory.config, state.hidden
     read_at = memory._read_at(state.tokens[:, None])[:, 0].to(hidden.dtype)  # (B, Q, n)
@@ -155,7 +158,7 @@ def waiting(memory: TensorMemory, state: MemoryState, inverse: Tensor) -> dict[s
         "read_at": _where(asked, read_at),
         "readout": _where(asked, reads),
         "hidden_norm": hidden.norm(dim=1),
-        "use": _use(memory, reads, inverse),
+        "use": _use(memory, reads, inverse_norm),
         "write_at": nowhere[..., None].expand(-1, -1, len(grid)),
         "content_norm": nowhere,
         "gates": nowhere[:, :1].expand(-1, 3),
@@ -170,12 +173,12 @@ def _mean_gates(gates: Tensor) -> Tensor:
     return torch.stack([gate.sigmoid().flatten(1).mean(1) for gate in (i, f, o)], dim=1)
 
 
-def _use(memory: TensorMemory, reads: Tensor, inverse: Tensor) -> Tensor:
-    """‖m‖ / ‖x‖, averaged over tokens: reads (B, Q, C), inverse (B, K) -> (B,), on the CPU."""
+def _use(memory: TensorMemory, reads: Tensor, inverse_norm: Tensor) -> Tensor:
+    """‖m‖ / ‖x‖, averaged over tokens: (B, Q, C) and (B, K) -> (B,), on the CPU."""
     heads = memory.config.read_heads
     reads = reads.unflatten(1, (-1, heads)).flatten(2)  # (B, 1 or K, R·C)
     m = memory.output(reads.to(memory.output.weight.dtype))
-    return (m.double().norm(dim=-1).cpu() * inverse).nanmean(1)
+    return (m.double().norm(dim=-1).cpu() * inverse_norm).nanmean(1)
 
 
 def _where(true: Tensor, values: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which calls belong together: rows of a recording, and how far each layer has come in them.
+"""Which calls continue each other, and how far each layer has come in the rows of a recording.
 
 A call without a state, or with an empty one, starts new rows. A call with the state another call
 returned goes on in its rows, also after `detach`, and after `select` moved them: a row is a place
@@ -20,7 +20,7 @@ from tensor_memory.state import MemoryState
 
 
 @dataclass
-class Progress:
+class LayerProgress:
     """How far one layer has come in one stream; all tensors on the CPU."""
 
     position: int  # places of the stream seen so far, masked ones included
@@ -28,22 +28,22 @@ class Progress:
     fill: Tensor  # (B,) tokens of the unfinished chunk
     start: Tensor  # (B,) position of its first token
     stop: Tensor  # (B,) position after its last
-    inverse: Tensor  # (B, K) 1 / ‖x‖ of its tokens, NaN in slots without one, or one unseen
+    inverse_norm: Tensor  # (B, K) 1 / ‖x‖ of its tokens, NaN in slots without one, or one unseen
     last: MemoryState | None = None
     autocast: torch.dtype | None = None  # what the last call multiplied in, where autocast was on
 
     @classmethod
-    def begin(cls, state: MemoryState) -> Progress:
+    def begin(cls, state: MemoryState) -> LayerProgress:
         """Before the first call: tokens that wait in `state` come at the first positions."""
         fill = state.fill.cpu()
         none = torch.zeros_like(fill)
         position = int(fill.max())
-        inverse = torch.full(state.tokens.shape[:2], torch.nan, dtype=torch.double)
-        return cls(position, none, fill, position - fill, none + position, inverse)
+        unseen = torch.full(state.tokens.shape[:2], torch.nan, dtype=torch.double)
+        return cls(position, none, fill, position - fill, none + position, unseen)
 
-    def select(self, rows: Tensor) -> Progress:
+    def select(self, rows: Tensor) -> LayerProgress:
         """As far as these rows had come."""
-        names = ("done", "fill", "start", "stop", "inverse")
+        names = ("done", "fill", "start", "stop", "inverse_norm")
         last = None if self.last is None else self.last.select(rows)
         return replace(self, **{name: getattr(self, name)[rows] for name in names}, last=last)
 
@@ -59,7 +59,7 @@ class Stream:
     kept: int
     """Rows that are recorded: the first of them, up to the bound of the recording."""
 
-    layers: dict[int, Progress] = field(default_factory=dict)
+    layers: dict[int, LayerProgress] = field(default_factory=dict)
 
 
 class Streams:
@@ -79,13 +79,13 @@ class Streams:
     def find(self, layer: int, state: MemoryState | None, given: MemoryState) -> Stream:
         """The stream that a call of `layer` belongs to: `state` as passed, `given` as used."""
         if state is None:
-            return self._start(layer, Progress.begin(given))
+            return self._start(layer, LayerProgress.begin(given))
         for stream in self:
             for other, progress in stream.layers.items():
                 last = progress.last
                 if last is not None and _is_same(last, state):
                     if other != layer and layer not in stream.layers:  # threaded through depth
-                        self._join(layer, stream, Progress.begin(given))
+                        self._join(layer, stream, LayerProgress.begin(given))
                     return stream
         for stream in reversed(list(self)):
             progress = stream.layers.get(layer)
@@ -96,9 +96,9 @@ class Streams:
                     return self._start(layer, moved)
                 stream.layers[layer] = moved
                 return stream
-        return self._start(layer, Progress.begin(given))
+        return self._start(layer, LayerProgress.begin(given))
 
-    def _start(self, layer: int, progress: Progress) -> Stream:
+    def _start(self, layer: int, progress: LayerProgress) -> Stream:
         thread, batch = get_ident(), len(progress.done)
         number = self._started.get((thread, layer), 0)
         stream = self._streams.get((thread, number))
@@ -108,7 +108,7 @@ class Streams:
         self._join(layer, stream, progress)
         return stream
 
-    def _join(self, layer: int, stream: Stream, progress: Progress) -> None:
+    def _join(self, layer: int, stream: Stream, progress: LayerProgress) -> None:
         stream.layers[layer] = progress
         who = (stream.thread, layer)
         self._started[who] = max(self._started.get(who, 0), stream.number + 1)
