@@ -18,6 +18,9 @@ PAPER = OPTIONS["paper"]  # chunks of 3, grid (2, 3, 2), 2 channels
 MARKS = ["mask", "reset", "flush"]
 
 
+LAYERS = pytest.mark.parametrize("layer", [lambda memory: memory, MemoryResidual])
+
+
 @pytest.fixture
 def memory() -> TensorMemory:
     return make_memory(PAPER)
@@ -28,34 +31,35 @@ def x() -> torch.Tensor:
     return make_tokens(2, 5, DIM)
 
 
-def test_a_wrong_width_is_refused(memory):
-    message = r"^x: expected tokens of shape \(B, N, 3\), got \(2, 5, 4\); .* built for width 3"
-    with pytest.raises(ValueError, match=message):
-        memory(make_tokens(2, 5, 4))
-
-
-@pytest.mark.parametrize("shape", [(3,), (5, 3), (1, 2, 5, 3)])
-def test_a_wrong_rank_is_refused(memory, shape):
-    with pytest.raises(ValueError, match=r"^x: expected tokens of shape \(B, N, 3\), got \("):
-        memory(make_tokens(*shape))
-
-
-def test_token_ids_are_refused(memory):
-    message = r"^x: expected a float type, got torch.int64; embed token ids first"
-    with pytest.raises(TypeError, match=message):
-        memory(torch.zeros(2, 5, DIM, dtype=torch.long))
-
-
-def test_tokens_of_another_type_than_the_weights_are_refused(memory, x):
-    message = r"^x: expected torch.float64 like .*, got torch.float32; convert one .*autocast"
-    with pytest.raises(TypeError, match=message):
-        memory(x.float())
-
-
-def test_tokens_on_another_device_than_the_weights_are_refused(memory, x):
-    message = r"^x: expected device cpu like the memory's weights, got meta; move one of them"
-    with pytest.raises(ValueError, match=message):
-        memory(x.to("meta"))
+@LAYERS
+@pytest.mark.parametrize(
+    ("tokens", "error", "message"),
+    [
+        (
+            torch.zeros(2, 5, 4),
+            ValueError,
+            r"tokens of shape \(B, N, 3\), got \(2, 5, 4\); .*width 3",
+        ),
+        (torch.zeros(3), ValueError, r"tokens of shape \(B, N, 3\), got \(3,\)"),
+        (torch.zeros(1, 2, 5, 3), ValueError, r"tokens of shape \(B, N, 3\), got \(1, 2, 5, 3\)"),
+        (torch.zeros(2, 5, 3).long(), TypeError, r"a float type, got torch.int64; embed token ids"),
+        (torch.zeros(2, 5, 3), TypeError, r"torch.float64 like .*, got torch.float32; .*autocast"),
+        (
+            torch.zeros(2, 5, 3, device="meta"),
+            ValueError,
+            r"device cpu like .*, got meta; move one",
+        ),
+        (
+            [[[1.0, 2.0, 3.0]]],
+            TypeError,
+            r"a tensor of shape \(B, N, 3\), got list; convert it with",
+        ),
+    ],
+    ids=["width", "one axis", "four axes", "ids", "type", "device", "list"],
+)
+def test_tokens_that_do_not_fit_are_refused(memory, layer, tokens, error, message):
+    with pytest.raises(error, match=rf"^x: expected {message}"):
+        layer(memory).double()(tokens)
 
 
 @pytest.mark.parametrize(
@@ -91,19 +95,31 @@ def test_a_state_of_another_shape_is_refused(memory, x, state, name, expected, g
         memory(x, state)
 
 
-def test_a_state_of_another_type_is_refused(memory, x):
-    message = (
-        r"^state\.hidden: expected torch.float64 for an input of type torch.float64, "
-        r"got torch.float32; convert it with state\.to\(torch.float64\)"
-    )
-    with pytest.raises(TypeError, match=message):
-        memory(x, MemoryState.zeros(PAPER, DIM, 2, dtype=torch.float32))
-
-
-def test_a_state_on_another_device_is_refused(memory, x):
-    message = r"^state\.hidden: expected device cpu .*, got meta; move it with state\.to\('cpu'\)"
-    with pytest.raises(ValueError, match=message):
-        memory(x, make_state(PAPER, 2).to("meta"))
+@pytest.mark.parametrize(
+    ("state", "error", "message"),
+    [
+        (
+            MemoryState.zeros(PAPER, DIM, 2, dtype=torch.float32),
+            TypeError,
+            r"state\.hidden: expected torch.float64 for an input of type torch.float64, "
+            r"got torch.float32; convert it with state\.to\(torch.float64\)",
+        ),
+        (
+            make_state(PAPER, 2).to("meta"),
+            ValueError,
+            r"state\.hidden: expected device cpu .*, got meta; move it with state\.to\('cpu'\)",
+        ),
+        (
+            torch.ones(2, 5, dtype=torch.bool),
+            TypeError,
+            r"state: expected a MemoryState, got Tensor; pass what the previous call returned",
+        ),
+    ],
+    ids=["type", "device", "mask"],
+)
+def test_a_state_that_does_not_fit_is_refused(memory, x, state, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        memory(x, state)
 
 
 def test_the_remedies_for_a_refused_state_work(memory, x):
@@ -111,15 +127,9 @@ def test_the_remedies_for_a_refused_state_work(memory, x):
     memory(x, make_state(PAPER, 3).select([0, 2]))
 
 
-def test_what_is_no_state_is_refused(memory, x):
-    message = r"^state: expected a MemoryState, got Tensor; pass what the previous call returned"
-    with pytest.raises(TypeError, match=message):
-        memory(x, torch.ones(2, 5, dtype=torch.bool))
-
-
 @pytest.mark.parametrize("name", MARKS)
 @pytest.mark.parametrize("shape", [(2, 4), (5,), (2, 5, 1), (1, 5)])
-@pytest.mark.parametrize("layer", [lambda memory: memory, MemoryResidual])
+@LAYERS
 def test_marks_of_another_shape_are_refused(memory, x, name, shape, layer):
     message = rf"^{name}: expected shape \(B, N\) = \(2, 5\), got \({shape[0]}.*; give one mark per"
     with pytest.raises(ValueError, match=message):
@@ -128,7 +138,7 @@ def test_marks_of_another_shape_are_refused(memory, x, name, shape, layer):
 
 @pytest.mark.parametrize("name", MARKS)
 @pytest.mark.parametrize("dtype", [torch.long, torch.float32])
-@pytest.mark.parametrize("layer", [lambda memory: memory, MemoryResidual])
+@LAYERS
 def test_marks_that_are_not_bool_are_refused(memory, x, name, dtype, layer):
     message = rf"^{name}: expected a bool tensor of shape \(B, N\), got {dtype}; convert .*bool\(\)"
     with pytest.raises(TypeError, match=message):
@@ -150,50 +160,33 @@ def test_marks_on_another_device_are_refused(memory, x, name):
         memory(x, **{name: torch.ones(2, 5, dtype=torch.bool, device="meta")})
 
 
-@pytest.mark.parametrize("method", ["select", "reset"])
-def test_rows_that_are_no_whole_numbers_are_refused(method):
-    message = rf"^MemoryState.{method}: expected whole numbers as row indices, got torch.float32; "
-    with pytest.raises(TypeError, match=message):
-        getattr(make_state(PAPER, 2), method)([0.5])
-
-
 @pytest.mark.parametrize(
-    ("method", "make"),
+    ("flush", "error", "message"),
     [
-        ("to", lambda: make_state(PAPER, 2).to(torch.int8)),
-        ("zeros", lambda: MemoryState.zeros(PAPER, DIM, 2, dtype=torch.int8)),
+        (None, TypeError, "True, False, a whole number of tokens .*, got None"),
+        (2.5, TypeError, r"True, False, a whole number of tokens .*, got 2\.5"),
+        (0, ValueError, "at least 1 token .*, got 0"),
+        (-3, ValueError, "at least 1 token .*, got -3"),
     ],
 )
-def test_a_state_of_tokens_that_are_no_floats_is_refused(method, make):
-    message = rf"^MemoryState.{method}: expected the tokens' float type, got torch.int8; pass the"
-    with pytest.raises(TypeError, match=message):
-        make()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((PAPER.to_dict(), DIM, 2), r"expected a MemoryConfig first, got dict; pass the memory's"),
-        ((PAPER, "8", 2), r"expected dim as an integer, got '8'; convert it with int\(\)"),
-        ((PAPER, DIM, 2.0), r"expected batch_size as an integer, got 2.0; convert it with int"),
-    ],
-)
-def test_a_state_made_of_something_else_is_refused(arguments, message):
-    with pytest.raises(TypeError, match=rf"^MemoryState.zeros: {message}"):
-        MemoryState.zeros(*arguments)
+def test_a_flush_of_another_kind_is_refused(memory, x, flush, error, message):
+    with pytest.raises(error, match=f"^flush: expected {message}; "):
+        memory(x, flush=flush)
 
 
 @pytest.mark.parametrize("method", ["select", "reset"])
-def test_rows_in_several_axes_are_refused(method):
-    message = rf"^MemoryState.{method}: expected row indices of shape \(rows,\), got \(2, 2\); flat"
-    with pytest.raises(ValueError, match=message):
-        getattr(make_state(PAPER, 2), method)([[0, 1], [1, 0]])
-
-
-def test_a_state_of_fewer_than_no_rows_is_refused():
-    message = r"^MemoryState.zeros: expected batch_size of at least 0, got -1; it is the number of"
-    with pytest.raises(ValueError, match=message):
-        MemoryState.zeros(PAPER, DIM, -1)
+@pytest.mark.parametrize(
+    ("rows", "error", "message"),
+    [
+        ([0.5], TypeError, "whole numbers as row indices, got torch.float32"),
+        ([[0, 1], [1, 0]], ValueError, r"row indices of shape \(rows,\), got \(2, 2\); flatten"),
+        ([2], ValueError, "rows from 0 to 1, got 2; this state holds 2 rows"),
+        ([0, -1], ValueError, "rows from 0 to 1, got -1; this state holds 2 rows"),
+    ],
+)
+def test_rows_that_do_not_exist_are_refused(method, rows, error, message):
+    with pytest.raises(error, match=rf"^MemoryState.{method}: expected {message}"):
+        getattr(make_state(PAPER, 2), method)(rows)
 
 
 def test_a_reset_mask_of_another_shape_is_refused():
@@ -202,32 +195,93 @@ def test_a_reset_mask_of_another_shape_is_refused():
         make_state(PAPER, 2).reset(torch.ones(3, dtype=torch.bool))
 
 
-@pytest.mark.parametrize("dim", [0, -1])
-def test_a_width_below_one_is_refused(dim):
-    with pytest.raises(
-        ValueError, match=rf"^dim: expected the tokens' width, at least 1, got {dim}"
-    ):
-        TensorMemory(dim, PAPER)
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (
+            lambda: MemoryState.zeros(PAPER.to_dict(), DIM, 2),
+            TypeError,
+            "a MemoryConfig first, got d",
+        ),
+        (
+            lambda: MemoryState.zeros(PAPER, "8", 2),
+            TypeError,
+            "dim as an integer, got '8'; convert",
+        ),
+        (
+            lambda: MemoryState.zeros(PAPER, DIM, 2.0),
+            TypeError,
+            "batch_size as an integer, got 2.0",
+        ),
+        (lambda: MemoryState.zeros(PAPER, DIM, -1), ValueError, "batch_size of at least 0, got -1"),
+        (
+            lambda: MemoryState.zeros(PAPER, DIM, 2, dtype=torch.int8),
+            TypeError,
+            "the tokens' float type, got torch.int8; pass the",
+        ),
+        (
+            lambda: make_state(PAPER, 2).to(torch.int8),
+            TypeError,
+            "the tokens' float type, got torch",
+        ),
+    ],
+)
+def test_a_state_made_of_something_else_is_refused(make, error, message):
+    with pytest.raises(error, match=rf"^MemoryState\.\w+: expected {message}"):
+        make()
 
 
-def test_what_is_no_config_is_refused():
-    message = r"^config: expected a MemoryConfig, got dict; MemoryConfig\.from_dict\(\) makes one"
-    with pytest.raises(TypeError, match=message):
-        TensorMemory(DIM, {"channels": 3})
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"dim": 0}, ValueError, "dim: expected the tokens' width, at least 1, got 0"),
+        ({"dim": 8.0}, TypeError, "dim: expected .* integer, got 8.0; convert it with int"),
+        ({"dim": True}, TypeError, "dim: expected .* integer, got True; convert it with int"),
+        (
+            {"config": {"channels": 3}},
+            TypeError,
+            r"config: expected a MemoryConfig, got dict; Memory",
+        ),
+        (
+            {"config": MemoryConfig(backend="gpu")},
+            ValueError,
+            r"config\.backend: expected one of auto, .*, got 'gpu'; leave it out for the fastest",
+        ),
+        ({"zero_init": "no"}, TypeError, "zero_init: expected True or False, got 'no'; leave it"),
+    ],
+)
+def test_a_memory_of_something_else_is_refused(arguments, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        TensorMemory(**{"dim": DIM, "config": PAPER} | arguments)
 
 
-def test_an_unknown_backend_is_refused():
-    message = r"^config\.backend: expected one of auto, .*, got 'gpu'; leave it out for the fastest"
-    with pytest.raises(ValueError, match=message):
-        TensorMemory(DIM, MemoryConfig(backend="gpu"))
-
-
-@pytest.mark.parametrize("name", ["dropout", "drop_path"])
-@pytest.mark.parametrize("rate", [-0.1, 1.0, float("nan"), "a", None, True])
-def test_a_rate_that_is_no_probability_is_refused(memory, name, rate):
-    message = rf"^{name}: expected a probability in \[0, 1\), got {rate!r}; 0 drops nothing"
-    with pytest.raises(ValueError, match=message):
-        MemoryResidual(memory, **{name: rate})
+@pytest.mark.parametrize(
+    ("name", "values", "error", "message"),
+    [
+        ("memory", [PAPER], TypeError, r"expected a TensorMemory, got MemoryConfig; make one with"),
+        ("norm", ["no"], TypeError, "expected True or False, got .*; leave it out for True"),
+        ("own_memory", ["no"], TypeError, "expected True or False, got .*; leave it out for True"),
+        *(
+            (
+                rate,
+                [-0.1, 1.0, float("nan"), "a", None, True],
+                ValueError,
+                r"expected a prob.*; 0 drops",
+            )
+            for rate in ("dropout", "drop_path")
+        ),
+        (
+            "gate_init",
+            [float("nan"), None, "0"],
+            ValueError,
+            "expected a finite number, got .*; 0 ope",
+        ),
+    ],
+)
+def test_a_residual_of_something_else_is_refused(memory, name, values, error, message):
+    for value in values:
+        with pytest.raises(error, match=f"^{name}: {message}"):
+            MemoryResidual(**{"memory": memory, name: value})
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -269,92 +323,9 @@ def test_a_batch_of_no_rows_is_legal(memory):
         assert state.batch_size == 0
 
 
-def test_tokens_that_are_no_tensor_are_refused(memory):
-    message = r"^x: expected a tensor of shape \(B, N, 3\), got list; convert it with torch.as_tens"
-    with pytest.raises(TypeError, match=message):
-        memory([[[1.0, 2.0, 3.0]]])
-
-
-@pytest.mark.parametrize("dim", [8.0, "8", True])
-def test_a_width_that_is_no_integer_is_refused(dim):
-    with pytest.raises(TypeError, match=r"^dim: expected .* integer, got .*; convert it with int"):
-        TensorMemory(dim)
-
-
-@pytest.mark.parametrize("flush", [None, 2.5, "yes"])
-def test_a_flush_of_another_kind_is_refused(memory, x, flush):
-    message = rf"^flush: expected True, False, a whole number of tokens .*, got {flush!r}; "
-    with pytest.raises(TypeError, match=message):
-        memory(x, flush=flush)
-
-
-@pytest.mark.parametrize("frame", [0, -3])
-def test_frames_of_no_tokens_are_refused(memory, x, frame):
-    with pytest.raises(ValueError, match=rf"^flush: expected at least 1 token .*, got {frame}; "):
-        memory(x, flush=frame)
-
-
-@pytest.mark.parametrize("gate", [float("nan"), float("inf"), None, "0"])
-def test_a_gate_that_is_not_finite_is_refused(memory, gate):
-    with pytest.raises(ValueError, match=r"^gate_init: expected a finite number, got .*; 0 opens"):
-        MemoryResidual(memory, gate_init=gate)
-
-
-@pytest.mark.parametrize("rows", [[2], [0, -1], torch.tensor([5])])
-@pytest.mark.parametrize("method", ["select", "reset"])
-def test_rows_that_do_not_exist_are_refused(memory, x, method, rows):
-    _, state = memory(x)
-    message = rf"^MemoryState.{method}: expected rows from 0 to 1, got .*; this state holds 2 rows"
-    with pytest.raises(ValueError, match=message):
-        getattr(state, method)(rows)
-
-
-def test_a_choice_that_is_no_bool_is_refused():
-    with pytest.raises(TypeError, match=r"^share_coordinates: expected True or False, got 'no'"):
-        MemoryConfig(share_coordinates="no")
-
-
-@pytest.mark.parametrize("name", ["norm", "own_memory"])
-def test_a_choice_of_the_residual_that_is_no_bool_is_refused(memory, name):
-    message = rf"^{name}: expected True or False, got LayerNorm\(.*; leave it out for True"
-    with pytest.raises(TypeError, match=message):
-        MemoryResidual(memory, **{name: torch.nn.LayerNorm(DIM)})
-
-
-def test_a_zero_init_that_is_no_bool_is_refused():
-    with pytest.raises(TypeError, match=r"^zero_init: expected True or False, got 'no'; leave it"):
-        TensorMemory(DIM, PAPER, zero_init="no")
-
-
-def test_a_residual_of_what_is_no_memory_is_refused():
-    message = r"^memory: expected a TensorMemory, got MemoryConfig; make one with TensorMemory\(dim"
-    with pytest.raises(TypeError, match=message):
-        MemoryResidual(PAPER)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "error", "message"),
-    [
-        (make_tokens(2, 5, 4), ValueError, r"^x: expected tokens of shape \(B, N, 3\), got \(2, 5"),
-        (make_tokens(2, 5, 3).float(), TypeError, r"^x: expected torch.float64 like .*, got torch"),
-        ([[[1.0, 2.0, 3.0]]], TypeError, r"^x: expected a tensor of shape \(B, N, 3\), got list"),
-    ],
-)
-def test_a_residual_refuses_what_its_memory_refuses_in_the_same_words(
-    memory, tokens, error, message
-):
-    with pytest.raises(error, match=message):
-        MemoryResidual(memory).double()(tokens)
-
-
 def test_a_backend_that_cannot_serve_is_refused_before_the_first_chunk_is_full(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     memory = TensorMemory(DIM, MemoryConfig(chunk_size=16, backend="triton"))
     message = r"^backend 'triton' cannot serve this request: (it needs a CUDA|triton is not inst)"
     with pytest.raises(ValueError, match=message):
         memory(torch.zeros(1, 1, DIM))
-
-
-def test_a_scale_of_true_is_refused():
-    with pytest.raises(ValueError, match=r"^sigma_scale: expected a finite number, got True"):
-        MemoryConfig(sigma_scale=True)

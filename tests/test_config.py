@@ -81,7 +81,7 @@ NUMBERS = ["sigma_scale", "spread_bias", "forget_bias", "input_bias", "feedback"
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), "1", None])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "1", None, True])
 def test_numbers_that_are_not_finite_are_refused(name, value):
     message = rf"^{name}: expected a finite number, got {value!r}; leave it out for the default"
     with pytest.raises(ValueError, match=message):
@@ -110,9 +110,11 @@ def test_an_unknown_choice_is_named_beside_the_known(name, allowed):
         MemoryConfig(**{name: "other"})
 
 
-def test_a_backend_that_is_no_name_is_refused():
+def test_a_backend_that_is_no_name_and_a_choice_that_is_no_bool_are_refused():
     with pytest.raises(TypeError, match=r"^backend: expected a backend's name, got None; leave it"):
         MemoryConfig(backend=None)
+    with pytest.raises(TypeError, match=r"^share_coordinates: expected True or False, got 'no'"):
+        MemoryConfig(share_coordinates="no")
 
 
 def test_what_is_no_dictionary_is_refused():
