@@ -158,7 +158,7 @@ def test_a_result_that_is_cut_short_is_made_again_as_the_message_says(tmp_path):
     whole = run(tmp_path / "run")
     result = tmp_path / "run" / "result.json"
     truncate(result)
-    with pytest.raises(ValueError, match=r"result\.json: expected .* delete it: .* --resume"):
+    with pytest.raises(ValueError, match=r"result\.json: expected .* Delete it, and --resume"):
         run(tmp_path / "run", resume=True)
     result.unlink()
     assert run(tmp_path / "run", resume=True)["test"] == whole["test"]

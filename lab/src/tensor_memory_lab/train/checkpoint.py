@@ -15,10 +15,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,16 +46,6 @@ NO_CONFIG = "put back the file that the run wrote, or train again into another f
 ANEW = "start again in another --output"
 
 Tensors = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """What a checkpoint holds, read back and checked."""
-
-    journal: Journal
-    model: Tensors
-    optimizer: Tensors
-    carry: Tensors | None
 
 
 class RunFolder:
@@ -188,8 +177,11 @@ class RunFolder:
                         old.unlink()
         self._needed = needed
 
-    def resume(self, *, from_previous: bool = False) -> Checkpoint | None:
-        """The last checkpoint, or the one before it; None where the run left none yet."""
+    def resume(self, *, from_previous: bool = False) -> tuple[Journal, dict[str, Tensors]] | None:
+        """Journal, and tensors as `save` got them, of the last checkpoint or the one before it.
+
+        None where the run left none yet.
+        """
         steps = self.steps()
         if from_previous and len(steps) < 2:
             raise ValueError(
@@ -205,7 +197,7 @@ class RunFolder:
         self._needed = {self._file("step", step).name}
         if journal.best_step is not None:
             self._needed.add(self._file("best", journal.best_step).name)
-        return Checkpoint(journal, parts["model"], parts["optimizer"], parts.get("carry"))
+        return journal, parts
 
     def weights(self, which: Literal["best", "last"]) -> tuple[int, Tensors]:
         """Step and weights of the best evaluation, or of the last checkpoint."""
@@ -226,10 +218,6 @@ class RunFolder:
                 )
             _, parts = self._read("best", step, remedy)
         return step, parts["model"]
-
-    def drop_checkpoints(self) -> None:
-        """Leave the config, the metrics and the result alone."""
-        shutil.rmtree(self.checkpoints)
 
     def _file(self, kind: str, step: int) -> Path:
         return self.checkpoints / f"{kind}-{step:06d}.safetensors"
@@ -304,7 +292,10 @@ def load_run(
     since training. A config class that is not of this package must have been registered
     (`records.register_config`).
     """
-    config, _, weights = load_config_and_weights(folder, which)
+    if which not in ("best", "last"):
+        raise ValueError(f"which: expected 'best' or 'last', got {which!r}")
+    config = read_config(folder)
+    _, weights = RunFolder(folder).weights(which)
     given = config.task
     if data_dir is not None:
         if not hasattr(given, "data_dir"):
@@ -318,17 +309,6 @@ def load_run(
         model = config.model.build(task)
     load_weights(model, weights, str(folder))
     return config, task, model.to(device).eval()
-
-
-def load_config_and_weights(
-    folder: str | os.PathLike[str], which: Literal["best", "last"]
-) -> tuple[RunConfig[Any, Any], int, Tensors]:
-    """The config of a run, and step and weights of its best or its last checkpoint."""
-    if which not in ("best", "last"):
-        raise ValueError(f"which: expected 'best' or 'last', got {which!r}")
-    run = RunFolder(folder)
-    config = read_config(folder)
-    return config, *run.weights(which)
 
 
 def read_config(folder: str | os.PathLike[str]) -> RunConfig[Any, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import shutil
 import signal
 import sys
 import threading
@@ -91,7 +92,10 @@ def train(config: RunConfig[Any, Any], options: RunOptions) -> dict[str, Any]:
         if accelerator.is_main_process:
             folder.hold()  # before anything is read that another process may be replacing
         if options.resume and folder.result.exists():
-            return read_result(folder.result)
+            try:
+                return read_result(folder.result)
+            except ValueError as error:
+                raise ValueError(f"{error}. Delete it, and --resume measures it again") from error
         with _signals() as asked:
             return _Run(config, options, accelerator, folder, asked).go()
     finally:
@@ -172,12 +176,12 @@ class _Run:
             if self.options.resume:
                 self._say(f"{self.folder.path}: no checkpoint to continue, starting at step 0")
         else:
-            journal = found.journal
-            load_weights(self.model, found.model, str(self.folder.checkpoints))
-            load_optimizer(self.model, self.optimizer, found.optimizer)
-            if found.carry is not None:
+            journal, parts = found
+            load_weights(self.model, parts["model"], str(self.folder.checkpoints))
+            load_optimizer(self.model, self.optimizer, parts["optimizer"])
+            if "carry" in parts:
                 first = self.accelerator.process_index * self.rows
-                mine = rows_of(found.carry, first, first + self.rows)
+                mine = rows_of(parts["carry"], first, first + self.rows)
                 carry = {name: tensor.to(self.device) for name, tensor in mine.items()}
             self._say(f"{self.folder.path}: continuing after step {journal.step}")
         if self.main:
@@ -329,7 +333,7 @@ class _Run:
             with writing(self.folder.result, "the result"):
                 write_result(self.folder.result, record)
             if not self.options.keep_checkpoints:
-                self.folder.drop_checkpoints()
+                shutil.rmtree(self.folder.checkpoints)
         self.accelerator.wait_for_everyone()
         return record
 
