@@ -83,7 +83,10 @@ def figure(
                 if len(some):
                     bands = len(set(inside[by])) <= MANY
                     _draw(axis, _points(some, x, y), value_text(line), looks[line], bands, x)
-            titles = [f"{short_name(n)} {v}" for n, v in zip(panels, key, strict=True)]
+            titles = [
+                f"{short_name(name)} {value}" if value[:1].isdigit() else value
+                for name, value in zip(panels, key, strict=True)
+            ]
             axis.set_title(", ".join(titles), fontsize=9)
             axis.set_xlabel(x_title or short_name(x))
         for unused in axes[len(order) :]:
@@ -93,9 +96,11 @@ def figure(
         for axis in axes:
             for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
                 handles.setdefault(name, handle)
+        names = [name for name in map(value_text, lines) if name in handles]
         drawn.legend(
-            handles.values(), handles.keys(), loc="outside right upper", frameon=False, fontsize=8
-        )
+            [handles[name] for name in names], names, loc="outside right upper", frameon=False,
+            fontsize=8,
+        )  # fmt: skip
         path = Path(path)
         kind = path.suffix[1:] or "png"
         metadata = {"Date": None} if kind == "svg" else None
@@ -119,7 +124,10 @@ def _points(runs: Frame, x: str, y: str) -> Frame:
     most = max((len(values) for values in found.values()), default=0)
     points = {at: interval(v) for at, v in found.items() if x != "step" or len(v) == most}
     rows = [(at, m, m - (half or 0.0), m + (half or 0.0)) for at, (m, half) in points.items()]
-    return pd.DataFrame(rows, columns=["x", "mean", "low", "high"]).sort_values("x")
+    ends = pd.DataFrame(rows, columns=["x", "mean", "low", "high"]).sort_values("x")
+    if is_percent(y):  # an interval of a share may leave what a share can be
+        ends[["low", "high"]] = ends[["low", "high"]].clip(0, 100)
+    return ends
 
 
 def _draw(axis: Any, points: Frame, label: str, look: tuple[str, str], bands: bool, x: str) -> None:
@@ -146,12 +154,15 @@ def _draw(axis: Any, points: Frame, label: str, look: tuple[str, str], bands: bo
 
 
 def _looks(runs: Frame, by: str) -> dict[Any, tuple[str, str]]:
-    """Colour and dash of every line: the memory's colour is its own, its variants are dashed."""
-    found: dict[Any, tuple[str, str]] = {}
-    for line in sorted(set(runs[by]), key=lambda line: order_key(value_text(line))):
-        memory = str(line).startswith(MEMORIES)
-        colours = (MEMORY,) if memory else [colour for colour in COLOURS if colour != MEMORY]
-        place = sum(str(other).startswith(MEMORIES) == memory for other in found)
+    """Colour and dash of every line: memories have one colour, as long as dashes tell them apart.
+
+    The others, and further memories, take the other colours in their order.
+    """
+    lines = sorted(dict.fromkeys(runs[by]), key=lambda line: order_key(value_text(line)))
+    memories = [line for line in lines if str(line).startswith(MEMORIES)][: len(DASHES)]
+    found = {line: (MEMORY, DASHES[place]) for place, line in enumerate(memories)}
+    colours = [colour for colour in COLOURS if colour != MEMORY]
+    for place, line in enumerate(line for line in lines if line not in found):
         dash = DASHES[place // len(colours) % len(DASHES)]
         found[line] = colours[place % len(colours)], dash
-    return found
+    return {line: found[line] for line in lines}
