@@ -58,6 +58,9 @@ def test_one_seed_shows_no_interval_and_a_diverged_run_is_not_averaged_away():
     diverged = run(seed=1, test={"test": {"accuracy": None, "loss": None}})
     found = cells([run(accuracy=0.5), diverged], "test.accuracy")
     assert found[0]["accuracy"] == "diverged"
+    assert cells([diverged], "test.accuracy")[0]["accuracy"] == "diverged"
+    less = {"value": "test.accuracy", "less": "base"}
+    assert cells([diverged, run(TENSOR, seed=1)], less)[1]["accuracy less base"] == "diverged"
 
 
 def test_methods_come_in_their_order_and_settings_by_number():

@@ -8,13 +8,14 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
-
-import pandas as pd
+from typing import TYPE_CHECKING, Any
 
 from tensor_memory_lab.files import read_json, write_text
 from tensor_memory_lab.records.config import flatten, local_places, plain_hash
 from tensor_memory_lab.records.text import label_text, variant_text
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 try:
     import fcntl
@@ -116,6 +117,8 @@ def check_record(record: Any, where: str) -> None:
 
 def frame(records: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
     """Records as the rows of a data frame."""
+    import pandas as pd  # a run that only writes its record does without
+
     return pd.DataFrame([_row(record) for record in records], dtype=object)
 
 
@@ -152,21 +155,24 @@ def finite(value: Any) -> Any:
 
 
 def _row(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record as columns. A measure that is None diverged; what else is None is left out."""
     run = record["kind"] == "run"
-    nested = {"config", "settings", "variant", "curve", "test", *(["memory"] if run else [])}
-    row = flatten(record.get("config", {}))
-    row |= flatten({name: value for name, value in record.items() if name not in nested})
-    measures = dict(record.get("test") or {})
+    measures = {"valid": record.get("valid") or {}, **(record.get("test") or {})}
+    nested = {"config", "settings", "variant", "curve", "valid", "test"}
+    if run:
+        nested.add("memory")
+    if record.get("shared_device"):  # others took part of the time
+        nested |= {"step_ms", "steps_per_second"}
+    flat = flatten(record.get("config", {}))
+    flat |= flatten({name: value for name, value in record.items() if name not in nested})
+    row = {name: value for name, value in flat.items() if value is not None}
     if run and record.get("memory"):
-        memory = record["memory"]
-        without = memory.get("test_without_memory") or {}
+        without = record["memory"].get("test_without_memory") or {}
         measures |= {f"off.{split}": values for split, values in without.items()}
         for name in ("gate", "use"):
-            row[f"memory.{name}"] = tuple(layer[name] for layer in memory["layers"])
+            row[f"memory.{name}"] = tuple(layer[name] for layer in record["memory"]["layers"])
     for split, values in measures.items():
         row |= {f"{split}.{name}": value for name, value in values.items()}
-    if record.get("shared_device"):  # others took part of the time
-        row |= {"step_ms": None, "steps_per_second": None}
     if "method" in record:
         row |= {"variant": variant_text(record.get("variant", {})), "label": label_text(record)}
     hardware = record.get("hardware") or {}

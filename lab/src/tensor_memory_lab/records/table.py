@@ -187,7 +187,7 @@ def table(
 
     def order(item: tuple[tuple[str, ...], Frame]) -> Any:
         if sort:
-            return item[1][sort].mean()
+            return interval(item[1][sort]).mean
         return [rank[part] for rank, part in zip(ranks, item[0], strict=True)]
 
     found = dict(sorted(runs.groupby(texts, sort=False), key=order))
@@ -279,7 +279,7 @@ class _Cells:
         return one.join.join(text for text in shown if text != NOTHING) or NOTHING
 
     def _text(self, one: Column, name: str, runs: Frame) -> str:
-        if name not in runs or not runs[name].notna().any():
+        if name not in runs or all(isinstance(v, float) and math.isnan(v) for v in runs[name]):
             return NOTHING
         values = _by_seed(runs, name)
         first = values.iloc[0]
@@ -294,7 +294,7 @@ class _Cells:
         if one.show == "seeds":
             return ", ".join(one.text(value, name) for value in values.sort_index())
         if one.show in ("min", "max"):
-            return one.text(getattr(values, one.show)(), name)
+            return one.text(getattr(values.dropna(), one.show)(), name)
         if one.show == "first" or isinstance(first, str | bool):
             return one.text(first, name)
         return one.text(interval(values), name)
@@ -307,6 +307,7 @@ class _Cells:
             ours, theirs = values.align(_by_seed(ends[0], name), join="inner")
             if ours.empty:
                 return NOTHING
+            ours, theirs = ours.astype(float), theirs.astype(float)
             return one.text(interval(ours - theirs), name, signed=True, size=ours.mean())
         seeds = set(runs["seed"]).intersection(*(end["seed"] for end in ends))
         own, start, end = (some[some["seed"].isin(seeds)][name].mean() for some in (runs, *ends))
