@@ -83,6 +83,7 @@ def test_ctrl_c_saves_says_how_to_go_on_and_ends_with_130_and_no_result(tmp_path
     assert not model.training
 
 
+@pytest.mark.exhaustive  # torchrun above says the same in other variables of the environment
 def test_accelerate_launch_runs_a_recipe(tmp_path):
     launch(*ACCELERATE, *command("tiny_runs:shared_run", tmp_path / "run", "--quiet"))
     assert json.loads((tmp_path / "run" / "result.json").read_text())["finished"]
