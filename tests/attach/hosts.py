@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor, nn
@@ -203,3 +204,17 @@ HOSTS = {
     ),
     "custom": Host(Custom, ids, _row("steps"), causal=True),
 }
+
+SAMPLE = ("llama", "bert", "vit", "encoder", "custom")
+"""A decoder and an encoder of text, one of images, one of torch, one written by hand."""
+
+
+def for_hosts(hosts: dict[str, Host], sample: tuple[str, ...] = SAMPLE) -> pytest.MarkDecorator:
+    """Run a test on a sample of hosts, and on all of them where everything is run."""
+    return pytest.mark.parametrize(
+        "host",
+        [
+            pytest.param(host, id=name, marks=() if name in sample else pytest.mark.exhaustive)
+            for name, host in hosts.items()
+        ],
+    )

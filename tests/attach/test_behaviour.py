@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hosts import HOSTS, SMALL, Host, read
+from hosts import HOSTS, SMALL, Host, for_hosts, read
 from torch import Tensor, nn
 
 from tensor_memory import (
@@ -18,7 +18,7 @@ from tensor_memory import (
     save_memory,
 )
 
-pytestmark = pytest.mark.parametrize("host", HOSTS.values(), ids=HOSTS.keys())
+every_host = for_hosts(HOSTS)
 
 
 def outputs(model: nn.Module, example: Tensor) -> Tensor:
@@ -38,11 +38,13 @@ def traces(model: nn.Module) -> list[tuple[str, list[str], list[str], int]]:
     ]
 
 
+@for_hosts(HOSTS, sample=tuple(HOSTS))
 def test_the_repeated_blocks_are_found_by_themselves(host: Host) -> None:
     model = host()
     assert tuple(attach(model, SMALL).paths) == host.blocks
 
 
+@every_host
 def test_zero_init_leaves_the_outputs_bit_identical(host: Host) -> None:
     model, example = host(), host.example()
     before = outputs(model, example)
@@ -50,13 +52,7 @@ def test_zero_init_leaves_the_outputs_bit_identical(host: Host) -> None:
     assert torch.equal(outputs(model, example), before)
 
 
-def test_without_zero_init_the_outputs_change(host: Host) -> None:
-    model, example = host(), host.example()
-    before = outputs(model, example)
-    attach(model, SMALL)
-    assert not torch.equal(outputs(model, example), before)
-
-
+@every_host
 @pytest.mark.parametrize("freeze", [False, True], ids=["trained", "frozen"])
 def test_detaching_leaves_no_trace(host: Host, freeze: bool) -> None:
     model, example = host(), host.example()
@@ -70,8 +66,8 @@ def test_detaching_leaves_no_trace(host: Host, freeze: bool) -> None:
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_detaching_gives_back_no_more_than_attaching_froze(host: Host) -> None:
-    model = host()
+def test_detaching_gives_back_no_more_than_attaching_froze() -> None:
+    model = HOSTS["llama"]()
     name, parameter = next(iter(model.named_parameters()))
     parameter.requires_grad_(False)
     attach(model, SMALL, freeze_host=True)
@@ -79,8 +75,8 @@ def test_detaching_gives_back_no_more_than_attaching_froze(host: Host) -> None:
     assert [n for n, p in model.named_parameters() if not p.requires_grad] == [name]
 
 
-def test_a_memory_taken_off_while_it_is_disabled_stays_off(host: Host) -> None:
-    model, example = host(), host.example()
+def test_a_memory_taken_off_while_it_is_disabled_stays_off() -> None:
+    model, example = HOSTS["llama"](), HOSTS["llama"].example()
     before, left = outputs(model, example), traces(model)
     attach(model, SMALL)
     with memory_disabled(model):
@@ -89,32 +85,25 @@ def test_a_memory_taken_off_while_it_is_disabled_stays_off(host: Host) -> None:
     assert traces(model) == left
 
 
-def test_a_host_in_eval_mode_has_its_memory_in_eval_mode(host: Host) -> None:
-    model, example = host(), host.example()
+def test_a_host_in_eval_mode_has_its_memory_in_eval_mode() -> None:
+    model, example = HOSTS["llama"](), HOSTS["llama"].example()
     attach(model, SMALL, dropout=0.5)
     assert torch.equal(outputs(model, example), outputs(model, example))
 
 
+@every_host
 def test_disabled_equals_detached(host: Host) -> None:
     model, example = host(), host.example()
     before = outputs(model, example)
     attach(model, SMALL)
     attached = outputs(model, example)
+    assert not torch.equal(attached, before)
     with memory_disabled(model), memory_disabled(model):
         assert torch.equal(outputs(model, example), before)
     assert torch.equal(outputs(model, example), attached)
 
 
-def test_attaching_twice_is_an_error_that_changes_nothing(host: Host) -> None:
-    model, example = host(), host.example()
-    attach(model, SMALL)
-    before, keys = outputs(model, example), list(model.state_dict())
-    with pytest.raises(ValueError, match=r"already has a memory attached; detach\(model\) first"):
-        attach(model, SMALL)
-    assert torch.equal(outputs(model, example), before)
-    assert list(model.state_dict()) == keys
-
-
+@every_host
 @pytest.mark.parametrize("share", [True, False], ids=["shared", "each"])
 def test_a_saved_memory_restores_the_outputs_exactly(
     host: Host, share: bool, tmp_path: Path
@@ -130,6 +119,7 @@ def test_a_saved_memory_restores_the_outputs_exactly(
     assert torch.equal(outputs(model, example), before)
 
 
+@every_host
 @pytest.mark.parametrize("share", [True, False], ids=["shared", "each"])
 def test_gradients_reach_every_memory_parameter(host: Host, share: bool) -> None:
     model = host()
@@ -143,14 +133,17 @@ def test_gradients_reach_every_memory_parameter(host: Host, share: bool) -> None
     assert missing == []
 
 
-def test_freezing_the_host_leaves_the_memory_to_train(host: Host) -> None:
-    model = host()
+def test_freezing_the_host_leaves_the_memory_to_train() -> None:
+    model = HOSTS["llama"]()
     attachment = attach(model, SMALL, freeze_host=True)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trained == {f"tensor_memory.{name}" for name, _ in attachment.named_parameters()}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@every_host
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.exhaustive)], ids=str
+)
 def test_a_host_in_half_precision_works(host: Host, dtype: torch.dtype) -> None:
     model, example = host().to(dtype), host.example()
     example = example.to(dtype) if example.is_floating_point() else example
@@ -161,6 +154,7 @@ def test_a_host_in_half_precision_works(host: Host, dtype: torch.dtype) -> None:
     assert output.isfinite().all()
 
 
+@every_host
 def test_a_copied_model_carries_its_own_memory(host: Host) -> None:
     model, example = host(), host.example()
     bare = outputs(model, example)

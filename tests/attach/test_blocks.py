@@ -86,29 +86,6 @@ def test_a_block_may_be_named_after_attention_itself() -> None:
     assert [block.path for block in find_blocks(model)] == ["0", "1"]
 
 
-class Lists(nn.Module):
-    """Its blocks are lists of parts, which it calls one by one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.ModuleList([Attn(), MLP()]) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for attention, mlp in self.layers:
-            x = mlp(attention(x))
-        return x
-
-
-def test_blocks_that_are_never_called_are_not_taken_for_those_that_are() -> None:
-    model, x = Lists(), torch.randn(1, 7, WIDTH)
-    bare = model(x)
-    with pytest.raises(NoBlocksFoundError, match=r"modules are .*'layers\.\*\.1' \(2 × MLP\)"):
-        attach(model, SMALL)
-    attachment = attach(model, SMALL, layers="layers.*.1")
-    assert attachment.paths == ["layers.0.1", "layers.1.1"]
-    assert not torch.equal(model(x), bare)
-
-
 def test_an_empty_list_is_no_second_row() -> None:
     model = TimmViT()
     model.adapters = nn.ModuleList()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from hosts import HOSTS, SMALL, WIDTH, Host, bert, encoder, ids, llama, read
+from hosts import HOSTS, SMALL, WIDTH, Host, bert, encoder, for_hosts, ids, llama, read
 from torch import nn
 
 from tensor_memory import attach, detach, find_leak
@@ -18,11 +18,7 @@ UNKNOWN = {n: h for n, h in HOSTS.items() if not h.causal and not h.bidirectiona
 LEAK = "a token would read what later tokens wrote"
 
 
-def hosts(kind: dict[str, Host]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("host", kind.values(), ids=kind.keys())
-
-
-@hosts(CAUSAL)
+@for_hosts(CAUSAL, sample=("llama", "mistral", "custom"))
 @pytest.mark.parametrize("share", [True, False], ids=["shared", "each"])
 def test_a_causal_host_stays_causal(host: Host, share: bool) -> None:
     model = host()
@@ -31,7 +27,7 @@ def test_a_causal_host_stays_causal(host: Host, share: bool) -> None:
     assert not report, str(report)
 
 
-@hosts(CAUSAL)
+@for_hosts(CAUSAL)
 def test_depth_is_refused_on_causal_hosts(host: Host) -> None:
     model = host()
     with pytest.raises(ValueError, match=f"counts as causal, and .*{LEAK}.*scope='layer'"):
@@ -39,7 +35,7 @@ def test_depth_is_refused_on_causal_hosts(host: Host) -> None:
     assert not hasattr(model, "tensor_memory")
 
 
-@hosts(KNOWN)
+@for_hosts(KNOWN)
 def test_depth_is_allowed_where_the_host_says_it_is_bidirectional(host: Host) -> None:
     model, example = host(), host.example()
     attach(model, SMALL)
@@ -49,7 +45,7 @@ def test_depth_is_allowed_where_the_host_says_it_is_bidirectional(host: Host) ->
     assert read(model(example)).shape == by_layer.shape
 
 
-@hosts(UNKNOWN)
+@for_hosts(UNKNOWN)
 def test_what_cannot_be_known_counts_as_causal_until_the_user_says_otherwise(host: Host) -> None:
     model = host()
     with pytest.raises(ValueError, match="pass causal=False"):

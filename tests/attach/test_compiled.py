@@ -26,7 +26,7 @@ def as_torch_comes() -> Iterator[None]:
     ("build", "x"),
     [
         (encoder, torch.randn(1, 7, WIDTH, dtype=torch.float64)),
-        (Custom, torch.arange(7)[None]),
+        pytest.param(Custom, torch.arange(7)[None], marks=pytest.mark.exhaustive),
     ],
 )
 @torch.no_grad()

@@ -17,9 +17,12 @@ from tensor_memory.attachment.caches import find_cache
 from tolerances import assert_same
 
 Build = Callable[..., nn.Module]
-HOSTS = {"gpt2": gpt2, "llama": llama}
-both = pytest.mark.parametrize("build", HOSTS.values(), ids=HOSTS.keys())
-NEW = 200
+more = pytest.mark.exhaustive
+every_build = pytest.mark.parametrize("build", [pytest.param(gpt2, marks=more), llama])
+every_chunk = pytest.mark.parametrize(
+    "chunk", [pytest.param(1, marks=more), 3, pytest.param(16, marks=more)]
+)
+NEW = 100
 
 
 def host(build: Build, chunk: int = 3, **options: Any) -> Any:
@@ -54,8 +57,8 @@ def lengthened(mask: Tensor, tokens: Tensor) -> Tensor:
     return torch.cat([mask, mask.new_ones(len(mask), new)], dim=1)
 
 
-@both
-@pytest.mark.parametrize("chunk", [1, 3, 16])
+@every_build
+@every_chunk
 def test_greedy_tokens_are_those_of_full_recomputation(build: Build, chunk: int) -> None:
     model, (tokens, _) = host(build, chunk), prompts()
     made = generate(model, tokens)
@@ -65,15 +68,15 @@ def test_greedy_tokens_are_those_of_full_recomputation(build: Build, chunk: int)
         assert not torch.equal(made[:, 7:], choices(model, made)[:, 6:-1])
 
 
-@both
-@pytest.mark.parametrize("chunk", [1, 3, 16])
+@every_build
+@every_chunk
 def test_left_padded_rows_generate_as_by_full_recomputation(build: Build, chunk: int) -> None:
     model, (tokens, mask) = host(build, chunk), prompts()
     made = generate(model, tokens, mask)
     assert torch.equal(made[:, 7:], choices(model, made, lengthened(mask, made))[:, 6:-1])
 
 
-@both
+@every_build
 def test_a_left_padded_row_generates_what_it_generates_alone(build: Build) -> None:
     model, (tokens, mask) = host(build), prompts()
     together = generate(model, tokens, mask, max_new_tokens=40)
@@ -92,8 +95,9 @@ class Watcher(transformers.LogitsProcessor):
         return scores
 
 
-@both
-@pytest.mark.parametrize("chunk", [1, 3, 16])
+@more
+@every_build
+@every_chunk
 def test_beam_search_decides_on_what_full_recomputation_gives(build: Build, chunk: int) -> None:
     model, (tokens, mask) = host(build, chunk), prompts()
     watcher, beams = Watcher(), 3
@@ -122,7 +126,7 @@ def test_beam_search_decides_on_what_full_recomputation_gives(build: Build, chun
         assert_same(scores, logits[found, running.shape[1] - 1].float().log_softmax(-1))
 
 
-@both
+@every_build
 def test_beams_are_those_of_full_recomputation(build: Build) -> None:
     model, (tokens, mask) = host(build), prompts()
     beams = dict(num_beams=3, num_return_sequences=2, max_new_tokens=24)
@@ -132,7 +136,7 @@ def test_beams_are_those_of_full_recomputation(build: Build) -> None:
     assert torch.equal(cached, recomputed)
 
 
-@both
+@every_build
 def test_samples_are_those_of_full_recomputation(build: Build) -> None:
     model, (tokens, mask) = host(build), prompts()
     made = []
@@ -143,7 +147,7 @@ def test_samples_are_those_of_full_recomputation(build: Build) -> None:
     assert torch.equal(*made)
 
 
-@both
+@every_build
 def test_a_second_call_continues_from_a_returned_cache(build: Build) -> None:
     model, (tokens, mask) = host(build), prompts()
     whole = generate(model, tokens, mask, max_new_tokens=60)
@@ -153,7 +157,7 @@ def test_a_second_call_continues_from_a_returned_cache(build: Build) -> None:
     assert torch.equal(again, whole)
 
 
-@both
+@every_build
 def test_a_copied_cache_carries_its_own_state(build: Build) -> None:
     model, (tokens, mask) = host(build), prompts()
     first = generate(model, tokens, mask, max_new_tokens=10, return_dict_in_generate=True)
@@ -201,13 +205,13 @@ def test_every_operation_on_the_rows_of_a_cache_moves_the_memory_along() -> None
     assert_same(model(tokens, past_key_values=cache).logits, model(tokens).logits)
 
 
-@both
+@every_build
 def test_the_bytes_of_the_memory_do_not_grow_with_the_tokens_generated(build: Build) -> None:
     one_layer = {gpt2: "n_layer", llama: "num_hidden_layers"}[build]
     model = host(lambda: build(**{one_layer: 1}))
     tokens = torch.randint(1, VOCABULARY, (1, 3))
     held = []
-    for new in (10, 2000):
+    for new in (10, 300):
         made = generate(model, tokens, max_new_tokens=new, return_dict_in_generate=True)
         states = model.tensor_memory.state_on(made.past_key_values)
         assert made.sequences.shape == (1, 3 + new)
@@ -234,21 +238,17 @@ def test_a_memory_on_some_layers_only_generates_exactly() -> None:
     assert torch.equal(made[:, 7:], choices(model, made)[:, 6:-1])
 
 
-def test_a_cache_filled_without_the_memory_is_refused() -> None:
+def test_a_cache_that_was_filled_or_went_on_without_the_memory_is_refused() -> None:
     model, (tokens, _) = host(llama), prompts()
     with memory_disabled(model):
-        cache = model(tokens, use_cache=True).past_key_values
+        filled = model(tokens, use_cache=True).past_key_values
+    went_on = model(tokens, use_cache=True).past_key_values
+    with memory_disabled(model):
+        model(tokens[:, :2], past_key_values=went_on)
     with pytest.raises(ValueError, match="holds 7 tokens, of which the memory has seen 0: it was"):
-        model(tokens[:, :1], past_key_values=cache)
-
-
-def test_a_cache_that_went_on_without_the_memory_is_refused() -> None:
-    model, (tokens, _) = host(llama), prompts()
-    cache = model(tokens, use_cache=True).past_key_values
-    with memory_disabled(model):
-        model(tokens[:, :2], past_key_values=cache)
+        model(tokens[:, :1], past_key_values=filled)
     with pytest.raises(ValueError, match="holds 9 tokens, of which the memory has seen 7"):
-        model(tokens[:, :1], past_key_values=cache)
+        model(tokens[:, :1], past_key_values=went_on)
 
 
 def test_a_static_cache_is_refused() -> None:

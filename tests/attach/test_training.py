@@ -37,7 +37,7 @@ def assert_same_gradients(one: dict[str, Tensor], other: dict[str, Tensor]) -> N
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("build", [gpt2, llama, bert])
+@pytest.mark.parametrize("build", [pytest.param(gpt2, marks=pytest.mark.exhaustive), llama, bert])
 def test_gradient_checkpointing_changes_no_gradient(
     build: Callable[[], Any], reentrant: bool
 ) -> None:
@@ -158,7 +158,7 @@ def test_autocast_runs_the_memory_in_bfloat16_near_float32() -> None:
     assert all(p.grad is not None and p.grad.dtype == p.dtype for p in attachment.parameters())
 
 
-@pytest.mark.parametrize("build", [llama, bert])
+@pytest.mark.parametrize("build", [llama, pytest.param(bert, marks=pytest.mark.exhaustive)])
 def test_a_compiled_host_is_one_graph_and_computes_the_same(build: Callable[[], Any]) -> None:
     torch._dynamo.reset()
     model = build().double().eval()
@@ -176,7 +176,7 @@ def test_a_compiled_host_is_one_graph_and_computes_the_same(build: Callable[[], 
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("owner", ["stream", "cache"])
+@pytest.mark.parametrize("owner", [pytest.param("stream", marks=pytest.mark.exhaustive), "cache"])
 def test_a_compiled_host_follows_the_mask_and_carries_its_state(owner: str) -> None:
     torch._dynamo.reset()
     model: Any = llama(num_hidden_layers=1).double().eval()
