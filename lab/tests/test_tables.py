@@ -230,6 +230,7 @@ def test_the_report_is_a_table_at_any_width_and_no_markdown(here, capsys, monkey
     assert "|" not in told
     assert "**" not in told
     assert "commit 0123456789" in told
+    assert told.startswith("sign\n")
 
 
 def test_the_report_as_markdown_and_as_a_figure(here, capsys):
@@ -253,9 +254,11 @@ def test_the_report_of_run_folders_names_those_that_are_not_done(here, capsys):
         (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(ValueError, match="expected records of finished runs, found none in runs"):
         report_command(["runs"])
-    write_result(done / "result.json", run(replace(BASE, method="my-own method")))
+    own = run(replace(BASE, method="my-own method"), task=SignTaskConfig(numbers=9))
+    write_result(done / "result.json", own)
     assert report_command(["runs"]) == 0
     told = capsys.readouterr().out
+    assert told.startswith("sign (numbers=9)\n")
     assert "my-own method" in told
     assert f"left out: {begun}" in told
 

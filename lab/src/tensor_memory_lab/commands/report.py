@@ -18,6 +18,7 @@ from tensor_memory_lab.records.table import (
     select,
     table,
 )
+from tensor_memory_lab.records.text import variant_text
 from tensor_memory_lab.terminal import print_table
 
 
@@ -29,10 +30,11 @@ def report_command(arguments: Sequence[str]) -> int:
         lines = report_table(
             some, by=options.by, measures=options.measure, less=options.less, split=options.split
         )
+        title = _title(str(recipe), some)
         if options.markdown:
-            print(f"## {recipe}\n\n{markdown(lines)}\n{caption(some)}\n")
+            print(f"## {title}\n\n{markdown(lines)}\n{caption(some)}\n")
         else:
-            print(recipe)
+            print(title)
             print_table([{n: t.replace("**", "") for n, t in line.items()} for line in lines])
             print(f"{caption(some)}\n")
     if left := unfinished_runs([Path(path) for path in options.paths]):
@@ -117,6 +119,13 @@ def _settings(runs: Frame) -> list[str]:
     """Fields in which some of the runs depart from their recipe and from each other."""
     names = dict.fromkeys(n for record in runs["record"] for n in record.get("settings", {}))
     return [name for name in names if runs[name].map(str).nunique() > 1]
+
+
+def _title(recipe: str, runs: Frame) -> str:
+    """The recipe, and how all of the runs depart from it alike."""
+    first = runs["record"].iloc[0].get("settings", {})
+    alike = {name: value for name, value in first.items() if name not in _settings(runs)}
+    return f"{recipe} ({variant_text(alike)})" if alike else recipe
 
 
 def _short(value: str, shown: Sequence[str]) -> str:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tensor_memory_lab.commands.arguments import is_main_process, parse_run
-from tensor_memory_lab.records import append, run_name
+from tensor_memory_lab.recipes import find_recipe
+from tensor_memory_lab.records import append, declared, run_name, write_result
 from tensor_memory_lab.records.text import bound_name, bytes_text, measure_text
 
 USAGE = """usage: tensor-memory run RECIPE [--field value ...]
@@ -50,6 +51,9 @@ def run_command(arguments: Sequence[str]) -> int:
     if not record["finished"]:  # the loop has said how to go on
         return 130
     if is_main_process():
+        # The recipe declares what is a setting and what the method; the loop knows no recipes.
+        record |= declared(config, find_recipe(arguments[0])())
+        write_result(folder / "result.json", record)
         if settings.results is not None:
             append(settings.results, record)
         print(summary(record))
