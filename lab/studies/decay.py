@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from tensor_memory import MemoryConfig, TensorMemory
+from tensor_memory_lab.provenance import write_record
 
 DIM = 64
 ROWS = 16
@@ -94,6 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--seeds", type=int, default=3, help="new memories to average over (default 3)"
     )
+    parser.add_argument("--record", help="add what came out to this study's file (.jsonl)")
     options = parser.parse_args(argv)
     if options.seeds < 1:
         parser.error(f"--seeds: expected 1 or more, got {options.seeds}")
@@ -105,6 +107,15 @@ def main(argv: list[str] | None = None) -> int:
         print(f"bias {bias:<5g} {shown}")
     draw(found, DISTANCES, options.output)
     print(options.output)
+    if options.record:
+        result = {
+            f"{bias:g}": {
+                str(distance): value for distance, value in zip(DISTANCES, values, strict=True)
+            }
+            for bias, values in found.items()
+        }
+        config = {"seeds": options.seeds, "rows": ROWS, "dim": DIM}
+        write_record(options.record, benchmark="decay", config=config, seed=0, result=result)
     return 0
 
 

@@ -1,6 +1,6 @@
 """What a new memory still holds of a write after 124 blank tokens, by how its gates start.
 
-    python lab/studies/saturation.py       # three minutes on a CPU core
+    python lab/studies/saturation.py --record results/saturation.jsonl   # 3 minutes on a CPU core
 
 Rows of `windowed-binding-long` go through a model that has learned nothing. Then, with everything
 written and 124 blank tokens gone by, three things are measured: the part of the cells whose tanh is
@@ -122,12 +122,6 @@ def r_squared(inputs: Tensor, targets: Tensor) -> float:
     return 1 - float(left / (targets[half:] - targets[:half].mean(0)).square().sum())
 
 
-def table_row(name: str, kept: Kept) -> str:
-    """A start and what was kept, as the table in docs/diagnostics.md has it."""
-    parts = f"{100 * kept.saturated:.0f} % | {kept.explained:.2f} | {kept.loudness:.4f}"
-    return f"| {name} | {parts} |"
-
-
 def main(argv: list[str] | None = None) -> int:
     """Measure every start and print a table."""
     parser = argparse.ArgumentParser(
@@ -142,22 +136,23 @@ def main(argv: list[str] | None = None) -> int:
         default=320,
         help="rows per memory, half of them to fit R² on (default 320)",
     )
-    parser.add_argument("--output", help="also write what came out, and where, to this JSON file")
+    parser.add_argument("--record", help="add what came out to this study's file (.jsonl)")
     options = parser.parse_args(argv)
     for name in ("seeds", "rows"):
         if getattr(options, name) < 1:
             parser.error(f"--{name}: expected 1 or more, got {getattr(options, name)}")
     torch.set_num_threads(1)
-    print("| start | saturated cells | R² | loudness |\n|---|--:|--:|--:|")
+    print(f"{'start':<44}{'saturated':>12}{'R²':>8}{'loudness':>12}")
     result = {}
     for name in STARTS:
         found = [measure(name, seed, options.rows) for seed in range(options.seeds)]
-        means = Kept(*(sum(values) / len(found) for values in zip(*found, strict=True)))
-        result[name] = means._asdict()
-        print(table_row(name, means), flush=True)
-    if options.output:
+        kept = Kept(*(sum(values) / len(found) for values in zip(*found, strict=True)))
+        result[name] = kept._asdict()
+        numbers = f"{kept.saturated:>12.0%}{kept.explained:>8.2f}{kept.loudness:>12.4f}"
+        print(f"{name:<44}{numbers}", flush=True)
+    if options.record:
         config = {"seeds": options.seeds, "rows": options.rows}
-        write_record(options.output, benchmark="saturation", config=config, seed=0, result=result)
+        write_record(options.record, benchmark="saturation", config=config, seed=0, result=result)
     return 0
 
 

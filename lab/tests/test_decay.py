@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from tensor_memory_lab.recipes import find_recipe
+from tensor_memory_lab.records import read_records
 
 ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "lab" / "studies" / "decay.py"
-spec = importlib.util.spec_from_file_location("study_decay", EXAMPLE)
+STUDY = ROOT / "lab" / "studies" / "decay.py"
+spec = importlib.util.spec_from_file_location("study_decay", STUDY)
 decay = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(decay)
 
@@ -31,12 +32,15 @@ def test_the_distances_drawn_are_those_of_the_recipes(name):
     assert int(asked[0]) - task.distance > 0
 
 
-def test_the_figure_is_drawn_and_the_numbers_are_printed(tmp_path, monkeypatch, capsys):
+def test_the_figure_is_drawn_and_the_numbers_are_kept(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(decay, "DISTANCES", (1, 2, 4))
-    assert decay.main(["--seeds", "1", "--output", str(tmp_path / "made" / "decay.png")]) == 0
-    assert (tmp_path / "made" / "decay.png").stat().st_size > 10_000
+    figure, study = tmp_path / "made" / "decay.png", tmp_path / "decay.jsonl"
+    assert decay.main(["--seeds", "1", "--output", str(figure), "--record", str(study)]) == 0
+    assert figure.stat().st_size > 10_000
     shown = capsys.readouterr().out
     assert [line.split()[1] for line in shown.splitlines()[1:5]] == ["0", "1", "3", "5"]
+    (record,) = read_records([study])
+    assert record["result"]["0"].keys() == {"1", "2", "4"}
 
 
 def test_no_memory_to_average_over_is_refused_and_draws_nothing(tmp_path, capsys):

@@ -10,7 +10,7 @@ from tensor_memory import MemoryConfig, Recording, record
 from tensor_memory_lab.commands.inspect import inspect_command
 from tensor_memory_lab.recipes import find_recipe
 from tensor_memory_lab.recipes.windowed import demo
-from tensor_memory_lab.records import records
+from tensor_memory_lab.records import config as stored_configs
 from tensor_memory_lab.train import RunOptions, load_run, train
 from vision_data import write_cub, write_ucf
 
@@ -105,7 +105,9 @@ def test_a_run_of_classes_of_one_s_own_is_opened_by_its_recipe(tmp_path, monkeyp
     (tmp_path / "own_runs.py").write_text(OWN_RUNS)
     monkeypatch.chdir(tmp_path)
     train(find_recipe("own_runs:own")(), RunOptions(output=tmp_path / "run", quiet=True))
-    monkeypatch.setattr(records, "_registered", {})  # as in a process that has not made the run
+    monkeypatch.setattr(
+        stored_configs, "_registered", {}
+    )  # as in a process that has not made the run
     with pytest.raises(ValueError, match=r"got 'own_runs:OwnConfig'; .*--recipe module:function"):
         inspect("run")
     inspect("run", "--recipe", "own_runs:own", "--save", "kept")

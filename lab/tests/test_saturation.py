@@ -1,12 +1,13 @@
 """What fills the cells of a memory whose forget gate starts open, and what keeps them free."""
 
 import importlib.util
-import json
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tensor_memory_lab.records import read_records
 
 ROOT = Path(__file__).parents[2]
 spec = importlib.util.spec_from_file_location(
@@ -33,6 +34,7 @@ def test_an_open_cell_fills_through_its_own_feedback_and_by_nothing_else(start, 
     assert saturated > 0.5 if fills else saturated < 0.1
 
 
+@pytest.mark.exhaustive
 def test_without_feedback_what_was_written_stays_readable_and_gain_makes_it_loud():
     narrow = "forget 5, spread -1"
     fed, shut, blind, loud = (
@@ -51,11 +53,17 @@ def test_a_linear_map_explains_nothing_of_noise():
     assert abs(saturation.r_squared(inputs, targets)) < 0.1
 
 
-def test_every_start_is_printed(monkeypatch, capsys):
+def test_every_start_is_printed_and_written_down_with_its_commit(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(saturation, "measure", lambda *_: saturation.Kept(0.25, 0.5, 0.125))
-    assert saturation.main(["--seeds", "2"]) == 0
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[2:] == [f"| {name} | 25 % | 0.50 | 0.1250 |" for name in saturation.STARTS]
+    study = tmp_path / "saturation.jsonl"
+    assert saturation.main(["--seeds", "2", "--record", str(study)]) == 0
+    shown = capsys.readouterr().out.splitlines()[1:]
+    assert [line.split("  ")[0] for line in shown] == list(saturation.STARTS)
+    assert {tuple(line.split()[-3:]) for line in shown} == {("25%", "0.50", "0.1250")}
+    (record,) = read_records([study])
+    assert record["result"]["forget 5"] == {"saturated": 0.25, "explained": 0.5, "loudness": 0.125}
+    assert record["config"] == {"seeds": 2, "rows": 320}
+    assert {"commit", "hardware", "versions"} <= set(record)
 
 
 @pytest.mark.parametrize("flag", ["--seeds", "--rows"])
@@ -63,12 +71,3 @@ def test_an_average_over_nothing_is_refused(flag, capsys):
     with pytest.raises(SystemExit):
         saturation.main([flag, "0"])
     assert f"{flag}: expected 1 or more, got 0" in capsys.readouterr().err
-
-
-def test_what_came_out_is_written_down_with_its_commit(tmp_path, monkeypatch):
-    monkeypatch.setattr(saturation, "measure", lambda *_: saturation.Kept(0.25, 0.5, 0.125))
-    assert saturation.main(["--seeds", "2", "--output", str(tmp_path / "record.json")]) == 0
-    record = json.loads((tmp_path / "record.json").read_text())
-    assert record["result"]["forget 5"] == {"saturated": 0.25, "explained": 0.5, "loudness": 0.125}
-    assert record["config"] == {"seeds": 2, "rows": 320}
-    assert {"commit", "hardware", "versions"} <= set(record)

@@ -1,9 +1,11 @@
 """Reconstructions as a picture: input, masked, what each run makes of it, target.
 
-    python -m tensor_memory_lab.commands.reconstructions RUN RUN … --output birds.png
+    python lab/studies/reconstructions.py RUN RUN … --output birds.png
 
 RUN is the folder of a finished run that kept its checkpoints. Every run is shown the same images
 under the same masks.
+
+Needs: pip install tensor-memory-lab
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensor_memory_lab.commands.run import make_folder
 from tensor_memory_lab.files import write_whole
 from tensor_memory_lab.models import Model
 from tensor_memory_lab.tasks.masked_images import MaskedImages, compose
@@ -76,18 +77,11 @@ def picture(columns: Mapping[str, Tensor], *, scale: int = 1) -> Any:
     return whole
 
 
-def save_picture(image: Any, path: Path) -> None:
-    """Write a PNG, whole or not at all."""
-
-    def write(at: Path) -> None:
-        image.save(at, format="PNG", optimize=True)
-
-    write_whole(path, write)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw what runs make of the same masked images."""
-    parser = argparse.ArgumentParser(prog="python -m tensor_memory_lab.commands.reconstructions")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
     parser.add_argument("--output", type=Path, default=Path("reconstructions.png"))
     parser.add_argument("--split", default="test@75%", help="which test split (default test@75%%)")
@@ -97,10 +91,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.scale < 1:
         parser.error(f"--scale: expected 1 or more, got {options.scale}")
     try:
-        make_folder(options.output.parent, "the picture")  # now, and not after the models ran
+        options.output.parent.mkdir(parents=True, exist_ok=True)  # before the models run
         task, models = load_runs(options.runs)
         columns = reconstruct(task, models, split=options.split, rows=options.rows)
-        save_picture(picture(columns, scale=options.scale), options.output)
+        image = picture(columns, scale=options.scale)
+        write_whole(options.output, lambda at: image.save(at, format="PNG", optimize=True))
     except (ValueError, OSError) as error:  # a run of another kind, or none
         parser.error(str(error))
     print(f"{options.output}: {', '.join(columns)}")
