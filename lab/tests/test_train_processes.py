@@ -62,7 +62,7 @@ def test_two_processes_give_the_loss_curve_of_one(tmp_path):
 
 
 def test_ctrl_c_saves_says_how_to_go_on_and_ends_with_130_and_no_result(tmp_path):
-    folder, kept = tmp_path / "run", tmp_path / "kept"
+    folder, kept = tmp_path / "run", tmp_path / "kept.jsonl"
     words = [sys.executable, *command("tiny_runs:long_run", folder, "--results", kept)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(words, cwd=HERE, env=ENVIRONMENT, **pipes)
@@ -78,7 +78,7 @@ def test_ctrl_c_saves_says_how_to_go_on_and_ends_with_130_and_no_result(tmp_path
     assert f"SIGINT: saved step {step} of 3000000 in {folder}; continue by adding --resume" in told
     assert out == ""
     assert not (folder / "result.json").exists()
-    assert not list(kept.iterdir())
+    assert not kept.exists()
     _, _, model = load_run(folder, "last")
     assert not model.training
 
