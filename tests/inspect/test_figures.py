@@ -5,53 +5,40 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from invented import invented_layer
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from torch import nn
 
 from memories import DIM, OPTIONS, make_memory, make_tokens
-from tensor_memory import MemoryConfig, MemoryResidual, Recording, record
+from tensor_memory import MemoryResidual, Recording, record
 from tensor_memory.inspect import figure_files, figures
 from tensor_memory.inspect.theme import DARK, LIGHT, WIDTH, is_dark, palette, theme
 
-CONFIGS = {
-    "one axis": MemoryConfig(channels=4, grid=(9,), chunk_size=4),
-    "two axes, heads": MemoryConfig(
-        channels=4, grid=(5, 8), chunk_size=4, read_heads=2, write_heads=2
-    ),
-    "three axes": MemoryConfig(channels=4, grid=(6, 6, 6), chunk_size=4),
-    "nearest, token reads": MemoryConfig(
-        channels=4, grid=(4, 6, 8), chunk_size=4, write="nearest", reads="token"
-    ),
-    "four axes": MemoryConfig(channels=4, grid=(2, 3, 4, 5), chunk_size=4),
+LAYERS = {
+    "one axis": {"grid": (9,)},
+    "two axes, heads": {"grid": (5, 8), "heads": 2},
+    "three axes": {"grid": (6, 6, 6)},
+    "nearest, token reads": {"grid": (4, 6, 8), "write": "nearest", "reads": "token"},
+    "four axes": {"grid": (2, 3, 4, 5)},
 }
-
-
 OF_A_LAYER = [kind for kind, how in figure_files.KINDS.items() if not how.all_layers]
-
-
-class Stack(nn.Module):
-    def __init__(self, configs):
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            MemoryResidual(make_memory(config, dtype=torch.float32), gate_init=gate)
-            for gate, config in enumerate(configs, start=-2)
-        )
-
-    def forward(self, x):
-        for block in self.blocks:
-            x, _ = block(x)
 
 
 @pytest.fixture(scope="module")
 def recording():
-    torch.manual_seed(0)
-    model = Stack(CONFIGS.values())
-    with record(model, dtype=torch.float32) as recording:
-        model(make_tokens(2, 102, 3, dtype=torch.float32))
-    return recording
+    """Two rows of 102 tokens in chunks of 4: the last chunk is unfinished and was not written."""
+    layers = []
+    for number, options in enumerate(LAYERS.values()):
+        layer = invented_layer(f"blocks.{number}", chunks=26, seed=number, **options)
+        layer.span[-1, :, 1] = 102
+        layer.written[-1] = False
+        for values in (layer.write_at, layer.spread, layer.content_norm, layer.gates):
+            if values is not None:
+                values[-1] = float("nan")
+        layers.append(layer)
+    return Recording(layers)
 
 
 @pytest.fixture
@@ -68,7 +55,7 @@ def lines(axis):
     return {line.get_label(): line.get_xydata() for line in axis.lines}
 
 
-@pytest.mark.parametrize("number", [0, 1, 2], ids=[*CONFIGS][:3])
+@pytest.mark.parametrize("number", [0, 1, 2], ids=[*LAYERS][:3])
 def test_projections_show_the_largest_norm_along_each_line(axis, recording, number):
     layer = recording[number]
     figures.draw_projection(axis, layer, row=1, tiles=1)
@@ -81,10 +68,7 @@ def test_projections_show_the_largest_norm_along_each_line(axis, recording, numb
 
 
 def test_slices_go_through_the_voxel_that_held_most(axis):
-    memory = make_memory(CONFIGS["three axes"], dtype=torch.float32)
-    with record(memory) as recording:
-        memory(make_tokens(1, 8, 3, dtype=torch.float32))
-    layer = recording[0]
+    layer = invented_layer("block", chunks=2, rows=1, grid=(6, 6, 6))
     layer.hidden_norm.zero_()
     layer.hidden_norm[:, 0, 4, 2, 1] = 7.0  # z, y, x
     figures.draw_slices(axis, layer)
@@ -147,11 +131,9 @@ def test_gate_and_use_show_the_gate_and_the_median_share(axis, recording):
 
 
 def made_layer(norms):
-    memory = make_memory(MemoryConfig(channels=2, grid=(4,), chunk_size=1), dtype=torch.float32)
-    with record(memory, dtype=torch.float32) as recording:
-        memory(make_tokens(1, len(norms), 3, dtype=torch.float32))
-    recording[0].hidden_norm[:, 0] = torch.tensor(norms)
-    return recording[0]
+    layer = invented_layer("block", chunks=len(norms), rows=1, grid=(4,), chunk_size=1)
+    layer.hidden_norm[:, 0] = torch.tensor(norms)
+    return layer
 
 
 def test_occupancy_counts_voxels_and_how_evenly_they_are_used(axis):
@@ -197,25 +179,12 @@ def test_a_flat_axis_is_refused_where_space_is_needed(axis, recording):
         figures.draw_trajectories(axis, recording[0])
 
 
-def test_nothing_recorded_is_said_not_drawn(axis):
-    with record(make_memory(OPTIONS["paper"])) as recording:
-        pass
-    layer = recording[0]
-    for draw in (
-        figures.draw_slices,
-        figures.draw_projection,
-        figures.draw_mask,
-        figures.draw_gates,
-        figures.draw_occupancy,
-        figures.draw_saturation,
-    ):
-        axis.clear()
-        draw(axis, layer)
-        assert [text.get_text() for text in axis.texts] == ["nothing recorded"]
-    for draw in (figures.draw_use, figures.draw_state_norm):
-        axis.clear()
-        draw(axis, recording)
-        assert [text.get_text() for text in axis.texts] == ["nothing recorded"]
+@pytest.mark.parametrize("kind", sorted({*figure_files.KINDS} - {"trajectories"}))
+def test_nothing_recorded_is_said_not_drawn(axis, kind):
+    empty = invented_layer("block", chunks=0, rows=0)
+    how = figure_files.KINDS[kind]
+    how.draw(axis, [empty] if how.all_layers else empty)
+    assert [text.get_text() for text in axis.texts] == ["nothing recorded"]
 
 
 def luminance(colour):
@@ -289,7 +258,7 @@ MORE = {"three axes", "nearest, token reads"}
     "number",
     [
         pytest.param(n, id=name, marks=[pytest.mark.exhaustive] * (name in MORE))
-        for n, name in enumerate(CONFIGS)
+        for n, name in enumerate(LAYERS)
     ],
 )
 def test_no_label_overlaps_another_or_leaves_the_figure(tmp_path, recording, number, monkeypatch):
