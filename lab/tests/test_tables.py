@@ -14,6 +14,7 @@ from tensor_memory import MemoryConfig
 from tensor_memory_lab.commands.report import report_command, report_table
 from tensor_memory_lab.commands.tables import pages_with_tables, tables_command
 from tensor_memory_lab.records import append, write_result
+from tensor_memory_lab.records.evidence import Evidence
 from tensor_memory_lab.records.figure import figure
 from tensor_memory_lab.records.store import frame, parts
 from tensor_memory_lab.records.table import column, interval, markdown, select, table
@@ -283,8 +284,12 @@ def test_a_page_is_filled_and_checked(here, capsys):
     declared.write_text(
         '[table.signs]\nstudy = "signs"\ncolumns = ["test.accuracy"]\n'
         '[table.base]\nlike = "signs"\nwhere = { method = "base" }\ncaption = false\n'
+        '[table.less]\nlike = ["signs", "base"]\nwhere = {}\nonly = { method = "tensor" }\n'
+        'value = "test.accuracy"\nless = ["base"]\n'
         '[figure.curves]\nstudy = "signs"\ny = "valid.accuracy"\n'
     )
+    less = Evidence(declared, Path("results")).table("less")
+    assert less == "| method | less base |\n| :-- | --: |\n| tensor | **-33.0 ± 21.2** |\n"
     page = Path("page.md")
     page.write_text("A\n\n<!-- table: base -->\n<!-- /table -->\n\nB\n")
     command = ["page.md", "--tables", "tables.toml"]

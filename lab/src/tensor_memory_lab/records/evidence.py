@@ -16,7 +16,7 @@ REGION = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- /table -->)", re.DOTAL
 
 TABLE = {
     "study", "where", "except", "each", "like", "rows", "only", "columns", "across", "sort",
-    "titles", "names", "caption",
+    "titles", "names", "caption", "value", "less",
 }  # fmt: skip
 DRAWN = {"x", "y", "by", "panels", "x_title", "y_title"}
 
@@ -33,7 +33,7 @@ class Evidence:
     def table(self, name: str) -> str:
         """A declared table as Markdown, with where its numbers come from below it."""
         spec = self._spec("table", name, TABLE)
-        columns = [column(one) for one in spec["columns"]]
+        columns = [column(one) for one in _columns(spec)]
         runs = self._runs(name, spec)
         lines = table(
             runs,
@@ -76,8 +76,9 @@ class Evidence:
                 f"{', '.join(declared)}"
             )
         spec = declared[name]
-        if "like" in spec:
-            spec = self._spec(kind, spec["like"], known) | spec
+        like = spec.get("like", [])
+        for other in reversed([like] if isinstance(like, str) else like):
+            spec = self._spec(kind, other, known) | spec
         if unknown := sorted(spec.keys() - known):
             raise ValueError(
                 f"{self.file}, {kind} {name!r}: unknown {', '.join(unknown)}; known are "
@@ -103,3 +104,12 @@ class Evidence:
                 records = [part for record in records for part in parts(record, each)]
             self._studies[name, each] = frame(records)
         return self._studies[name, each]
+
+
+def _columns(spec: Mapping[str, Any]) -> list[Any]:
+    if "less" not in spec:
+        return spec["columns"]
+    return [
+        {"value": spec["value"], "less": method, "title": f"less {method}"}
+        for method in spec["less"]
+    ]
