@@ -31,11 +31,13 @@ MOST_CHANNELS = 64
 def product(a, b, MODE: tl.constexpr):
     """a @ b with float32 sums; operands in bfloat16, in (three) TF32 products, or as they are."""
     if MODE == "bf16":
-        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
-    if MODE == "bf16-emulated":  # the interpreter multiplies bfloat16 wrongly
+        found = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
+    elif MODE == "bf16-emulated":  # the interpreter multiplies bfloat16 wrongly
         a, b = a.to(tl.bfloat16).to(tl.float32), b.to(tl.bfloat16).to(tl.float32)
-        return tl.dot(a, b, input_precision="ieee")
-    return tl.dot(a, b, input_precision=MODE)
+        found = tl.dot(a, b, input_precision="ieee")
+    else:
+        found = tl.dot(a, b, input_precision=MODE)
+    return found
 
 
 @triton.jit
@@ -43,8 +45,10 @@ def coordinate(place, SIZE: tl.constexpr, WRAP: tl.constexpr):
     """A place in [-1, 1] in voxels: moved to the border, or round again."""
     at = (place + 1.0) * ((SIZE - 1) / 2)
     if WRAP:
-        return at - tl.floor(at / SIZE) * SIZE
-    return tl.minimum(tl.maximum(at, 0.0), SIZE - 1.0)
+        at -= tl.floor(at / SIZE) * SIZE
+    else:
+        at = tl.minimum(tl.maximum(at, 0.0), SIZE - 1.0)
+    return at
 
 
 @triton.jit
@@ -62,17 +66,21 @@ def weight(d, at, width, GAUSSIAN: tl.constexpr):
     """The kernel before its norm; the nearest voxel of a Gaussian gets 1."""
     if GAUSSIAN:
         nearest = at - tl.floor(at + 0.5)
-        return tl.exp(-0.5 * (d * d - (nearest * nearest)[:, None]) / (width * width))
-    return tl.maximum(1.0 - tl.abs(d), 0.0)
+        e = tl.exp(-0.5 * (d * d - (nearest * nearest)[:, None]) / (width * width))
+    else:
+        e = tl.maximum(1.0 - tl.abs(d), 0.0)
+    return e
 
 
 @triton.jit
 def slope(d, e, width, GAUSSIAN: tl.constexpr):
     """∂e/∂at, less what the norm takes out again."""
     if GAUSSIAN:
-        return -e * d / (width * width)
-    inside = tl.abs(d) <= 1.0
-    return tl.where(inside, tl.where(d > 0, -1.0, tl.where(d < 0, 1.0, 0.0)), 0.0)
+        found = -e * d / (width * width)
+    else:
+        sign = tl.where(d > 0, -1.0, tl.where(d < 0, 1.0, 0.0))
+        found = tl.where(tl.abs(d) <= 1.0, sign, 0.0)
+    return found
 
 
 @triton.jit
@@ -169,6 +177,31 @@ def others(
 
 
 @triton.jit
+def place_backward(
+    by_phi, places, by_places, token, real, voxel, width, axis: tl.constexpr,
+    SIZE: tl.constexpr, STRIDE: tl.constexpr, WRAP: tl.constexpr,
+    n: tl.constexpr, V: tl.constexpr, G0: tl.constexpr, G1: tl.constexpr, G2: tl.constexpr,
+    G3: tl.constexpr, PAD: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr,
+    W3: tl.constexpr, GAUSSIAN: tl.constexpr,
+):  # fmt: skip
+    """Store what the places receive along one axis; return what the width does, (L)."""
+    rest = others(
+        places, token, real, voxel, width, axis,
+        n, V, G0, G1, G2, G3, PAD, W0, W1, W2, W3, GAUSSIAN,
+    )  # fmt: skip
+    place = tl.load(places + token * n + (n - 1 - axis), mask=real, other=0.0).to(tl.float32)
+    at = coordinate(place, SIZE, WRAP)
+    by_at, by_width = axis_backward(
+        by_phi * rest, at, voxel, width, SIZE, PAD, STRIDE, WRAP, GAUSSIAN
+    )
+    if not WRAP:  # at the border a place does not move its coordinate
+        raw = (place + 1.0) * ((SIZE - 1) / 2)
+        by_at = tl.where((raw >= 0.0) & (raw <= SIZE - 1.0), by_at, 0.0)
+    tl.store(by_places + token * n + (n - 1 - axis), by_at * ((SIZE - 1) / 2), mask=real)
+    return by_width
+
+
+@triton.jit
 def address_backward(
     by_phi, places, by_places, token, real, voxel, width,
     n: tl.constexpr, V: tl.constexpr, G0: tl.constexpr, G1: tl.constexpr, G2: tl.constexpr,
@@ -176,30 +209,25 @@ def address_backward(
     W3: tl.constexpr, GAUSSIAN: tl.constexpr,
 ):  # fmt: skip
     """Store what the places receive; return what the width does, (L)."""
-    by_width = tl.zeros([token.shape[0]], tl.float32)
-    for axis in tl.static_range(n):
-        SIZE: tl.constexpr = G0 if axis == 0 else (G1 if axis == 1 else (G2 if axis == 2 else G3))
-        WRAP: tl.constexpr = W0 if axis == 0 else (W1 if axis == 1 else (W2 if axis == 2 else W3))
-        STRIDE: tl.constexpr = (
-            V // G0 if axis == 0 else (V // (G0 * G1) if axis == 1 else (G3 if axis == 2 else 1))
-        )
-        rest = others(
-            places, token, real, voxel, width, axis,
+    by_width = place_backward(
+        by_phi, places, by_places, token, real, voxel, width, 0, G0, V // G0, W0,
+        n, V, G0, G1, G2, G3, PAD, W0, W1, W2, W3, GAUSSIAN,
+    )  # fmt: skip
+    if n > 1:
+        by_width += place_backward(
+            by_phi, places, by_places, token, real, voxel, width, 1, G1, V // (G0 * G1), W1,
             n, V, G0, G1, G2, G3, PAD, W0, W1, W2, W3, GAUSSIAN,
         )  # fmt: skip
-        where = places + token * n + (n - 1 - axis)
-        place = tl.load(where, mask=real, other=0.0).to(tl.float32)
-        at = coordinate(place, SIZE, WRAP)
-        by_at, by_w = axis_backward(
-            by_phi * rest, at, voxel, width, SIZE, PAD, STRIDE, WRAP, GAUSSIAN
-        )
-        if not WRAP:  # at the border a place does not move its coordinate
-            raw = (place + 1.0) * ((SIZE - 1) / 2)
-            by_at = tl.where((raw >= 0.0) & (raw <= SIZE - 1.0), by_at, 0.0)
-        tl.store(
-            by_places + token * n + (n - 1 - axis), by_at * ((SIZE - 1) / 2), mask=real
-        )
-        by_width += by_w
+    if n > 2:
+        by_width += place_backward(
+            by_phi, places, by_places, token, real, voxel, width, 2, G2, G3, W2,
+            n, V, G0, G1, G2, G3, PAD, W0, W1, W2, W3, GAUSSIAN,
+        )  # fmt: skip
+    if n > 3:
+        by_width += place_backward(
+            by_phi, places, by_places, token, real, voxel, width, 3, G3, 1, W3,
+            n, V, G0, G1, G2, G3, PAD, W0, W1, W2, W3, GAUSSIAN,
+        )  # fmt: skip
     return by_width
 
 
