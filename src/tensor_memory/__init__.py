@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tensor_memory.inspect import Recording, record
     from tensor_memory.leaks import LeakReport, find_leak
     from tensor_memory.ops import backends, memory_scan
-    from tensor_memory.ops.places import place_scan
+    from tensor_memory.ops.places.place_scan import place_scan
     from tensor_memory.place import PlaceMemory, Trace
     from tensor_memory.place_state import PlaceState
     from tensor_memory.residual import MemoryResidual
@@ -68,7 +68,7 @@ _MODULES = {
     "load_memory": "checkpoint",
     "memory_disabled": "attachment",
     "memory_scan": "ops",
-    "place_scan": "ops.places",
+    "place_scan": "ops.places.place_scan",
     "record": "inspect",
     "save_memory": "checkpoint",
 }

@@ -242,7 +242,7 @@ class PlaceConfig(GridConfig):
     """Initial bias of the keep gate: α starts at 0.9975, so that little is forgotten."""
 
     backend: str = "auto"
-    """Implementation of the recurrence: "auto", "reference" or "torch"."""
+    """Implementation of the recurrence, see `tensor_memory.place_scan`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "grid", _checked_grid(self.grid))

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tensor_memory.config import PlaceConfig
-from tensor_memory.ops.places import place_inputs, run_places
+from tensor_memory.ops.inputs import products_dtype
 from tensor_memory.ops.places.inputs import PlaceInputs
+from tensor_memory.ops.places.place_scan import place_inputs, run_places
 from tensor_memory.ops.places.shares import shares
 from tensor_memory.place_state import PlaceState
 
@@ -133,7 +134,7 @@ class PlaceMemory(nn.Module):
             reset: (B, N) true where a new document starts, on a masked position too.
         """
         inputs, state = self._inputs(x, state, where, mask, reset)
-        reads, values = run_places(inputs, self.config.backend)
+        reads, values = run_places(inputs, self.config.backend, products_dtype(x))
         source = x if mask is None else x.masked_fill(~mask[..., None], 0)
         gate = F.silu(self.gate(source))
         read = self.norm(reads.to(self.norm.weight.dtype)).flatten(2)

@@ -9,6 +9,7 @@ Letters: B batch, N tokens, H heads, L tokens per chunk, V voxels, C channels, n
 
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportPossiblyUnbound=false
 from __future__ import annotations
 
 from typing import Any
@@ -160,7 +161,8 @@ def others(
     W3: tl.constexpr, GAUSSIAN: tl.constexpr,
 ):  # fmt: skip
     """The product of the factors of all axes but one."""
-    phi = tl.where((voxel < V)[None, :], tl.full([token.shape[0], voxel.shape[0]], 1.0, tl.float32), 0.0)
+    phi = tl.full([token.shape[0], voxel.shape[0]], 1.0, tl.float32)
+    phi = tl.where((voxel < V)[None, :], phi, 0.0)
     if axis != 0:
         at = axis_coordinate(places, token, real, n, 0, G0, W0)
         phi *= axis_factor(at, voxel, width, G0, PAD, V // G0, W0, GAUSSIAN)
@@ -491,7 +493,7 @@ def _constants(inputs: PlaceInputs, same: bool, products: torch.dtype) -> dict[s
     sizes = (*grid, 1, 1, 1)[:4]
     wraps = (*wrap, False, False, False)[:4]
     delta = inputs.rule == "delta"
-    L = 32 if delta or V > 64 else 64
+    L = 32  # at 64 the products take Hopper's wide instructions, and Triton 3.6 then writes astray
     precision = "ieee" if INTERPRETED else "tf32x3"
     if not INTERPRETED and torch.get_float32_matmul_precision() != "highest":
         precision = "tf32"
@@ -517,7 +519,7 @@ def _constants(inputs: PlaceInputs, same: bool, products: torch.dtype) -> dict[s
     }
 
 
-def _launch_options(constants: dict[str, Any], warps: int) -> dict[str, Any]:
+def _launch_options(warps: int) -> dict[str, Any]:
     return {} if INTERPRETED else {"num_warps": warps, "num_stages": 1}
 
 
@@ -534,7 +536,7 @@ def _forward(
         inputs.write_at, inputs.read_at, inputs.content, inputs.rate, inputs.log_keep,
         stand_in if inputs.width is None else inputs.width, inputs.state,
         stand_in if inputs.resets is None else inputs.resets, reads, after, kept, N,
-        **constants, KEEP=keep, **_launch_options(constants, 4),
+        **constants, KEEP=keep, **_launch_options(4),
     )  # fmt: skip
     return reads, after, kept
 
@@ -559,7 +561,7 @@ def _backward(
         stand_in if inputs.resets is None else inputs.resets, kept, grad_reads.contiguous(),
         stand_in if grad_after is None else grad_after.contiguous(),
         by_write_at, by_read_at, by_content, by_rate, by_log_keep, by_width, by_state, N,
-        **constants, HAS_AFTER=grad_after is not None, **_launch_options(constants, 8),
+        **constants, HAS_AFTER=grad_after is not None, **_launch_options(8),
     )  # fmt: skip
     return (
         by_write_at, None if same else by_read_at, by_content, by_rate, by_log_keep,

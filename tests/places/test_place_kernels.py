@@ -1,0 +1,106 @@
+"""The fused place memory against the sequential one: reads, state and every gradient."""
+
+import pytest
+import torch
+
+from tensor_memory.ops.places import chunked
+from tensor_memory.ops.places.place_scan import place_inputs
+from tolerances import RMS_RATIO, assert_same_rms
+
+fused = pytest.importorskip(
+    "tensor_memory.ops.places.triton", reason="the fused backend needs triton"
+)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+CASES = {  # grid, channels, tokens, rule, Gaussian, resets, wrap, one place for both
+    "two axes": ((3, 5), 4, 70, "linear", True, True, False, False),
+    "delta, a circle": ((3, 5), 4, 40, "delta", True, True, True, False),
+    "one axis, interpolated": ((6,), 2, 33, "delta", False, False, False, True),
+    "three axes, interpolated": ((2, 3, 4), 2, 33, "linear", False, True, True, False),
+    "four axes": ((2, 3, 2, 3), 2, 9, "delta", True, True, False, False),
+    "a single token": ((4, 4), 3, 1, "linear", True, False, False, True),
+}
+
+
+def results(case, products, dtype, scan):
+    grid, C, N, rule, gaussian, resets, wrap, same = case
+    draw, n, B, H = torch.Generator().manual_seed(0), len(grid), 2, 2
+
+    def rand(*shape):
+        return torch.rand(*shape, generator=draw)
+
+    leaves = {
+        "write_at": rand(B, N, H, n) * 2.4 - 1.2,  # some beyond the border
+        "read_at": None if same else rand(B, N, H, n) * 2.4 - 1.2,
+        "content": torch.randn(B, N, H, C, generator=draw),
+        "rate": rand(B, N, H),
+        "log_keep": -rand(B, N, H),
+        "width": rand(H) + 0.4 if gaussian else None,
+        "state": torch.randn(B, H, *grid, C, generator=draw),
+    }
+    given = {
+        name: None if leaf is None else leaf.to(DEVICE, dtype).requires_grad_()
+        for name, leaf in leaves.items()
+    }
+    marks = (rand(B, N) < 0.1).to(DEVICE) if resets else None
+    inputs = place_inputs(**given, rule=rule, wrap=(wrap,) * n, resets=marks)
+    reads, after = scan(inputs, products) if products else scan(inputs)
+    loss = (reads * torch.randn(reads.shape, generator=draw).to(reads)).sum()
+    loss = loss + (after * torch.randn(after.shape, generator=draw).to(after)).sum()
+    names = [name for name, leaf in given.items() if leaf is not None]
+    gradients = torch.autograd.grad(loss, [given[name] for name in names])
+    return dict(zip(["reads", "state after", *names], [reads, after, *gradients], strict=True))
+
+
+def check(name, products):
+    got = results(CASES[name], products, torch.float32, fused.scan)
+    expected = results(CASES[name], None, torch.float64, chunked.scan)
+    for part in expected:
+        assert_same_rms(part, got[part], expected[part], products)
+
+
+@pytest.mark.parametrize(
+    ("name", "products"),
+    [
+        ("two axes", torch.float32),
+        ("delta, a circle", torch.float32),
+        ("a single token", torch.bfloat16),
+    ],
+)
+def test_the_fused_places_agree_with_the_chunked_ones(name, products):
+    check(name, products)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("products", [torch.float32, torch.bfloat16])
+def test_the_fused_places_agree_in_every_case(name, products):
+    check(name, products)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("products", [torch.float32, torch.bfloat16])
+def test_the_fused_places_agree_on_a_gpu(name, products):
+    check(name, products)
+
+
+def test_a_planted_wrong_gradient_is_noticed(monkeypatch):
+    run = fused._backward
+
+    def wrong(*arguments):
+        by_write_at, *others = run(*arguments)
+        return by_write_at * (1 + 100 * RMS_RATIO[torch.float32]), *others
+
+    monkeypatch.setattr(fused, "_backward", wrong)
+    with pytest.raises(AssertionError, match="write_at"):
+        check("a single token", torch.float32)
+
+
+def test_what_the_kernels_cannot_hold_is_refused_by_name():
+    state = torch.zeros(1, 1, 64, 64, 4)
+    at, content, rate = torch.zeros(1, 2, 1, 2), torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1)
+    inputs = place_inputs(
+        at, None, content, rate, rate, None, state, rule="linear", wrap=None, resets=None
+    )
+    assert "up to 256 voxels on chip, got 4096" in (fused.why_not(inputs) or "")
