@@ -9,7 +9,7 @@ Letters: B batch, N tokens, H heads, L tokens per chunk, V voxels, C channels, n
 
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportPossiblyUnbound=false
+# pyright: reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
 from typing import Any
