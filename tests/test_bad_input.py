@@ -258,7 +258,12 @@ def test_a_memory_of_something_else_is_refused(arguments, error, message):
 @pytest.mark.parametrize(
     ("name", "values", "error", "message"),
     [
-        ("memory", [PAPER], TypeError, r"expected a TensorMemory, got MemoryConfig; make one with"),
+        (
+            "memory",
+            [PAPER],
+            TypeError,
+            r"expected a TensorMemory or a PlaceMemory, got MemoryConfig",
+        ),
         ("norm", ["no"], TypeError, "expected True or False, got .*; leave it out for True"),
         ("own_memory", ["no"], TypeError, "expected True or False, got .*; leave it out for True"),
         *(

@@ -89,7 +89,7 @@ def test_the_names_of_the_original_release_are_found_too(tmp_path):
     assert len(read_corpus(str(tmp_path), wikitext=False).splits["test"]) == 3
 
 
-@given(st.text(alphabet="aé漢🐦 \n\r\0", max_size=40))
+@given(st.text(max_size=40))
 def test_bytes_make_the_round_trip(text):
     vocabulary = Vocabulary()
     assert vocabulary.decode(vocabulary.tokenize(text)) == text

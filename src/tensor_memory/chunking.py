@@ -119,8 +119,34 @@ def aligned_calls(
     return [call for call in calls if call[0].start < call[0].stop]
 
 
+def check_tokens(x: Tensor, dim: int, weight: Tensor) -> None:
+    """Raise unless x is (B, N, dim), of the type and on the device of a memory's weights."""
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"x: expected a tensor of shape (B, N, {dim}), got {type(x).__name__}; "
+            "convert it with torch.as_tensor()"
+        )
+    if x.ndim != 3 or x.shape[-1] != dim:
+        raise ValueError(
+            f"x: expected tokens of shape (B, N, {dim}), got {tuple(x.shape)}; "
+            f"this memory was built for width {dim}"
+        )
+    if not x.is_floating_point():
+        raise TypeError(f"x: expected a float type, got {x.dtype}; embed token ids first")
+    if x.device != weight.device:
+        raise ValueError(
+            f"x: expected device {weight.device} like the memory's weights, got {x.device}; "
+            "move one of them with .to()"
+        )
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise TypeError(
+            f"x: expected {weight.dtype} like the memory's weights, got {x.dtype}; "
+            "convert one of them with .to(), or run under torch.autocast"
+        )
+
+
 def check_marks(
-    x: Tensor, mask: Tensor | None, reset: Tensor | None, flush: Tensor | bool | int
+    x: Tensor, mask: Tensor | None, reset: Tensor | None, flush: Tensor | bool | int = False
 ) -> None:
     """Raise unless the marks fit x (B, N, d)."""
     for name, marks in (("mask", mask), ("reset", reset), ("flush", flush)):

@@ -16,12 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tensor_memory.chunking import aligned_calls, assign, check_marks
+from tensor_memory.chunking import aligned_calls, assign, check_marks, check_tokens
 from tensor_memory.config import MemoryConfig
-from tensor_memory.forgetting import warn_of_forgetting
-from tensor_memory.ops import BACKENDS, memory_read, memory_scan, scan_backend, why_not
-from tensor_memory.ops.placing import Placing
-from tensor_memory.ops.scan.memory_scan import fused_layer
+from tensor_memory.ops import BACKENDS, Steering, memory_read, memory_scan, scan_backend, why_not
 from tensor_memory.state import MemoryState
 
 SIGMA_FLOOR = 1e-4  # keeps the Gaussian from collapsing to a point
@@ -167,7 +164,9 @@ class TensorMemory(nn.Module):
             m (B, N, d) in x's type, and the state to continue from, differentiable until
             `state.detach()`.
         """
-        state = self._begin(x, state, mask, reset, flush)
+        self.check(x, state, mask=mask, reset=reset, flush=flush)
+        if state is None:
+            state = self.empty_state(x)
         if x.shape[1] == 0:
             if flush is not True or state.aligned == 0:
                 return torch.zeros_like(x), state
@@ -178,43 +177,51 @@ class TensorMemory(nn.Module):
             return m.to(x.dtype), state
         parts = []
         for tokens, *how in aligned_calls(x.shape[1], state.aligned, flush):
-            m, placing, state = self._forward_aligned(x[:, tokens], state, *how)
-            parts.append(placing.expand(m))
+            m, state = self._forward_aligned(x[:, tokens], state, *how)
+            parts.append(m)
         m = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
         return m.to(x.dtype), state
 
-    def _begin(
+    def empty_state(self, x: Tensor) -> MemoryState:
+        """The state before the first of tokens like x (B, N, d)."""
+        return MemoryState.zeros(self.config, self.dim, x.shape[0], dtype=x.dtype, device=x.device)
+
+    def check(
         self,
         x: Tensor,
-        state: MemoryState | None,
-        mask: Tensor | None,
-        reset: Tensor | None,
-        flush: Tensor | bool | int,
-    ) -> MemoryState:
-        """The state to start from, everything checked."""
-        self._check(x, mask, reset, flush)
-        learns = self.training and torch.is_grad_enabled() and reset is None
-        if learns and not torch.compiler.is_compiling():
-            warn_of_forgetting(self.config, self.mix.bias, x.shape[1])
-        if state is None:
-            return MemoryState.zeros(
-                self.config, self.dim, x.shape[0], dtype=x.dtype, device=x.device
+        state: MemoryState | None = None,
+        *,
+        mask: Tensor | None = None,
+        reset: Tensor | None = None,
+        flush: Tensor | bool | int = False,
+    ) -> None:
+        """Raise unless `forward` can take these arguments."""
+        check_tokens(x, self.dim, self.output.weight)
+        if not isinstance(self.mix, nn.Linear):
+            raise TypeError(
+                f"mix: expected an nn.Linear, whose weight goes into the recurrence, got "
+                f"{type(self.mix).__name__}, whose own forward would never run; leave 'mix' out of "
+                "what is adapted or replaced (target_modules)"
             )
+        reason = why_not(self.config.backend, x.device)
+        if reason is not None:  # said here too, as a first, unfinished chunk needs no scan
+            raise ValueError(f"backend {self.config.backend!r} cannot serve this request: {reason}")
+        check_marks(x, mask, reset, flush)
+        if state is None:
+            return
         if not isinstance(state, MemoryState):
             raise TypeError(
                 f"state: expected a MemoryState, got {type(state).__name__}; "
                 "pass what the previous call returned, and mask, reset and flush by name"
             )
         state.require(self.config, x)
-        return state
 
     def _forward_aligned(
         self, x: Tensor, state: MemoryState, waiting: int, frame: int, flush: bool | int
-    ) -> tuple[Tensor, Placing, MemoryState]:
+    ) -> tuple[Tensor, MemoryState]:
         """All rows stand at the same place in their chunk, and the host knows which.
 
-        x (B, N, d) in the type to multiply in, frames of `frame` tokens -> a readout per chunk, or
-        per token where every token reads; who gets which; the state.
+        x (B, N, d) are frames of `frame` tokens; `waiting` tokens come before the first.
         """
         B, N, d = x.shape
         K = self.config.chunk_size
@@ -229,32 +236,37 @@ class TensorMemory(nn.Module):
             x = F.pad(x, (0, 0, 0, padded - waiting - frame))
         tokens = x.reshape(B, S, K, d)
 
+        # Complete chunks go through the scan; an unfinished one reads and waits.
         hidden, cell, parts = state.hidden, state.cell, []
         if written:
-            reads, hidden, cell = self._scan(tokens[:, :written], hidden, cell)
+            reads, hidden, cell = self.scan(tokens[:, :written], hidden, cell)
             parts.append(reads)
         if left:
             begun_before = self.config.reads == "chunk" and waiting and not written
             parts.append(
                 state.readout[:, None]
                 if begun_before
-                else memory_read(self._read_at(tokens[:, written:]), hidden).flatten(2)
+                else memory_read(self.read_coordinates(tokens[:, written:]), hidden).flatten(2)
             )
         reads = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
         if self.config.reads == "chunk" and waiting and written:
             reads = torch.cat([state.readout[:, None], reads[:, 1:]], dim=1)
 
+        # A readout for every token of every frame, without those that waited and the padding.
         m, repeat = self._readout(reads)
-        placing = Placing(repeat, frame, padded // repeat, waiting)
+        if repeat > 1:
+            m = m[:, :, None].expand(-1, -1, repeat, -1).flatten(1, 2)
+        m = m.unflatten(1, (frames, padded))[:, :, waiting : waiting + frame].flatten(1, 2)
+
         if not (waiting or left):  # nothing was kept of an unfinished chunk, and nothing is
-            return m, placing, replace(state, hidden=hidden, cell=cell)
+            return m, replace(state, hidden=hidden, cell=cell)
         if left:
             last, kept = tokens[:, -1].to(state.tokens.dtype, copy=True), state.readout.shape[1]
             readout = reads[:, -1, :kept].clone()
         else:
             last, readout = torch.zeros_like(state.tokens), torch.zeros_like(state.readout)
         fill = torch.full_like(state.fill, left)
-        return m, placing, MemoryState(hidden, cell, last, fill, readout, aligned=left)
+        return m, MemoryState(hidden, cell, last, fill, readout, aligned=left)
 
     def _forward_rows(
         self,
@@ -280,7 +292,7 @@ class TensorMemory(nn.Module):
         tokens = tokens.scatter(1, place.slot[..., None].expand_as(x), x)
         tokens = tokens[:, : S * K].reshape(B, S, K, d)
 
-        reads, hidden, cell = self._scan(
+        reads, hidden, cell = self.scan(
             tokens,
             state.hidden,
             state.cell,
@@ -309,17 +321,18 @@ class TensorMemory(nn.Module):
             aligned=0 if flush is True else None,
         )
 
-    def _scan(
+    def scan(
         self,
         tokens: Tensor,
         hidden: Tensor,
         cell: Tensor,
+        *,
         writes: Tensor | None = None,
         resets: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens (B, S, K, d) -> reads (B, S, Q·C) with Q = R or K·R, hidden, cell."""
+        """Read and write S chunks: (B, S, K, d) -> reads (B, S, Q·C), hidden, cell."""
         config = self.config
-        read_at, write_at, spread, content = self._steer(tokens)
+        read_at, write_at, spread, content = self.steer(tokens)
         reads, hidden, cell = memory_scan(
             read_at,
             write_at,
@@ -338,38 +351,28 @@ class TensorMemory(nn.Module):
         assert reads is not None
         return reads.flatten(2), hidden, cell
 
-    def _steer(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """(B, S, K, d) -> where to read (B, S, Q, n) and write (B, S, M, n), how wide, and what.
+    def steer(self, tokens: Tensor) -> Steering:
+        """Where chunks (B, S, K, d) read and write, how wide, and what.
 
-        (B, S, M) and (B, S, M, C); in float32 even under autocast, but for what is written.
+        In float32 even under autocast, but for what is written.
         """
         config = self.config
-        spread = self.spread if config.write == "gaussian" else None
-        layer = fused_layer(tokens, config.backend)
-        heads = (self.write_proj, self.read_head, self.write_head, self.content)
-        if layer is not None and layer.plain_heads(heads, spread):
-            weights = layer.Heads(
-                *(head.weight for head in heads),
-                None if spread is None else spread.weight,
-                None if spread is None else spread.bias,
-            )
-            every_token = config.reads == "token"
-            return layer.steer(tokens, weights, config.axes, every_token, config.sigma_scale)
         summary = self.write_proj(tokens.flatten(2))  # (B, S, d)
-        return (
-            self._read_at(tokens),
-            self._coordinates(self.write_head, summary),
-            None if spread is None else self._spread(summary),
-            self.content(summary).unflatten(-1, (config.write_heads, config.channels)),
+        content = self.content(summary).unflatten(-1, (config.write_heads, config.channels))
+        return Steering(
+            read_at=self.read_coordinates(tokens),
+            write_at=self._coordinates(self.write_head, summary),
+            spread=self._spread(summary) if config.write == "gaussian" else None,
+            content=content,
         )
 
-    def _read_at(self, tokens: Tensor) -> Tensor:
+    def read_coordinates(self, tokens: Tensor) -> Tensor:
         """(B, S, K, d) -> (B, S, Q, n): the chunk's first token asks, or every token does."""
         queries = tokens[:, :, :1] if self.config.reads == "chunk" else tokens
         return self._coordinates(self.read_head, queries).flatten(2, 3)
 
     def _coordinates(self, head: nn.Linear, source: Tensor) -> Tensor:
-        """μ = tanh(W_coord ·): (..., d) -> (..., heads, n), in float32 even under autocast."""
+        """μ = tanh(W_coord ·): (..., d) -> (..., heads, n)."""
         at = head(source)
         return at.to(_at_least_float32(at)).tanh().unflatten(-1, (-1, self.config.axes))
 
@@ -385,43 +388,6 @@ class TensorMemory(nn.Module):
         if self.config.reads == "token":
             return self.output(reads.unflatten(-1, (K, -1))).flatten(1, 2), 1
         return self.output(reads), K
-
-    def _check(
-        self, x: Tensor, mask: Tensor | None, reset: Tensor | None, flush: Tensor | bool | int
-    ) -> None:
-        if not isinstance(x, Tensor):
-            raise TypeError(
-                f"x: expected a tensor of shape (B, N, {self.dim}), got {type(x).__name__}; "
-                "convert it with torch.as_tensor()"
-            )
-        if x.ndim != 3 or x.shape[-1] != self.dim:
-            raise ValueError(
-                f"x: expected tokens of shape (B, N, {self.dim}), got {tuple(x.shape)}; "
-                f"this memory was built for width {self.dim}"
-            )
-        if not x.is_floating_point():
-            raise TypeError(f"x: expected a float type, got {x.dtype}; embed token ids first")
-        if not isinstance(self.mix, nn.Linear):
-            raise TypeError(
-                f"mix: expected an nn.Linear, whose weight goes into the recurrence, got "
-                f"{type(self.mix).__name__}, whose own forward would never run; leave 'mix' out of "
-                "what is adapted or replaced (target_modules)"
-            )
-        weight = self.output.weight
-        if x.device != weight.device:
-            raise ValueError(
-                f"x: expected device {weight.device} like the memory's weights, got {x.device}; "
-                "move one of them with .to()"
-            )
-        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-            raise TypeError(
-                f"x: expected {weight.dtype} like the memory's weights, got {x.dtype}; "
-                "convert one of them with .to(), or run under torch.autocast"
-            )
-        reason = why_not(self.config.backend, x.device)
-        if reason is not None:  # said here too, as a first, unfinished chunk needs no scan
-            raise ValueError(f"backend {self.config.backend!r} cannot serve this request: {reason}")
-        check_marks(x, mask, reset, flush)
 
 
 def _at_least_float32(tensor: Tensor) -> torch.dtype:

@@ -144,12 +144,14 @@ def test_in_bfloat16_a_scan_stays_close_to_the_reference(backend, case):
 @pytest.fixture
 def small_tiles(monkeypatch) -> Iterator[None]:
     """Plans made anew, with tiles of 16 voxels in the scans; thrown away afterwards."""
-    from tensor_memory.ops.scan.triton import backward, forward, plan
+    from tensor_memory.ops.scan.triton import backward_scan, forward_scan, plan, weight_gradients
 
     caches = (
         plan.plan_of,
-        forward.forward_launches,
-        backward.backward_launches,
+        forward_scan._write_launch,
+        forward_scan._scan_launch,
+        backward_scan._scan_launch,
+        weight_gradients.mix_launch,
     )
     monkeypatch.setattr(plan, "SCAN_TILE", dict.fromkeys((16, 32, 64, 128), 16))
     for cache in caches:

@@ -17,9 +17,10 @@ if why_not("triton", HERE) is not None:
     pytest.skip(f"triton: {why_not('triton', HERE)}", allow_module_level=True)
 
 from tensor_memory.ops.scan.triton import launch, plan
-from tensor_memory.ops.scan.triton.backward import backward_launches
-from tensor_memory.ops.scan.triton.launch import Bound, bound
+from tensor_memory.ops.scan.triton.launch import BoundKernel, bind
 from tensor_memory.ops.scan.triton.plan import Shape, layout
+from tensor_memory.ops.scan.triton.weight_gradients import taps_launch
+from tensor_memory.ops.scan.triton.write_gradients import writes_launch
 
 SMS = 132
 
@@ -84,7 +85,7 @@ def kernel(monkeypatch) -> FakeKernel:
 @pytest.mark.parametrize("version", [Before, Since])
 def test_a_second_launch_goes_straight_to_the_compiled_code(version, kernel):
     kernel.version = version
-    launch = Bound(kernel, {"C": 16, "num_warps": 4})
+    launch = BoundKernel(kernel, {"C": 16, "num_warps": 4})
     x, y = torch.zeros(8), torch.zeros(8)
     launch((3, 2), (x, y), (5,))
     assert kernel.compiled == [((3, 2), (x, y, 5), {"C": 16, "num_warps": 4})]
@@ -104,7 +105,7 @@ def test_where_triton_is_not_as_known_every_launch_is_an_ordinary_one(missing, k
         monkeypatch.delattr(torch._C, "_cuda_getCurrentRawStream")
     else:
         kernel.attributes = tuple(name for name in kernel.attributes if name != missing)
-    launch, x = Bound(kernel, {"C": 16}), torch.zeros(8)
+    launch, x = BoundKernel(kernel, {"C": 16}), torch.zeros(8)
     for _ in range(3):
         launch((1,), (x, x), (5,))
     assert kernel.compiled == [((1,), (x, x, 5), {"C": 16})] * 3
@@ -126,7 +127,7 @@ def test_a_launch_happens_on_the_device_of_its_tensors(kernel, monkeypatch):
 
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[-1], raising=False)
     monkeypatch.setattr(torch.cuda, "device", Device)
-    launch, x = Bound(kernel, {"C": 16}), torch.zeros(8)
+    launch, x = BoundKernel(kernel, {"C": 16}), torch.zeros(8)
     launch((1,), (x, x), (5,))
     launch((1,), (x[1:], x), (5,))  # at an odd address
     assert entered == [None, None]
@@ -163,7 +164,7 @@ def test_no_kernel_is_compiled_for_the_value_of_a_number(reads, monkeypatch):
         launched[self.kernel.fn.__name__] = (self.kernel.fn, dict(zip(names, numbers, strict=True)))
         self.kernel[grid](*tensors, *numbers, **self.settings)
 
-    monkeypatch.setattr(Bound, "__call__", note)
+    monkeypatch.setattr(BoundKernel, "__call__", note)
     config = MemoryConfig(channels=16, grid=(2,), chunk_size=2, reads=reads, backend="triton")
     layer = MemoryResidual(TensorMemory(8, config)).to(HERE)
     x = torch.randn(1, 5, 8, device=HERE, requires_grad=True)
@@ -191,7 +192,7 @@ def test_no_kernel_is_compiled_for_the_value_of_a_number(reads, monkeypatch):
     ids=["type", "alignment", "size"],
 )
 def test_arguments_that_need_other_code_do_not_run_what_is_compiled(kernel, x, count):
-    launch, y = Bound(kernel, {"C": 16}), torch.zeros(8)
+    launch, y = BoundKernel(kernel, {"C": 16}), torch.zeros(8)
     launch((1,), (torch.zeros(8), y), (5,))
     launch((1,), (x, y), (count,))
     assert len(kernel.compiled) == 2
@@ -199,8 +200,8 @@ def test_arguments_that_need_other_code_do_not_run_what_is_compiled(kernel, x, c
 
 
 def test_the_same_constants_give_the_same_launch(kernel):
-    assert bound(kernel, C=16) is bound(kernel, C=16)
-    assert bound(kernel, C=16) is not bound(kernel, C=32)
+    assert bind(kernel, C=16) is bind(kernel, C=16)
+    assert bind(kernel, C=16) is not bind(kernel, C=32)
 
 
 def shape(B: int, C: int, grid: tuple[int, ...], products: torch.dtype) -> Shape:
@@ -260,14 +261,12 @@ def test_programs_that_wait_for_each_other_are_resident_and_own_every_voxel(
     ("C", "grid", "tile", "warps"),
     [(16, (6, 6, 6), 16, 1), (16, (8, 8, 8), 64, 4), (32, (8, 8, 8), 32, 4), (64, (5,), 8, 2)],
 )
-def test_the_taps_tiles_cover_a_plane_and_leave_little_empty(C, grid, tile, warps, monkeypatch):
-    properties = SimpleNamespace(multi_processor_count=SMS)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    launches = backward_launches.__wrapped__(shape(2, C, grid, torch.float32), last=False)
-    assert launches.taps.settings["BLOCK_V"] == tile
-    assert launches.taps.settings["num_warps"] == warps
+def test_the_taps_tiles_cover_a_plane_and_leave_little_empty(C, grid, tile, warps):
+    launch = taps_launch.__wrapped__(shape(2, C, grid, torch.float32))
+    assert launch.kernel.settings["BLOCK_V"] == tile
+    assert launch.kernel.settings["num_warps"] == warps
     plane = grid[-1] * (grid[-2] if len(grid) > 1 else 1)
-    assert launches.taps_grid[0] == -(-plane // tile)
+    assert launch.tiles == -(-plane // tile)
 
 
 @pytest.mark.parametrize(
@@ -279,11 +278,7 @@ def test_the_taps_tiles_cover_a_plane_and_leave_little_empty(C, grid, tile, warp
         (128, (3,), torch.float32, 16, 4),
     ],
 )
-def test_the_tiles_of_writes_are_ones_that_a_product_can_take(
-    C, grid, products, tile, warps, monkeypatch
-):
-    properties = SimpleNamespace(multi_processor_count=SMS)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    launches = backward_launches.__wrapped__(shape(2, C, grid, products), last=False)
-    assert launches.writes.settings["BLOCK_V"] == tile
-    assert launches.writes.settings["num_warps"] == warps
+def test_the_tiles_of_writes_are_ones_that_a_product_can_take(C, grid, products, tile, warps):
+    settings = writes_launch.__wrapped__(shape(2, C, grid, products)).settings
+    assert settings["BLOCK_V"] == tile
+    assert settings["num_warps"] == warps

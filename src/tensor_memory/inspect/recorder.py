@@ -320,4 +320,6 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _memory_of(layer: MemoryResidual | TensorMemory) -> TensorMemory:
-    return layer.memory if isinstance(layer, MemoryResidual) else layer
+    memory = layer.memory if isinstance(layer, MemoryResidual) else layer
+    assert isinstance(memory, TensorMemory)
+    return memory

@@ -89,11 +89,8 @@ def replay_chunks(
     filled = torch.arange(S * K + 1, device=x.device) < state.fill[:, None]
     filled = filled.scatter(1, place.slot, True)[:, : S * K].reshape(B, S, K)
 
-    read_at = memory._read_at(tokens)  # (B, S, Q, n)
-    summary = memory.write_proj(tokens.flatten(2))  # (B, S, d)
-    write_at = memory._coordinates(memory.write_head, summary)  # (B, S, M, n)
-    spread = memory._spread(summary) if config.write == "gaussian" else None  # (B, S, M)
-    content = memory.content(summary).unflatten(-1, (config.write_heads, config.channels))
+    # (B, S, Q, n), (B, S, M, n), (B, S, M), (B, S, M, C)
+    read_at, write_at, spread, content = memory.steer(tokens)
 
     dtype = state.hidden.dtype  # float32 or better
     read_at, write_at, content = (t.to(dtype) for t in (read_at, write_at, content))
@@ -145,7 +142,7 @@ def replay_unfinished(
     """The unfinished chunk of every row of `state`: as `replay_chunks`, nothing written."""
     B, grid = state.batch_size, memory.config.grid
     config, hidden = memory.config, state.hidden
-    read_at = memory._read_at(state.tokens[:, None])[:, 0].to(hidden.dtype)  # (B, Q, n)
+    read_at = memory.read_coordinates(state.tokens[:, None])[:, 0].to(hidden.dtype)  # (B, Q, n)
     slots = 1 if config.reads == "chunk" else config.chunk_size
     asked = torch.arange(slots, device=hidden.device) < state.fill[:, None]  # (B, 1 or K)
     asked = asked.repeat_interleave(config.read_heads, dim=1)

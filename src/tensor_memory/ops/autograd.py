@@ -110,7 +110,7 @@ class Recurrence:
     def run_forward(self, inputs: Any, keep: bool, options: Options) -> tuple[Any, ...]:
         """The results, then what is kept for `run_backward`."""
         backend = self.backend(options.backend)
-        with _no_autocast(inputs, options.backend):
+        with no_autocast(_state(inputs)[0].device):
             if keep and options.checkpoint_every:
                 return _checkpointed_forward(backend, inputs, options)
             return backend.forward(inputs, keep=keep, products=options.products)
@@ -126,7 +126,7 @@ class Recurrence:
             pairs = zip(grad_state, _state(inputs), strict=True)
             grad_state = [torch.zeros_like(t) if g is None else g for g, t in pairs]
         backend = self.backend(options.backend)
-        with _no_autocast(inputs, options.backend):
+        with no_autocast(_state(inputs)[0].device):
             if options.checkpoint_every:
                 return _checkpointed_backward(
                     backend, grad_reads, grad_state, inputs, kept, options
@@ -135,25 +135,20 @@ class Recurrence:
                 grad_reads, *grad_state, inputs, kept, products=options.products
             )
 
-    def _split(self, tensors: Iterable[Any]) -> tuple[Any, list[Any]]:
-        """The inputs by name, and what comes behind them."""
-        values, count = list(tensors), len(self.inputs._fields)
-        return self.inputs._make(values[:count]), values[count:]
-
     def _operator(self, *arguments: Any) -> tuple[Any, ...]:
-        inputs, (keep, *options) = self._split(arguments)
+        inputs, (keep, *options) = by_name(arguments, self.inputs)
         return self.run_forward(inputs, keep, Options._make(options))
 
     def _backward_operator(self, *arguments: Any) -> list[Tensor]:
         """A gradient of what has none comes back empty: the operator's results are tensors."""
         results = 1 + len(self.inputs.STATE)
-        inputs, (kept, *options) = self._split(arguments[results:])
+        inputs, (kept, *options) = by_name(arguments[results:], self.inputs)
         grads = self.run_backward(arguments[:results], inputs, kept, Options._make(options))
         nothing = _state(inputs)[0].new_empty
         return [nothing(0) if g is None else g.contiguous() for g in grads]
 
     def _fake(self, *arguments: Any) -> tuple[Any, ...]:
-        inputs, (keep, *options) = self._split(arguments)
+        inputs, (keep, *options) = by_name(arguments, self.inputs)
         every, products, name = options
         kept: list[Tensor] = []
         if keep and every:
@@ -163,12 +158,12 @@ class Recurrence:
         return inputs.empty_reads(), *(t.new_empty(t.shape) for t in _state(inputs)), kept
 
     def _fake_backward(self, *arguments: Any) -> list[Tensor]:
-        inputs, _ = self._split(arguments[1 + len(self.inputs.STATE) :])
+        inputs, _ = by_name(arguments[1 + len(self.inputs.STATE) :], self.inputs)
         empty = _state(inputs)[0].new_empty
         return [empty(t.shape if _is_float(t) else 0) for t in inputs]
 
     def _save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        tensors, (keep, *options) = self._split(inputs)
+        tensors, (keep, *options) = by_name(inputs, self.inputs)
         *_, kept = output
         ctx.save_for_backward(*tensors, *kept)
         ctx.mark_non_differentiable(*kept)
@@ -181,11 +176,21 @@ class Recurrence:
                 f"tensor_memory::{self.name}: a backward needs what a forward with keep=True has "
                 "kept"
             )
-        inputs, kept = self._split(ctx.saved_tensors)
+        inputs, kept = by_name(ctx.saved_tensors, self.inputs)
         *wanted, _ = (g if not isinstance(g, Tensor) else g.contiguous() for g in grads)
         found = self.backward_operator(*wanted, *inputs, kept, *ctx.options)
         by_input = (g if _is_float(t) else None for g, t in zip(found, inputs, strict=True))
         return *by_input, *[None] * (1 + len(ctx.options))
+
+
+def by_name(values: Iterable[Any], *kinds: type[Any]) -> tuple[Any, ...]:
+    """Values in a row as the named tuples that they were, and a list of the rest."""
+    rest, found = list(values), []
+    for kind in kinds:
+        count = len(kind._fields)
+        found.append(kind._make(rest[:count]))
+        rest = rest[count:]
+    return *found, rest
 
 
 def _state(inputs: Any) -> list[Any]:
@@ -212,7 +217,7 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        inputs, kept = ctx.recurrence._split(ctx.saved_tensors)  # unpacked once: checkpointing
+        inputs, kept = by_name(ctx.saved_tensors, ctx.recurrence.inputs)
         return (
             None,
             None,
@@ -222,9 +227,6 @@ class _Eager(torch.autograd.Function):
 
 def no_double_backward(run_backward: Callable[..., Any], *arguments: Any) -> Any:
     """`run_backward(*arguments)`, whose results refuse to be differentiated."""
-    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
-        with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
-            return no_double_backward(run_backward, *arguments)
     if not torch.is_grad_enabled():
         return run_backward(*arguments)
     with torch.no_grad():  # create_graph=True: the graph of the backward is kept
@@ -279,12 +281,11 @@ def is_transformed() -> bool:
 _AS_IT_IS = contextlib.nullcontext()
 
 
-def _no_autocast(inputs: Any, backend: str) -> Any:
-    """Autocast off. It does not reach inside kernels, and entering its context takes time."""
-    device = _state(inputs)[0].device.type
-    if backend == "triton" or not torch.is_autocast_enabled(device):
-        return _AS_IT_IS
-    return torch.autocast(device, enabled=False)
+def no_autocast(device: torch.device) -> Any:
+    """A context without autocast. Asking takes less time than entering one that changes nothing."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return _AS_IT_IS
 
 
 def _empty_checkpoints(inputs: Any, every: int) -> list[Tensor]:

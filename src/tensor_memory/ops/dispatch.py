@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tensor_memory.ops.autograd import Options, Recurrence, is_transformed
+from tensor_memory.ops.autograd import Options, Recurrence, is_transformed, no_autocast
 
 BACKENDS = ("auto", "reference", "torch", "triton")
 
@@ -113,5 +113,5 @@ def run(
             "checkpoint_every: backend 'reference' leaves its backward to autograd, which "
             "keeps every step; choose backend 'auto', or use torch.utils.checkpoint"
         )
-    with torch.autocast(device.type, enabled=False):
+    with no_autocast(device):
         return recurrence.backend("reference").scan(*ready)

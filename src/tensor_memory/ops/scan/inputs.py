@@ -14,6 +14,15 @@ from tensor_memory.config import MAX_AXES
 from tensor_memory.ops.inputs import check_tensors, common_dtype, prepared
 
 
+class Steering(NamedTuple):
+    """What a memory's heads tell the scan: its first four inputs."""
+
+    read_at: Tensor
+    write_at: Tensor
+    spread: Tensor | None
+    content: Tensor
+
+
 class ScanInputs(NamedTuple):
     """The tensors of `memory_scan` in its order; also their gradients, None for the masks."""
 

@@ -5,14 +5,13 @@ Letters: B batch, S steps, n axes, C channels, Q reads and M writes per step.
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tensor_memory.ops import dispatch
-from tensor_memory.ops.autograd import Recurrence, is_plain_eager, is_transformed
+from tensor_memory.ops.autograd import Recurrence, is_transformed
 from tensor_memory.ops.inputs import products_dtype
 from tensor_memory.ops.scan import reference
 from tensor_memory.ops.scan import torch as torch_backend
@@ -126,16 +125,6 @@ def memory_read(read_at: Tensor, hidden: Tensor) -> Tensor:
         return _fused_read(at.contiguous(), volume.contiguous())
     with torch.autocast(hidden.device.type, enabled=False):
         return sample(volume, at.flatten(1, 2)).unflatten(1, read_at.shape[1:3])
-
-
-def fused_layer(x: Tensor, backend: str) -> Any | None:
-    """`ops.layer` where its functions can stand in for plain code around a fused scan of x."""
-    if backend not in ("auto", "triton") or not (x.is_cuda or backend == "triton"):
-        return None
-    if not is_plain_eager((x,)) or dispatch.why_not("triton", x.device) is not None:
-        return None
-    layer = importlib.import_module("tensor_memory.ops.layer")
-    return layer if layer.serves(x) else None
 
 
 def _is_fused_read(hidden: Tensor) -> bool:

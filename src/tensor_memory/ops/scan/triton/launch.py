@@ -1,11 +1,13 @@
 """Launching a kernel that has been launched before, without asking again what to compile.
 
-Triton derives a kernel's variant from every argument of every launch, and asks the driver about
-every pointer, which together take longer than most of our kernels run. Here a kernel is bound to
-its constants once (`bound`); a launch then looks at types and alignment alone and hands over plain
-addresses. That goes past Triton's public interface, so it is done only where compiled code takes
-its arguments in a way known here; otherwise every launch is an ordinary one. Triton's own launch
-hooks see the first launch of a variant alone, PyTorch's profiler sees them all.
+Triton derives a kernel's variant from every argument of every launch and asks the driver about
+every pointer. That takes longer than most of our kernels run: a training step launched from Python
+is a fifth longer with it (docs/kernel-log.md). Here a kernel is bound to its constants once
+(`bind`). A launch then looks at types and alignment only, and hands over plain addresses.
+
+This goes past Triton's public interface. It is done only where compiled code takes its arguments in
+a way known here; otherwise every launch is an ordinary one. Triton's own launch hooks see only the
+first launch of a variant; PyTorch's profiler sees them all.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ INTERPRETED = not isinstance(_nothing, triton.JITFunction)
 _ALIGNED = 16  # bytes: what compiled code may rely on
 _GRID = ("gridX", "gridY", "gridZ", "stream", "function")
 _HOOKS = ("kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook")
+Grid = tuple[int, ...]
 KNOWN_CALLS = {(*_GRID, "args"), (*_GRID, *_HOOKS, "args")}  # Triton 3.4 to 3.6, and 3.7 to 3.9
 
 
@@ -46,7 +49,7 @@ class Variant(NamedTuple):
     """Holds the code: some versions unload it with this object."""
 
 
-class Bound:
+class BoundKernel:
     """A kernel with its constants and launch options; call it with a grid, tensors and numbers.
 
     The kernel takes pointers first, then numbers, then constants, and must not specialise on the
@@ -101,12 +104,17 @@ def _variant(compiled: Any, constants: list[Any]) -> Variant | None:
     return Variant(run, (*handles, *without_hooks), tuple(constants), compiled)
 
 
-_bound: dict[tuple[Any, ...], Bound] = {}
+_bound: dict[tuple[Any, ...], BoundKernel] = {}
 
 
-def bound(kernel: Any, **settings: Any) -> Bound:
+def bind(kernel: Any, **settings: Any) -> BoundKernel:
     """The kernel with these constants and launch options, the same object for the same ones."""
     key = (id(kernel), *settings.items())  # hashing a kernel hashes its source
     if key not in _bound:
-        _bound[key] = Bound(kernel, settings)
+        _bound[key] = BoundKernel(kernel, settings)
     return _bound[key]
+
+
+def or_else(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
+    """The tensor, or one whose pointer no program follows."""
+    return stand_in if tensor is None else tensor

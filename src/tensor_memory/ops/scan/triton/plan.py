@@ -29,8 +29,7 @@ LEAST_VOXELS = 64  # of a row per such program: fewer, and waiting outweighs the
 BLOCK_WARPS = 4  # the kernels that treat all steps at once are smaller, so that several programs
 BLOCK_BYTES = 4096  # of so many bytes share a multiprocessor and hide each other's loads
 TILE_CHOICES = 3  # sizes of a piece of a plane: whole, half, quarter
-
-Grid = tuple[int, ...]
+PROGRAMS = 132  # that share a sum over all voxels of all steps: one per multiprocessor of an H200
 
 
 def why_not(state: Sequence[int], device: torch.device, dtype: torch.dtype) -> str | None:
@@ -130,6 +129,11 @@ class Plan(NamedTuple):
     """Launch options of programs that need nobody."""
     streamed: dict[str, Any]
     """Launch options of programs that read much and meet nobody: loads run ahead."""
+
+    @property
+    def gates(self) -> int:
+        """Volumes per step where the gates' gradients go: their slopes lie there before."""
+        return 4 if self.inside else 6
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,4 +1,4 @@
-"""Kernels for what the weights receive: the mix with its bias, and the taps.
+"""The gradients of the weights: the mix with its bias, and the taps.
 
 Sums over programs are stored as partial sums and added by `sums_kernel`, so every gradient is the
 same in every run.
@@ -9,10 +9,26 @@ same in every run.
 # pyright: reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from tensor_memory.ops.scan.inputs import ScanInputs
+from tensor_memory.ops.scan.triton.forward_scan import Kept
+from tensor_memory.ops.scan.triton.launch import INTERPRETED, BoundKernel, Grid, bind
+from tensor_memory.ops.scan.triton.plan import PROGRAMS, Shape, plan_of, plane_tile, power_of_2
 from tensor_memory.ops.scan.triton.step import as_float, product
+
+TAPS_VALUES = 1024  # voxels × channels per program for the nine sums of the taps' gradient; in
+TAPS_LOW, TAPS_FLOAT = 4, 3  # bfloat16 and float32 so many, or more smaller ones, fit side by side
+MIX_LOW = (128, 128)  # bfloat16's mix: rows, voxels at a time
+MIX_FLOAT = (64, 64, 2)  # float32's: rows, voxels at a time, programs per multiprocessor
+SUM_ROWS, SUM_COLUMNS = 32, 128  # partial sums that a program adds at a time
+SUM_PARTS = 2 if INTERPRETED else 32  # programs that share the rows of a column, thousands
 
 
 @triton.jit(do_not_specialize=["rows", "loops"])
@@ -270,3 +286,115 @@ def share_taps_kernel(
             from_writes = written + (part[:, None] * AXES + axis) * (3 * C) + t * C + c[None, :]
             tl.store(at, tl.sum(tl.load(from_writes), axis=0))
             tl.store(at + 3 * C, tl.sum(tl.where((digit == t)[:, None], rest, 0.0), axis=0))
+
+
+class MixLaunch(NamedTuple):
+    """`mix_kernel`, and how many voxels each of its chunks goes through."""
+
+    kernel: BoundKernel
+    chunks: int
+    grid: Grid
+    loops: int
+
+
+@functools.lru_cache(maxsize=256)
+def mix_launch(shape: Shape) -> MixLaunch:
+    """`mix_kernel` for a shape."""
+    p, C, rows = plan_of(shape), shape.C, shape.S * shape.B * shape.V
+    out, block, share, mode = min(4 * C, MIX_LOW[0]), MIX_LOW[1], 1, p.products
+    if not shape.low and C <= 32:  # tensor cores cannot transpose 32-bit operands; small products
+        (out, block, share), mode = MIX_FLOAT, "ieee"  # do as well without
+    elif not shape.low:
+        out, block = C, 2048 // C
+    loops = max(1, -(-rows * (4 * C // out) // (block * share * PROGRAMS)))
+    chunks = -(-rows // (block * loops))
+    kernel = bind(
+        mix_kernel,
+        C=C, GATES=p.gates, BLOCK=block, OUT=out, ADD=mode == "ieee", PRODUCTS=mode, **p.streamed,
+    )  # fmt: skip
+    return MixLaunch(kernel, chunks, (chunks, 4 * C // out), loops)
+
+
+class TapsLaunch(NamedTuple):
+    """`taps_kernel`: the steps and rows are cut in chunks, a plane in tiles."""
+
+    kernel: BoundKernel
+    tiles: int
+    chunks: int
+    grid: Grid
+    loops: int
+
+
+@functools.lru_cache(maxsize=256)
+def taps_launch(shape: Shape) -> TapsLaunch:
+    """`taps_kernel` for a shape."""
+    p, C, items = plan_of(shape), shape.C, shape.S * shape.B
+    tile, tiles, options = plane_tile(p.sizes, TAPS_VALUES // C)
+    lines = 3 if len(shape.grid) > 1 else 1
+    if shape.low and not INTERPRETED:
+        options["maxnreg"] = 128  # for four of them; the assembler would take 149
+    programs = PROGRAMS * (TAPS_LOW if shape.low else TAPS_FLOAT) * TAPS_VALUES // (tile * C)
+    loops = -(-items * tiles * lines // programs)
+    chunks = -(-items // loops)
+    kernel = bind(
+        taps_kernel,
+        C=C, D=p.sizes["D"], H=p.sizes["H"], W=p.sizes["W"], BLOCK_V=tile, PIN=not INTERPRETED,
+        **p.alone | options,
+    )  # fmt: skip
+    return TapsLaunch(kernel, tiles, chunks, (tiles, chunks, lines), loops)
+
+
+def weight_gradients(
+    inputs: ScanInputs,
+    shape: Shape,
+    gates: Tensor,
+    written: Tensor,
+    kept: Kept,
+    grad_filtered: Tensor,
+    partial_taps: Tensor,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Of taps, mix and bias.
+
+    gates (S, B, V, GATES, C): the gates' gradients come first. written and grad_filtered
+    (S, B, V, C): the filtered writes, and what reaches the filtered hidden half. partial_taps: what
+    every write sends to the written half's taps.
+    """
+    C, n, S, B = shape.C, len(shape.grid), shape.S, shape.B
+    mix = mix_launch(shape)
+    partial_mix = inputs.mix.new_empty(mix.chunks, 4 * C * (2 * C + 1))
+    mix.kernel(mix.grid, (gates, written, kept.filtered, partial_mix), (S * B * shape.V, mix.loops))
+
+    nothing = partial_mix  # stands in for a pointer that no program follows
+    partial_hidden = sums_writes = sums_hidden = nothing
+    counts, share = (mix.chunks, 0, 0), 0
+    if shape.filtered:
+        taps = taps_launch(shape)
+        partial_hidden = partial_mix.new_empty(taps.tiles, taps.chunks, 27, C)
+        taps.kernel(taps.grid, (grad_filtered, kept.hidden, partial_hidden), (S * B, taps.loops))
+        sums_writes = partial_mix.new_empty(SUM_PARTS, n, 3, C)
+        sums_hidden = partial_mix.new_empty(SUM_PARTS, 27, C)
+        counts = (mix.chunks, S * B * shape.M, taps.tiles * taps.chunks)
+        share = SUM_PARTS * (-(-3 * n * C // SUM_COLUMNS) + -(-27 * C // SUM_COLUMNS))
+
+    grad_mix, grad_bias = torch.empty_like(inputs.mix), torch.empty_like(inputs.bias)
+    sums = bind(
+        sums_kernel,
+        C=C, AXES=n, PARTS=SUM_PARTS, ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, **plan_of(shape).alone,
+    )  # fmt: skip
+    sums(
+        (-(-4 * C * (2 * C + 1) // SUM_COLUMNS) + share,),
+        (
+            partial_mix, partial_taps, partial_hidden, grad_mix, grad_bias, sums_writes,
+            sums_hidden,
+        ),
+        counts,
+    )  # fmt: skip
+    if inputs.taps is None:
+        return None, grad_mix, grad_bias
+    grad_taps = torch.empty_like(inputs.taps)
+    share_taps = bind(
+        share_taps_kernel,
+        C=C, AXES=n, ALL=3**n, ALL_PADDED=power_of_2(3**n), PARTS=SUM_PARTS,
+    )  # fmt: skip
+    share_taps((C // 16,), (sums_hidden, sums_writes, inputs.taps, grad_taps))
+    return grad_taps, grad_mix, grad_bias

@@ -1,13 +1,19 @@
-"""Kernels for what the places, widths and contents of writes and the places of reads receive."""
+"""The gradients of writes (place, width, content) and of the places of reads."""
 
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
 # pyright: reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from tensor_memory.ops.scan.inputs import ScanInputs
 from tensor_memory.ops.scan.triton.addressing import (
     corner,
     kernel_value,
@@ -15,7 +21,12 @@ from tensor_memory.ops.scan.triton.addressing import (
     sharpness_of,
     write_taps,
 )
+from tensor_memory.ops.scan.triton.launch import INTERPRETED, BoundKernel, bind, or_else
+from tensor_memory.ops.scan.triton.plan import Shape, plan_of, plane_tile
 from tensor_memory.ops.scan.triton.step import as_float, product
+
+WRITES_LOW, WRITES_FLOAT = (4096, 8), (1024, 4)  # values of a plane for what writes receive, warps
+WRITES_STAGES = 4  # planes of what writes receive on their way at a time
 
 
 @triton.jit
@@ -275,3 +286,63 @@ def reads_kernel(
         tl.store(grad_read_at + i * AXES + 1, tl.sum(d * wx * slope_y * wz))
     if D > 1:
         tl.store(grad_read_at + i * AXES + 2, tl.sum(d * wx * wy * slope_z))
+
+
+class WriteGradients(NamedTuple):
+    """Of write_at, spread and content; and what every write sends to the written half's taps."""
+
+    write_at: Tensor
+    spread: Tensor | None
+    content: Tensor
+    partial_taps: Tensor
+    """(S, B, M, n, 3, C), to be summed."""
+
+
+@functools.lru_cache(maxsize=256)
+def writes_launch(shape: Shape) -> BoundKernel:
+    """`writes_kernel` for a shape: a program per step, row and write."""
+    p = plan_of(shape)
+    values, warps = WRITES_LOW if shape.low else WRITES_FLOAT
+    tile = plane_tile(p.sizes, values // shape.C, warps, least=16)  # of what a product can take
+    if p.resident and not INTERPRETED:  # for two of eight warps, three of four, twelve of one
+        tile.options["maxnreg"] = 128 if tile.options["num_warps"] > 4 else 168
+    return bind(
+        writes_kernel,
+        **p.write, **p.sizes, BLOCK_V=tile.voxels,
+        SUMS={"bf16": "tf32", "bf16-emulated": "ieee"}.get(p.products, p.products),
+        STAGES=WRITES_STAGES, PIN=not INTERPRETED, **p.alone | tile.options,
+    )  # fmt: skip
+
+
+def write_gradients(inputs: ScanInputs, shape: Shape, grad_written: Tensor) -> WriteGradients:
+    """From what reaches the filtered writes (S, B, V, C)."""
+    write_at, spread, content, taps = inputs.write_at, inputs.spread, inputs.content, inputs.taps
+    S, B, M, n = shape.S, shape.B, shape.M, len(shape.grid)
+    grads = WriteGradients(
+        torch.empty_like(write_at),
+        None if spread is None else torch.empty_like(spread),
+        torch.empty_like(content),
+        content.new_empty((S, B, M, n, 3, shape.C) if shape.filtered else 1),
+    )
+    writes_launch(shape)(
+        (S * B, M),
+        (
+            write_at, or_else(spread, content), content, or_else(taps, content), grad_written,
+            grads.content, grads.write_at, or_else(grads.spread, content), grads.partial_taps,
+        ),
+        (S, B),
+    )  # fmt: skip
+    return grads
+
+
+def read_gradients(
+    inputs: ScanInputs, shape: Shape, kept_hidden: Tensor, grad_reads: Tensor
+) -> Tensor:
+    """Of read_at (B, S, Q, n), from what reaches the reads (B, S, Q, C)."""
+    assert inputs.read_at is not None
+    grad = torch.empty_like(inputs.read_at)
+    B, S, Q = shape.B, shape.S, shape.Q
+    if Q > 0:
+        kernel = bind(reads_kernel, **plan_of(shape).sizes, num_warps=1)
+        kernel((B * S * Q,), (kept_hidden, inputs.read_at, grad_reads, grad), (B, S, Q))
+    return grad

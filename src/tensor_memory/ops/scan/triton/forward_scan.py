@@ -1,4 +1,6 @@
-"""Kernels that run the recurrence forward and read the grid; the equations are in README.md.
+"""The recurrence forward, and reads of the grid: kernels and their launches.
+
+The equations are in the README of `ops`.
 
 One launch runs all S steps. PARTS programs share a row (b): each owns a range of its voxels and
 they meet at a counter in global memory once per step. Rows are (V, C) with channels together, so
@@ -14,7 +16,8 @@ never pipelined (`num_stages=1`): a step reads what the step before it wrote.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,7 +25,6 @@ import triton.language as tl
 from torch import Tensor
 
 from tensor_memory.ops.scan.inputs import ScanInputs
-from tensor_memory.ops.scan.triton import plan
 from tensor_memory.ops.scan.triton.addressing import (
     filtered_write,
     read_point,
@@ -32,8 +34,16 @@ from tensor_memory.ops.scan.triton.addressing import (
     written_plane,
 )
 from tensor_memory.ops.scan.triton.filter import axis_taps, neighbours
-from tensor_memory.ops.scan.triton.launch import INTERPRETED, Bound, bound
-from tensor_memory.ops.scan.triton.plan import Grid, Plan, Shape, layout, plan_of, plane_tile
+from tensor_memory.ops.scan.triton.launch import INTERPRETED, BoundKernel, Grid, bind, or_else
+from tensor_memory.ops.scan.triton.plan import (
+    FORWARD_SHARE,
+    Shape,
+    layout,
+    padded_channels,
+    plan_of,
+    plane_tile,
+    sizes_of,
+)
 from tensor_memory.ops.scan.triton.step import arrive, gate_sum, mix_tiles, sigmoid, tanh, wait
 
 
@@ -291,88 +301,107 @@ def forward_kernel(
             arrive(arrivals, PARTS)
 
 
-class _Forward(NamedTuple):
-    """The launches of a forward scan with their grids."""
+class Kept(NamedTuple):
+    """What the backward needs of the state before every step, (S, B, V, C) each."""
 
+    hidden: Tensor
+    cell: Tensor
+    filtered: Tensor
+    """Hidden after its axis filters."""
+
+    @classmethod
+    def empty(cls, inputs: ScanInputs, products: torch.dtype) -> Kept:
+        """Uninitialised, in bfloat16 where products are."""
+        B, C, *grid = inputs.hidden.shape
+        room = (inputs.length, B, math.prod(grid), padded_channels(C))
+        dtype = torch.bfloat16 if products == torch.bfloat16 else torch.float32
+        return cls(*(inputs.hidden.new_empty(room, dtype=dtype) for _ in cls._fields))
+
+
+@functools.lru_cache(maxsize=256)
+def _write_launch(shape: Shape) -> tuple[BoundKernel, Grid]:
+    p = plan_of(shape)
+    tile = plane_tile(p.sizes, p.block)
+    options = p.alone | tile.options
+    kernel = bind(written_kernel, **p.write, **p.sizes, BLOCK_V=tile.voxels, **options)
+    return kernel, (shape.S * shape.B, tile.pieces)
+
+
+def filtered_writes(inputs: ScanInputs, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Every step's filtered write (S, B, V, C), and a cleared counter for every row's meetings."""
+    kernel, grid = _write_launch(shape)
+    B, S, content = shape.B, shape.S, inputs.content
+    written = content.new_empty(S, B, shape.V, shape.C, dtype=plan_of(shape).kept)
+    counters = content.new_empty(B, dtype=torch.int32)
+    writing = (inputs.write_at, or_else(inputs.spread, content), content)
+    kernel(grid, (*writing, or_else(inputs.taps, content), written, counters), (S, B))
+    return written, counters
+
+
+class _Scan(NamedTuple):
+    kernel: BoundKernel
+    grid: Grid
     inline: bool
-    written: Bound
-    written_grid: Grid
-    scan: Bound
-    scan_grid: Grid
-    reads: Bound
-    p: Plan
+    """Whether the scan computes its writes itself."""
     tiles: int
 
 
 @functools.lru_cache(maxsize=256)
-def forward_launches(shape: Shape, keep: bool) -> _Forward:
+def _scan_launch(shape: Shape, keep: bool) -> _Scan:
     p, inline = plan_of(shape), shape.S == 1 and not keep
-    rows = layout(shape, plan.FORWARD_SHARE, alone=inline)
-    return _Forward(
-        inline=inline,
-        **written_launch(shape),
-        scan=bound(
-            forward_kernel,
-            **p.write, **p.sizes, **rows.constants, INLINE=inline,
-            WRITES=shape.writes, RESETS=shape.resets, READ=not keep and shape.Q > 0, KEEP=keep,
-            RESIDENT=p.resident, PRODUCTS=p.products, FAST=p.fast, PIN=not INTERPRETED,
-            **rows.options,
-        ),
-        scan_grid=(shape.B * rows.parts,),
-        reads=bound(
-            read_kernel, VOXEL=shape.C, CHANNEL=1, **p.sizes, num_warps=1
-        ),
-        p=p,
-        tiles=rows.constants["TILES"],
+    rows = layout(shape, FORWARD_SHARE, alone=inline)
+    kernel = bind(
+        forward_kernel,
+        **p.write, **p.sizes, **rows.constants, INLINE=inline,
+        WRITES=shape.writes, RESETS=shape.resets, READ=not keep and shape.Q > 0, KEEP=keep,
+        RESIDENT=p.resident, PRODUCTS=p.products, FAST=p.fast, PIN=not INTERPRETED,
+        **rows.options,
     )  # fmt: skip
-
-
-def written_launch(shape: Shape) -> dict[str, Any]:
-    """Every step's filtered write (S, B, V, C), and cleared counters for the rows' meetings."""
-    p = plan_of(shape)
-    tile = plane_tile(p.sizes, p.block)
-    kernel, options = written_kernel, p.alone | tile.options
-    return {
-        "written": bound(kernel, **p.write, **p.sizes, BLOCK_V=tile.voxels, **options),
-        "written_grid": (shape.S * shape.B, tile.pieces),
-    }
+    return _Scan(kernel, (shape.B * rows.parts,), inline, rows.constants["TILES"])
 
 
 def run_forward(
-    inputs: ScanInputs, products: torch.dtype, reads_in: torch.dtype, kept: list[Tensor]
+    inputs: ScanInputs, products: torch.dtype, kept: Kept | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One launch of the scan over all S > 0 steps; fills `kept` unless it is empty."""
+    """One launch of the scan over all S > 0 steps, which fills `kept`: reads, hidden, cell."""
     read_at, write_at, spread, content, taps, mix, bias, hidden, cell, writes, resets = inputs
     assert read_at is not None
     shape = Shape.of(inputs, products)
-    do = forward_launches(shape, bool(kept))
+    do = _scan_launch(shape, kept is not None)
     B, S, Q, V, C = shape.B, shape.S, shape.Q, shape.V, shape.C
     nothing = content  # stands in for a pointer that no program follows
-    writing = (write_at, nothing if spread is None else spread, content)
-    some_taps = nothing if taps is None else taps
-    written, counters = nothing, nothing
-    if not do.inline:
-        written = content.new_empty(S * B * V * C, dtype=do.p.kept)
-        counters = content.new_empty(B, dtype=torch.int32)
-        do.written(do.written_grid, (*writing, some_taps, written, counters), (S, B))
-    if kept:
-        kept_hidden, kept_cell, kept_filtered = kept
+    written, counters = (nothing, nothing) if do.inline else filtered_writes(inputs, shape)
+    if kept is None:  # two slots for hidden: one is read while the other is written
+        ring = hidden.new_empty(2, B, V, C, dtype=plan_of(shape).kept)
+        kept_hidden, kept_cell, kept_filtered = ring, nothing, nothing
     else:
-        kept_hidden = hidden.new_empty(2, B, V, C, dtype=do.p.kept)
-        kept_cell = kept_filtered = nothing
+        kept_hidden, kept_cell, kept_filtered = kept
     cells = hidden.new_empty(2, B, V, C) if do.tiles > 1 else nothing
-    reads = inputs.empty_reads(reads_in)
+    reads = inputs.empty_reads()
     last_hidden, last_cell = torch.empty_like(hidden), torch.empty_like(cell)
-    do.scan(
-        do.scan_grid,
+    do.kernel(
+        do.grid,
         (
-            read_at, *writing, written, some_taps, mix, bias, hidden, cell,
-            nothing if writes is None else writes, nothing if resets is None else resets,
+            read_at, write_at, or_else(spread, nothing), content, written, or_else(taps, nothing),
+            mix, bias, hidden, cell, or_else(writes, nothing), or_else(resets, nothing),
             reads, last_hidden, last_cell, kept_hidden, kept_cell, kept_filtered, cells, counters,
         ),
         (S, Q, B, kept_hidden.shape[0]),
     )  # fmt: skip
-    if kept and Q > 0:
-        numbers = (V * C, B * V * C, S, Q)
-        do.reads((B * S * Q,), (kept_hidden, read_at, reads), numbers)
+    if kept is not None and Q > 0:
+        sizes = plan_of(shape).sizes
+        kernel = bind(read_kernel, VOXEL=C, CHANNEL=1, **sizes, num_warps=1)
+        kernel((B * S * Q,), (kept_hidden, read_at, reads), (V * C, B * V * C, S, Q))
     return reads, last_hidden, last_cell
+
+
+def read(read_at: Tensor, hidden: Tensor) -> Tensor:
+    """Reads that no write follows, in one launch: (B, S, Q, n), (B, C, *grid) -> (B, S, Q, C)."""
+    B, S, Q, _ = read_at.shape
+    C, *grid = hidden.shape[1:]
+    V = math.prod(grid)
+    reads = hidden.new_empty(B, S, Q, C)
+    if reads.numel():
+        kernel = bind(read_kernel, VOXEL=1, CHANNEL=V, **sizes_of(C, grid), num_warps=1)
+        kernel((B * S * Q,), (hidden, read_at, reads), (C * V, 0, S, Q))
+    return reads

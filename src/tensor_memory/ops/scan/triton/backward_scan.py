@@ -1,14 +1,14 @@
-"""Kernels that go through the recurrence backward; the derivation is in README.md.
+"""The recurrence backward: kernels and their launches. The README of `ops` derives the gradients.
 
-Only `backward_kernel` is sequential. What it needs of each step's gates it recomputes while the
-other programs of a row are on their way, or finds recomputed for all steps at once
-(`slopes_kernel`); what weights, writes and reads receive is found afterwards (`triton_weights`,
-`triton_writes`).
+Only `backward_kernel` is sequential. It recomputes what it needs of each step's gates while it
+waits for the other programs of its row, or `slopes_kernel` recomputes them for all steps at once.
+The gradients of weights, writes and reads come afterwards (`weight_gradients.py`,
+`write_gradients.py`).
 """
 
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportPossiblyUnboundVariable=false
+# pyright: reportPossiblyUnboundVariable=false, reportAssignmentType=false
 from __future__ import annotations
 
 import functools
@@ -20,11 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from tensor_memory.ops.scan.inputs import ScanInputs
-from tensor_memory.ops.scan.triton import plan, weight_gradients, write_gradients
 from tensor_memory.ops.scan.triton.filter import axis_taps, neighbours, place
-from tensor_memory.ops.scan.triton.forward import written_launch
-from tensor_memory.ops.scan.triton.launch import INTERPRETED, Bound, bound
-from tensor_memory.ops.scan.triton.plan import Grid, Shape, layout, plan_of, plane_tile, power_of_2
+from tensor_memory.ops.scan.triton.forward_scan import Kept, filtered_writes
+from tensor_memory.ops.scan.triton.launch import INTERPRETED, BoundKernel, Grid, bind, or_else
+from tensor_memory.ops.scan.triton.plan import BACKWARD_SHARE, PROGRAMS, Shape, layout, plan_of
 from tensor_memory.ops.scan.triton.step import (
     arrive,
     gate_slopes,
@@ -36,18 +35,11 @@ from tensor_memory.ops.scan.triton.step import (
     unpair,
     wait,
 )
+from tensor_memory.ops.scan.triton.weight_gradients import weight_gradients
+from tensor_memory.ops.scan.triton.write_gradients import read_gradients, write_gradients
 
 SLOPES_SHARE = {16: 3, 32: 3, 64: 2, 128: 3}  # programs per multiprocessor for the gates, by C
 SLOPES_STAGES = 1  # blocks of theirs on their way at a time
-TAPS_VALUES = 1024  # voxels × channels per program for the nine sums of the taps' gradient; in
-TAPS_LOW, TAPS_FLOAT = 4, 3  # bfloat16 and float32 so many, or more smaller ones, fit side by side
-WRITES_LOW, WRITES_FLOAT = (4096, 8), (1024, 4)  # values of a plane for what writes receive, warps
-WRITES_STAGES = 4  # planes of what writes receive on their way at a time
-MIX_LOW = (128, 128)  # bfloat16's mix: rows, voxels at a time
-MIX_FLOAT = (64, 64, 2)  # float32's: rows, voxels at a time, programs per multiprocessor
-SUM_ROWS, SUM_COLUMNS = 32, 128  # partial sums that a program adds at a time
-SUM_PARTS = 2 if INTERPRETED else 32  # programs that share the rows of a column, thousands
-PROGRAMS = 132  # that share a sum over all voxels of all steps: one per multiprocessor of an H200
 
 
 @triton.jit(do_not_specialize=["S", "B", "loops"])
@@ -357,128 +349,42 @@ def backward_kernel(
         tl.store(grad_cell + given, dc, mask=own)
 
 
-class _Backward(NamedTuple):
-    """The launches of a backward scan with their grids, and the room they share."""
-
-    written: Bound
-    written_grid: Grid
-    inside: bool
-    slopes: Bound
-    slopes_grid: Grid
-    slopes_loops: int
-    scan: Bound
-    scan_grid: Grid
-    mix: Bound
-    mix_grid: Grid
-    mix_loops: int
-    writes: Bound
-    taps: Bound
-    taps_grid: Grid
-    taps_loops: int
-    sums: Bound
-    sums_grid: Grid
-    counts: tuple[int, int, int]
-    """Partial sums of the mix, the written and the hidden half's taps."""
-    share_taps: Bound
-    reads: Bound
-    kept: torch.dtype
-    volumes: list[int]
-    """Values of what the kept type holds: the writes, the gates, what reaches ĥ and Û."""
-    floats: list[int]
-    """Values of what float32 holds: partial sums, their sums, what passes between tiles."""
+class _Scan(NamedTuple):
+    kernel: BoundKernel
+    grid: Grid
+    tiles: int
 
 
 @functools.lru_cache(maxsize=256)
-def backward_launches(shape: Shape, last: bool) -> _Backward:
-    p = plan_of(shape)
-    B, S, M, V, C, n = shape.B, shape.S, shape.M, shape.V, shape.C, len(shape.grid)
-    rows = layout(shape, plan.BACKWARD_SHARE)
-    blocks = -(-S * B * V // p.block)
-    slopes_programs = min(blocks, PROGRAMS * SLOPES_SHARE[C])
-
-    out, block, share, mode = min(4 * C, MIX_LOW[0]), MIX_LOW[1], 1, p.products
-    if not shape.low and C <= 32:  # tensor cores cannot transpose 32-bit operands; small products
-        (out, block, share), mode = MIX_FLOAT, "ieee"  # do as well without
-    elif not shape.low:
-        out, block = C, 2048 // C
-    mix_loops = max(1, -(-S * B * V * (4 * C // out) // (block * share * PROGRAMS)))
-    mix_chunks = -(-S * B * V // (block * mix_loops))
-
-    values, warps = WRITES_LOW if shape.low else WRITES_FLOAT
-    write_tile = plane_tile(p.sizes, values // C, warps, least=16)  # of what a product can take
-    if p.resident and not INTERPRETED:  # for two of eight warps, three of four, twelve of one
-        write_tile.options["maxnreg"] = 128 if write_tile.options["num_warps"] > 4 else 168
-    tile, tiles, taps_options = plane_tile(p.sizes, TAPS_VALUES // C)
-    lines = 3 if n > 1 else 1
-    if shape.low and not INTERPRETED:
-        taps_options["maxnreg"] = 128  # for four of them; the assembler would take 149
-    taps_programs = PROGRAMS * (TAPS_LOW if shape.low else TAPS_FLOAT) * TAPS_VALUES // (tile * C)
-    taps_loops = -(-S * B * tiles * lines // taps_programs)
-    taps_chunks = -(-S * B // taps_loops)
-
-    counts = (mix_chunks, S * B * M, tiles * taps_chunks) if shape.filtered else (mix_chunks, 0, 0)
-    widths = (4 * C * (2 * C + 1), 3 * n * C, 27 * C)
-    columns = [-(-width // SUM_COLUMNS) for width in widths]
-    sums = columns[0] + SUM_PARTS * (columns[1] + columns[2]) * shape.filtered
-    between = 2 * B * V * C if rows.constants["TILES"] > 1 else 16
-    passing = max(between, B * V * C)
-    size, gates = S * B * V * C, 4 if p.inside else 6
-    return _Backward(
-        **written_launch(shape),
-        inside=p.inside,
-        slopes=bound(
-            slopes_kernel,
-            C=C, V=V, BLOCK=p.block, WRITES=shape.writes, RESIDENT=p.resident,
-            PRODUCTS=p.products, FAST=p.fast, STAGES=SLOPES_STAGES, **p.alone,
-        ),
-        slopes_grid=(slopes_programs,),
-        slopes_loops=-(-blocks // slopes_programs),
-        scan=bound(
-            backward_kernel,
-            **p.sizes, **rows.constants, FILTERED=shape.filtered, WRITES=shape.writes,
-            RESETS=shape.resets, LAST=last, RESIDENT=p.resident, PRODUCTS=p.products,
-            GATES=gates, INSIDE=p.inside, FAST=p.fast,
-            PIN=not INTERPRETED, **rows.options,
-        ),
-        scan_grid=(B * rows.parts,),
-        mix=bound(
-            weight_gradients.mix_kernel,
-            C=C, GATES=gates, BLOCK=block, OUT=out, ADD=mode == "ieee", PRODUCTS=mode, **p.streamed,
-        ),
-        mix_grid=(mix_chunks, 4 * C // out),
-        mix_loops=mix_loops,
-        writes=bound(
-            write_gradients.writes_kernel,
-            **p.write, **p.sizes, BLOCK_V=write_tile.voxels,
-            SUMS={"bf16": "tf32", "bf16-emulated": "ieee"}.get(p.products, p.products),
-            STAGES=WRITES_STAGES, PIN=not INTERPRETED, **p.alone | write_tile.options,
-        ),
-        taps=bound(
-            weight_gradients.taps_kernel,
-            C=C, D=p.sizes["D"], H=p.sizes["H"], W=p.sizes["W"], BLOCK_V=tile, PIN=not INTERPRETED,
-            **p.alone | taps_options,
-        ),
-        taps_grid=(tiles, taps_chunks, lines),
-        taps_loops=taps_loops,
-        sums=bound(
-            weight_gradients.sums_kernel,
-            C=C, AXES=n, PARTS=SUM_PARTS, ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, **p.alone,
-        ),
-        sums_grid=(sums,),
-        counts=counts,
-        share_taps=bound(
-            weight_gradients.share_taps_kernel,
-            C=C, AXES=n, ALL=3**n, ALL_PADDED=power_of_2(3**n), PARTS=SUM_PARTS,
-        ),
-        reads=bound(write_gradients.reads_kernel, **p.sizes, num_warps=1),
-        kept=p.kept,
-        volumes=[size, gates * size, size, size],
-        floats=[
-            *(count * width for count, width in zip(counts, widths, strict=True)),
-            *(SUM_PARTS * width * shape.filtered for width in widths[1:]),
-            between, passing,
-        ],
+def _scan_launch(shape: Shape, last: bool) -> _Scan:
+    p, rows = plan_of(shape), layout(shape, BACKWARD_SHARE)
+    kernel = bind(
+        backward_kernel,
+        **p.sizes, **rows.constants, FILTERED=shape.filtered, WRITES=shape.writes,
+        RESETS=shape.resets, LAST=last, RESIDENT=p.resident, PRODUCTS=p.products,
+        GATES=p.gates, INSIDE=p.inside, FAST=p.fast, PIN=not INTERPRETED, **rows.options,
     )  # fmt: skip
+    return _Scan(kernel, (shape.B * rows.parts,), rows.constants["TILES"])
+
+
+def _recompute_slopes(inputs: ScanInputs, shape: Shape, written: Tensor, kept: Kept) -> Tensor:
+    """`slopes_kernel` for all steps: (S, B, V, 6, C)."""
+    p, S, B, V, C = plan_of(shape), shape.S, shape.B, shape.V, shape.C
+    slopes = written.new_empty(S, B, V, p.gates, C)
+    blocks = -(-S * B * V // p.block)
+    programs = min(blocks, PROGRAMS * SLOPES_SHARE[C])
+    kernel = bind(
+        slopes_kernel,
+        C=C, V=V, BLOCK=p.block, WRITES=shape.writes, RESIDENT=p.resident,
+        PRODUCTS=p.products, FAST=p.fast, STAGES=SLOPES_STAGES, **p.alone,
+    )  # fmt: skip
+    writes = or_else(inputs.writes, written)
+    kernel(
+        (programs,),
+        (inputs.mix, inputs.bias, writes, written, kept.filtered, kept.cell, slopes),
+        (S, B, -(-blocks // programs)),
+    )
+    return slopes
 
 
 def run_backward(
@@ -486,70 +392,48 @@ def run_backward(
     grad_hidden: Tensor | None,
     grad_cell: Tensor | None,
     inputs: ScanInputs,
-    kept: list[Tensor],
+    kept: Kept,
     products: torch.dtype,
 ) -> ScanInputs:
-    """All launches of a backward scan over S > 0 steps."""
-    read_at, write_at, spread, content, taps, mix, bias, hidden, cell, writes, resets = inputs
-    assert read_at is not None
+    """All launches of a backward scan over S > 0 steps: the gradients in the places of inputs."""
     shape = Shape.of(inputs, products)
-    do = backward_launches(shape, grad_hidden is not None)
-    B, S, Q, M = shape.B, shape.S, shape.Q, shape.M
-    kept_hidden, kept_cell, kept_filtered = kept
-    nothing = content  # stands in for a pointer that no program follows
-    writing = (write_at, nothing if spread is None else spread, content)
-    some_taps = nothing if taps is None else taps
-    some_writes = nothing if writes is None else writes
+    p, do = plan_of(shape), _scan_launch(shape, grad_hidden is not None)
+    S, B, V, C = shape.S, shape.B, shape.V, shape.C
+    written, counters = filtered_writes(inputs, shape)
+    if p.inside:
+        gates = written.new_empty(S, B, V, p.gates, C)
+    else:
+        gates = _recompute_slopes(inputs, shape, written, kept)
 
-    volumes = hidden.new_empty(sum(do.volumes), dtype=do.kept)
-    written, gates, grad_filtered, grad_written = volumes.split_with_sizes(do.volumes)
-    floats = hidden.new_empty(sum(do.floats)).split_with_sizes(do.floats)
-    partial_mix, partial_writes, partial_hidden, sums_writes, sums_hidden, cells, passing = floats
-    counters = hidden.new_empty(B, dtype=torch.int32)
-    grad_read_at, grad_at = torch.empty_like(read_at), torch.empty_like(write_at)
-    grad_spread = None if spread is None else torch.empty_like(spread)
-    grad_content, grad_mix, grad_bias = map(torch.empty_like, (content, mix, bias))
-    grad_taps = None if taps is None else torch.empty_like(taps)
-    first_hidden, first_cell = torch.empty_like(hidden), torch.empty_like(cell)
-
-    do.written(do.written_grid, (*writing, some_taps, written, counters), (S, B))
-    if not do.inside:
-        do.slopes(
-            do.slopes_grid,
-            (mix, bias, some_writes, written, kept_filtered, kept_cell, gates),
-            (S, B, do.slopes_loops),
-        )
-    do.scan(
-        do.scan_grid,
+    grad_filtered, grad_written = torch.empty_like(written), torch.empty_like(written)
+    first_hidden, first_cell = torch.empty_like(inputs.hidden), torch.empty_like(inputs.cell)
+    nothing = inputs.content  # stands in for a pointer that no program follows
+    cells = inputs.hidden.new_empty(2, B, V, C) if do.tiles > 1 else nothing
+    passing = inputs.hidden.new_empty(2 if do.tiles > 1 else 1, B, V, C)
+    do.kernel(
+        do.grid,
         (
-            read_at, some_taps, mix, bias, some_writes, nothing if resets is None else resets,
-            written, kept_filtered, kept_cell, grad_reads,
-            nothing if grad_hidden is None else grad_hidden,
-            nothing if grad_cell is None else grad_cell, gates, grad_filtered, grad_written,
-            cells, passing, first_hidden, first_cell, counters,
+            inputs.read_at, or_else(inputs.taps, nothing), inputs.mix, inputs.bias,
+            or_else(inputs.writes, nothing), or_else(inputs.resets, nothing),
+            written, kept.filtered, kept.cell, grad_reads,
+            or_else(grad_hidden, nothing), or_else(grad_cell, nothing),
+            gates, grad_filtered, grad_written, cells, passing,
+            first_hidden, first_cell, counters,
         ),
-        (S, Q, B),
+        (S, shape.Q, B),
     )  # fmt: skip
-    rows = S * B * shape.V
-    do.mix(do.mix_grid, (gates, written, kept_filtered, partial_mix), (rows, do.mix_loops))
-    do.writes(
-        (S * B, M),
-        (
-            *writing, some_taps, grad_written, grad_content, grad_at,
-            nothing if grad_spread is None else grad_spread, partial_writes,
-        ),
-        (S, B),
-    )  # fmt: skip
-    if grad_taps is not None:
-        hidden_half = (grad_filtered, kept_hidden, partial_hidden)
-        do.taps(do.taps_grid, hidden_half, (S * B, do.taps_loops))
-    partial = (partial_mix, partial_writes, partial_hidden)
-    do.sums(do.sums_grid, (*partial, grad_mix, grad_bias, sums_writes, sums_hidden), do.counts)
-    if grad_taps is not None:
-        do.share_taps((shape.C // 16,), (sums_hidden, sums_writes, some_taps, grad_taps))
-    if Q > 0:
-        do.reads((B * S * Q,), (kept_hidden, read_at, grad_reads, grad_read_at), (B, S, Q))
+    by_writes = write_gradients(inputs, shape, grad_written)
+    taps, mix, bias = weight_gradients(
+        inputs, shape, gates, written, kept, grad_filtered, by_writes.partial_taps
+    )
     return ScanInputs(
-        grad_read_at, grad_at, grad_spread, grad_content, grad_taps, grad_mix, grad_bias,
-        first_hidden, first_cell,
-    )  # fmt: skip
+        read_at=read_gradients(inputs, shape, kept.hidden, grad_reads),
+        write_at=by_writes.write_at,
+        spread=by_writes.spread,
+        content=by_writes.content,
+        taps=taps,
+        mix=mix,
+        bias=bias,
+        hidden=first_hidden,
+        cell=first_cell,
+    )

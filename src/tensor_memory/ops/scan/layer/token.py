@@ -1,7 +1,8 @@
 """One token through a layer without gradients, in one launch: norm, read, readout, gate, sum.
 
-A chunk's first token reads; the others reuse what it read. The token joins the unfinished chunk;
-what happens when that is complete is the caller's to do.
+The first token of a chunk reads; the others use what it read. The token joins the unfinished chunk.
+The caller writes a chunk that is complete. A token decoded with a memory in every layer takes a
+third less time with this (docs/kernel-log.md).
 
 Letters: B batch, K tokens per chunk, d width, C channels, n axes, R reads per query.
 """
@@ -15,10 +16,12 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor, nn
+from torch import Tensor
 
+from tensor_memory.ops.inputs import prepared
+from tensor_memory.ops.scan.layer.weights import LayerWeights
 from tensor_memory.ops.scan.triton.addressing import read_place
-from tensor_memory.ops.scan.triton.launch import bound
+from tensor_memory.ops.scan.triton.launch import bind
 from tensor_memory.ops.scan.triton.plan import power_of_2, sizes_of, why_not_read
 from tensor_memory.ops.scan.triton.step import tanh
 
@@ -71,6 +74,7 @@ def token_kernel(
     b = tl.program_id(0)
     c, voxel = tl.arange(0, WIDTH), tl.arange(0, C)
     own = c < WIDTH_D
+    # LayerNorm of the token.
     value = tl.load(x + b * WIDTH_D + c, mask=own, other=0.0).to(tl.float32)
     centred = tl.where(own, value - tl.sum(value) / WIDTH_D, 0.0)
     normed = centred / tl.sqrt(tl.sum(centred * centred) / WIDTH_D + epsilon)
@@ -78,6 +82,7 @@ def token_kernel(
     normed += tl.load(bias + c, mask=own, other=0.0).to(tl.float32)
     normed = normed.to(x.dtype.element_ty).to(tl.float32)  # as it waits in the state
 
+    # The chunk's tokens are copied, this one in its place: inputs are never changed.
     kept = tokens + b * (K * WIDTH_D)
     into = (chunk if COMPLETE else next_tokens) + b * (K * WIDTH_D)
     nothing = tl.zeros([WIDTH], dtype=x.dtype.element_ty)
@@ -88,6 +93,7 @@ def token_kernel(
         if COMPLETE:
             tl.store(next_tokens + b * (K * WIDTH_D) + k * WIDTH_D + c, nothing, mask=own)
 
+    # μ and the read of every head.
     readout += b * (R * C)
     if READ:
         for head in tl.static_range(R):
@@ -101,6 +107,7 @@ def token_kernel(
             r = read_place(hidden + b * (C * V), at_x, at_y, at_z, 1, V, C, D, H, W)
             tl.store(readout + head * C + voxel, r)
         tl.debug_barrier()  # every thread needs all of it
+    # m = W_out r, sixteen columns at a time.
     m = tl.zeros([WIDTH], dtype=tl.float32)
     for start in range(0, R * C, 16):
         piece = start + tl.arange(0, 16)
@@ -112,13 +119,14 @@ def token_kernel(
     if KEPT and COMPLETE:
         for head in tl.static_range(R):
             tl.store(next_readout + b * (R * C) + head * C + voxel, voxel * 0.0)
+    # x̂ = x + σ(γ)·m.
     opened = 1.0 / (1.0 + tl.exp(-tl.load(gate).to(tl.float32)))
     tl.store(out + b * WIDTH_D + c, (value + opened * m).to(out.dtype.element_ty), mask=own)
     tl.store(next_fill + b, 0 if COMPLETE else waiting + 1)
 
 
-class Stepped(NamedTuple):
-    """x̂ (B, 1, d), the chunk where it is complete, and what waits next."""
+class NextToken(NamedTuple):
+    """x̂ (B, 1, d), the chunk (B, K, d) where it is complete, and what waits in the state next."""
 
     out: Tensor
     chunk: Tensor | None
@@ -127,26 +135,23 @@ class Stepped(NamedTuple):
     readout: Tensor
 
 
-def step(
+def token_forward(
     x: Tensor,
-    norm: nn.LayerNorm,
-    coordinates: Tensor,
-    output: Tensor,
-    gate: Tensor,
+    weights: LayerWeights,
+    epsilon: float,
     hidden: Tensor,
     tokens: Tensor,
     fill: Tensor,
     readout: Tensor,
     waiting: int,
     every_token: bool,
-) -> Stepped:
-    """One token x (B, 1, d) for every row, `waiting` before it in its chunk."""
+) -> NextToken:
+    """One token x (B, 1, d) for every row, after `waiting` tokens of its chunk."""
     B, K, d = tokens.shape
     C = hidden.shape[1]
-    R = output.shape[1] // C
-    x, tokens, hidden = x.contiguous(), tokens.contiguous(), hidden.contiguous()
-    readout, weight, bias = readout.contiguous(), norm.weight.contiguous(), norm.bias.contiguous()
-    coordinates, output = coordinates.contiguous(), output.contiguous()
+    R = weights.output.shape[1] // C
+    x, tokens, hidden, readout = (t.contiguous() for t in (x, tokens, hidden, readout))
+    used = (weights.norm, weights.norm_bias, weights.read_coordinate, weights.output, weights.gate)
     complete, reads = waiting + 1 == K, every_token or waiting == 0
     out, next_tokens, next_fill = torch.empty_like(x), torch.empty_like(tokens), fill.new_empty(B)
     chunk = torch.empty_like(tokens) if complete else None
@@ -154,23 +159,23 @@ def step(
     next_readout = readout if every_token else into
     if complete and not every_token:
         next_readout = torch.empty_like(readout)
-    launch = bound(
+    kernel = bind(
         token_kernel,
         K=K, WIDTH_D=d, WIDTH=power_of_2(d), R=R, **sizes_of(C, hidden.shape[2:]),
         READ=reads, COMPLETE=complete, KEPT=not every_token,
     )  # fmt: skip
-    launch(
+    kernel(
         (B,),
         (
-            x, weight, bias, coordinates, output, gate, hidden, tokens, into,
+            x, *(prepared(t, t.dtype) for t in used), hidden, tokens, into,
             out, tokens if chunk is None else chunk, next_tokens,
             into if every_token else next_readout, next_fill,
         ),
-        (waiting, float(norm.eps)),
+        (waiting, float(epsilon)),
     )  # fmt: skip
-    return Stepped(out, chunk, next_tokens, next_fill, next_readout)
+    return NextToken(out, chunk, next_tokens, next_fill, next_readout)
 
 
-def serves(hidden: Tensor, output: Tensor) -> bool:
+def serves_token(hidden: Tensor, output: Tensor) -> bool:
     """Whether one launch can take a token of a layer with this state and readout (d, R·C)."""
     return why_not_read(hidden) is None and output.shape[1] <= MAX_READS * hidden.shape[1]

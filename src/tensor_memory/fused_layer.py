@@ -1,0 +1,190 @@
+"""A `MemoryResidual` in a few launches, where the fused backend serves it.
+
+Two calls are fused: one whose rows stand together and whose chunks are all complete, and one token
+without gradients. Every other call runs the plain code around the scan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from tensor_memory.chunking import aligned_calls
+from tensor_memory.ops import why_not
+from tensor_memory.ops.autograd import is_plain_eager
+from tensor_memory.state import MemoryState
+from tensor_memory.tensor import TensorMemory
+
+
+def fused_layer(
+    memory: nn.Module,
+    norm: nn.Module,
+    gate: Tensor,
+    drop: tuple[float, float],
+    x: Tensor,
+    state: MemoryState | None,
+    *,
+    mask: Tensor | None = None,
+    reset: Tensor | None = None,
+    flush: Tensor | bool | int = False,
+    **others: Any,
+) -> tuple[Tensor, MemoryState] | None:
+    """x + σ(γ)·D(memory(norm(x))) and the state after, or None where plain code must run.
+
+    drop: probabilities of dropping single features and whole rows.
+    """
+    if mask is not None or reset is not None or isinstance(flush, Tensor) or others:
+        return None
+    if not isinstance(memory, TensorMemory) or type(memory).forward is not TensorMemory.forward:
+        return None
+    ops = _fused_ops(x, memory.config.backend) if isinstance(x, Tensor) else None
+    if ops is None or not _is_plain_norm(norm, memory.dim) or _is_hooked(memory):
+        return None
+    memory.check(x, state, flush=flush)
+    state = memory.empty_state(x) if state is None else state
+    if state.aligned is None:
+        return None
+    calls = aligned_calls(x.shape[1], state.aligned, flush)
+    if len(calls) != 1:
+        return None
+    _, waiting, frame, flushed = calls[0]
+    assert isinstance(norm, nn.LayerNorm)
+    if x.shape[1] == 1 and flush is False and not any(drop):
+        done = _token(ops, memory, norm, gate, x, state, waiting)
+        if done is not None:
+            return done
+    if waiting == 0 and (flushed or x.shape[1] % memory.config.chunk_size == 0):
+        return _complete_chunks(ops, memory, norm, gate, drop, x, state, frame)
+    return None
+
+
+def _fused_ops(x: Tensor, backend: str) -> Any | None:
+    """The fused functions where they can take tokens like x; they import triton."""
+    if backend not in ("auto", "triton") or not (x.is_cuda or backend == "triton"):
+        return None
+    if not is_plain_eager((x,)) or why_not("triton", x.device) is not None:
+        return None
+    from tensor_memory.ops.scan import layer
+
+    return layer if layer.serves(x) else None
+
+
+def _complete_chunks(
+    ops: Any,
+    memory: TensorMemory,
+    norm: nn.LayerNorm,
+    gate: Tensor,
+    drop: tuple[float, float],
+    x: Tensor,
+    state: MemoryState,
+    frame: int,
+) -> tuple[Tensor, MemoryState] | None:
+    """A call that leaves no chunk unfinished, in frames of `frame` tokens."""
+    config = memory.config
+    heads = (memory.write_proj, memory.read_head, memory.write_head, memory.content, memory.output)
+    spread = memory.spread if config.write == "gaussian" else None
+    if not _are_plain_heads(heads, spread):
+        return None
+    weights = _weights(ops, memory, norm, gate)
+    if not ops.serves_state(state.hidden, state.cell, weights):
+        return None
+    options = ops.LayerOptions(
+        epsilon=norm.eps,
+        chunk_size=config.chunk_size,
+        frame=frame,
+        every_token=config.reads == "token",
+        sigma_scale=float(config.sigma_scale),
+        checkpoint_every=config.checkpoint_every or 0,
+        drop=ops.Drop(*drop),
+    )
+    out, hidden, cell = ops.fused_layer_forward(x, state.hidden, state.cell, weights, options)
+    kept = (state.tokens, state.fill, state.readout)
+    return out, MemoryState(hidden, cell, *kept, aligned=0)
+
+
+def _token(
+    ops: Any,
+    memory: TensorMemory,
+    norm: nn.LayerNorm,
+    gate: Tensor,
+    x: Tensor,
+    state: MemoryState,
+    waiting: int,
+) -> tuple[Tensor, MemoryState] | None:
+    """One token in one launch, and a write where it completes its chunk."""
+    weights = _weights(ops, memory, norm, gate)
+    if torch.is_grad_enabled():
+        tensors = (x, state.hidden, state.tokens, *weights)
+        if any(t is not None and t.requires_grad for t in tensors):
+            return None
+    if not _are_plain_heads((memory.output, memory.read_head)):
+        return None
+    if not ops.serves_token(state.hidden, weights.output):
+        return None
+    every_token = memory.config.reads == "token"
+    waits = (state.hidden, state.tokens, state.fill, state.readout)
+    after = ops.token_forward(x, weights, norm.eps, *waits, waiting, every_token)
+    hidden, cell, aligned = state.hidden, state.cell, waiting + 1
+    if after.chunk is not None:
+        _, hidden, cell = memory.scan(after.chunk[:, None], hidden, cell)
+        aligned = 0
+    state = MemoryState(hidden, cell, after.tokens, after.fill, after.readout, aligned=aligned)
+    return after.out, state
+
+
+def _weights(ops: Any, memory: TensorMemory, norm: nn.LayerNorm, gate: Tensor) -> Any:
+    """Everything the layer learns."""
+    config = memory.config
+    spread = memory.spread if config.write == "gaussian" else None
+    return ops.LayerWeights(
+        norm=norm.weight,
+        norm_bias=norm.bias,
+        gate=gate,
+        write_proj=memory.write_proj.weight,
+        read_coordinate=memory.read_head.weight,
+        write_coordinate=memory.write_head.weight,
+        content=memory.content.weight,
+        spread=None if spread is None else spread.weight,
+        spread_bias=None if spread is None else spread.bias,
+        taps=memory.taps if config.mixing == "factorized" else None,
+        mix=memory.mix.weight,
+        bias=memory.mix.bias,
+        output=memory.output.weight,
+    )
+
+
+def _is_plain_norm(norm: nn.Module, width: int) -> bool:
+    """Whether this is PyTorch's LayerNorm of single tokens with weight and bias, without hooks."""
+    return (
+        type(norm) is nn.LayerNorm
+        and norm.normalized_shape == (width,)
+        and norm._parameters.get("weight") is not None
+        and norm._parameters.get("bias") is not None
+        and not _is_hooked(norm)
+    )
+
+
+def _are_plain_heads(heads: Sequence[nn.Module], spread: nn.Module | None = None) -> bool:
+    """Whether these are PyTorch's linear maps without hooks, the spread's alone with a bias."""
+    for head in heads if spread is None else (*heads, spread):
+        # Asked for as an attribute, a parameter is searched for, which takes longer than all else.
+        biased = head._parameters.get("bias") is not None
+        if type(head) is not nn.Linear or biased != (head is spread) or _is_hooked(head):
+            return False
+    return True
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Whether a call of this module is waited for: by a hook, or by a forward of its own."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+        or _has_any_global_hook()
+    )

@@ -1,0 +1,149 @@
+"""LayerNorm in one pass, and its backward in another.
+
+Letters: d width of a token.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tensor_memory.ops.inputs import prepared
+from tensor_memory.ops.scan.triton.launch import BoundKernel, bind
+from tensor_memory.ops.scan.triton.plan import power_of_2
+
+NORM_VALUES = 2048  # per program
+NORM_PROGRAMS = 528  # that share the sums for weight and bias: four per multiprocessor of an H200
+
+
+@triton.jit(do_not_specialize=["rows", "epsilon"])
+def norm_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    statistics,
+    rows,
+    epsilon,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """LayerNorm of ROWS rows of D values in the type of `out`; keeps centre and scale (2, rows)."""
+    row, c = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    own = (row < rows)[:, None] & (c < D)[None, :]
+    at = row[:, None].to(tl.int64) * D + c[None, :]
+    # Mean, then variance of what is left, per row.
+    value = tl.load(x + at, mask=own, other=0.0).to(tl.float32)
+    mean = tl.sum(value, axis=1) / D
+    value = tl.where(own, value - mean[:, None], 0.0)
+    inverse = 1.0 / tl.sqrt(tl.sum(value * value, axis=1) / D + epsilon)
+    # Scale and shift, in the type of `out`.
+    factor = tl.load(weight + c, mask=c < D, other=0.0).to(tl.float32)
+    offset = tl.load(bias + c, mask=c < D, other=0.0).to(tl.float32)
+    value = value * inverse[:, None] * factor[None, :] + offset[None, :]
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=own)
+    # The backward computes the normed values again from these two.
+    tl.store(statistics + row, mean, mask=row < rows)
+    tl.store(statistics + rows + row, inverse, mask=row < rows)
+
+
+@triton.jit(do_not_specialize=["rows", "loops"])
+def norm_backward_kernel(
+    x,
+    weight,
+    statistics,
+    grad_out,
+    grad_past,
+    grad_x,
+    partial,
+    rows,
+    loops,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """What reaches x through its norm, plus what reached it past the norm.
+
+    partial (programs, 2, D): sums for weight and bias over ROWS · loops rows.
+    """
+    c = tl.arange(0, WIDTH)
+    factor = tl.load(weight + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
+    to_weight = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
+    to_bias = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
+    for loop in range(loops):
+        row = (tl.program_id(0) + loop * tl.num_programs(0)) * ROWS + tl.arange(0, ROWS)
+        own = (row < rows)[:, None] & (c < D)[None, :]
+        at = row[:, None].to(tl.int64) * D + c[None, :]
+        # The normed values before scale and shift, again.
+        mean = tl.load(statistics + row, mask=row < rows, other=0.0)[:, None]
+        inverse = tl.load(statistics + rows + row, mask=row < rows, other=0.0)[:, None]
+        value = tl.load(x + at, mask=own, other=0.0).to(tl.float32)
+        value = tl.where(own, (value - mean) * inverse, 0.0)
+        # What scale and shift receive.
+        grad = tl.load(grad_out + at, mask=own, other=0.0).to(tl.float32)
+        to_weight += grad * value
+        to_bias += grad
+        # What x receives: without its mean, and without its part along the normed values.
+        grad *= factor
+        along = tl.sum(grad * value, axis=1)[:, None] / D
+        mean_grad = tl.sum(grad, axis=1)[:, None] / D
+        total = (grad - value * along - mean_grad) * inverse
+        total += tl.load(grad_past + at, mask=own, other=0.0).to(tl.float32)
+        tl.store(grad_x + at, total.to(grad_x.dtype.element_ty), mask=own)
+    out = partial + tl.program_id(0) * (2 * D) + c
+    tl.store(out, tl.sum(to_weight, axis=0), mask=c < D)
+    tl.store(out + D, tl.sum(to_bias, axis=0), mask=c < D)
+
+
+class _Launches(NamedTuple):
+    rows: int
+    """Per program."""
+    forward: BoundKernel
+    backward: BoundKernel
+
+
+@functools.lru_cache(maxsize=64)
+def _launches(D: int) -> _Launches:
+    width = power_of_2(D)
+    sizes = {"D": D, "WIDTH": width, "ROWS": max(1, NORM_VALUES // width)}
+    return _Launches(sizes["ROWS"], bind(norm_kernel, **sizes), bind(norm_backward_kernel, **sizes))
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """LayerNorm of x (..., d), contiguous, in a type; mean and inverse deviation, (2, tokens)."""
+    do, rows = _launches(x.shape[-1]), x.numel() // x.shape[-1]
+    weight, bias = prepared(weight, weight.dtype), prepared(bias, bias.dtype)
+    out = torch.empty_like(x, dtype=dtype)
+    statistics = x.new_empty(2, rows, dtype=torch.float32)
+    do.forward((-(-rows // do.rows),), (x, weight, bias, out, statistics), (rows, float(epsilon)))
+    return out, statistics
+
+
+def layer_norm_backward(
+    x: Tensor, weight: Tensor, statistics: Tensor, grad_out: Tensor, grad_past: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What x receives through its norm and past it, and partial sums for weight and bias.
+
+    The sums are (programs, 2, d).
+    """
+    D, rows = x.shape[-1], statistics.shape[1]
+    do, weight = _launches(D), prepared(weight, weight.dtype)
+    blocks = -(-rows // do.rows)
+    programs = min(blocks, NORM_PROGRAMS)
+    grad_x, partial = torch.empty_like(x), statistics.new_empty(programs, 2, D)
+    do.backward(
+        (programs,),
+        (x, weight, statistics, grad_out.contiguous(), grad_past.contiguous(), grad_x, partial),
+        (rows, -(-blocks // programs)),
+    )
+    return grad_x, partial
