@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from tensor_memory import MemoryConfig
 from tensor_memory_lab.models import Model
-from tensor_memory_lab.records import config_dict, declared, write_result
+from tensor_memory_lab.records import config_dict, declared
 from tensor_memory_lab.run_config import BudgetConfig, OptimizerConfig, RunConfig
-from tensor_memory_lab.train import RunOptions
 
 
 @dataclass(frozen=True)
@@ -120,19 +119,6 @@ def sign() -> RunConfig[Any, Any]:
         optimizer=OptimizerConfig(lr=0.1, schedule="constant"),
         budget=BudgetConfig(steps=4, batch_size=8, evaluate_every=2, checkpoint_every=2),
     )
-
-
-def not_trained(config: RunConfig[Any, Any], options: RunOptions) -> dict[str, Any]:
-    """In place of `train` where only what is around it is tested; raises what the task raises."""
-    config.task.build(config.seed)
-    found = record(config, shared_device=options.shared_device, device=options.device)
-    write_result(options.output / "result.json", found)
-    return found
-
-
-def count_threads(device: str) -> dict[str, Any]:
-    """In place of a run: how many threads it would have."""
-    return {"threads": torch.get_num_threads()}
 
 
 def record(config: RunConfig[Any, Any], *, accuracy: float = 0.9, **changes: Any) -> dict[str, Any]:

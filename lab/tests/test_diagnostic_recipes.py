@@ -1,23 +1,15 @@
-"""The runs of the diagnostics: published settings, answers out of reach, grids that expand."""
+"""The runs of the diagnostics: published settings, answers out of reach."""
 
-import functools
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from quoted import records_of
 
 from tensor_memory import MemoryResidual
-from tensor_memory_lab.commands.grid import expand, read_plan
 from tensor_memory_lab.recipes import load_recipes, windowed
-from tensor_memory_lab.records import config_from_dict, run_name
 
-FOLDER = Path(__file__).parents[2] / "grids"
-GRIDS = sorted(FOLDER.glob("[1-6]-*.toml"))
 PUBLISHED = ("binding", "map", "occlusion-published", "no-harm")
-LONG = ("binding-long", "map-long", "occlusion-valid", "occlusion-long")
 WINDOWED = (
     "windowed-binding",
     "windowed-binding-long",
@@ -26,16 +18,10 @@ WINDOWED = (
     "windowed-delay",
     "windowed-ablation",
 )
-ALL = (*PUBLISHED, *LONG, *WINDOWED, "windowed-no-harm")
 
 
 def config_of(name):
     return load_recipes()[name]()
-
-
-def test_every_diagnostic_is_there_as_published_long_and_windowed():
-    assert set(ALL) <= set(load_recipes())
-    assert all(config_of(name).recipe == name for name in ALL)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -108,70 +94,6 @@ def test_a_window_that_reaches_an_answer_is_refused(window):
         ValueError, match=r"windowed-binding: expected answers more than \d+ tokens"
     ):
         windowed.out_of_reach(seen)
-
-
-@functools.cache
-def runs_of(plan):
-    return expand(read_plan(plan))
-
-
-@pytest.mark.parametrize("plan", GRIDS, ids=lambda path: path.stem)
-def test_a_grid_expands_to_runs_that_differ(plan):
-    runs = runs_of(plan)
-    assert len({run.name for run in runs}) == len(runs) >= 8
-    assert {run.config.recipe for run in runs} <= set(ALL)
-
-
-@functools.cache
-def names_of_records(folder):
-    return {run_name(config_from_dict(record["config"])) for record in records_of(folder)}
-
-
-@pytest.mark.parametrize("plan", [*GRIDS, FOLDER / "7-rate.toml"], ids=lambda path: path.stem)
-def test_every_run_of_a_grid_has_its_record(plan):
-    folder = {"6-cost": "diagnostics-cost", "7-rate": "diagnostics-rate"}
-    found = names_of_records(folder.get(plan.stem, "diagnostics"))
-    assert [run.name for run in runs_of(plan) if run.name not in found] == []
-
-
-def test_what_is_left_open_has_no_record_yet():
-    found = names_of_records("diagnostics")
-    assert [run.name for run in runs_of(FOLDER / "8-open.toml") if run.name in found] == []
-
-
-def test_the_first_two_grids_hold_the_minimum():
-    first, second = (runs_of(path) for path in GRIDS[:2])
-    methods = {"base", "wide", "slots", "slots-matched", "tensor", "xl", "recurrent-slots"}
-    for name in ("windowed-binding", "windowed-map"):
-        done = {run.config.model.method for run in first if run.config.recipe == name}
-        assert done == {*methods, "linear"}
-    for name in ("binding", "map", "no-harm", "occlusion-published"):
-        done = {run.config.model.method for run in second if run.config.recipe == name}
-        assert done == {"base", "wide", "slots", "tensor"}
-    assert all(len(stage.over["seed"]) >= 3 for path in GRIDS[:2] for stage in read_plan(path))
-
-
-def test_the_ablations_change_one_choice_at_a_time():
-    unchanged = config_of("windowed-ablation").model.memory.to_dict()
-    pairs = {("reads", "chunk_size"), ("read_heads", "write_heads")}  # one choice, two fields
-    seen = set()
-    for run in runs_of(FOLDER / "4-ablations.toml"):
-        memory = run.config.model.memory.to_dict()
-        changed = tuple(name for name in memory if memory[name] != unchanged[name])
-        assert len(changed) <= 1 or set(changed) in [set(pair) for pair in pairs]
-        seen.update(changed)
-    assert seen == {
-        "write",
-        "share_coordinates",
-        "mixing",
-        "grid",
-        "chunk_size",
-        "reads",
-        "read_heads",
-        "write_heads",
-        "forget_bias",
-        "spread_bias",
-    }
 
 
 def test_what_a_memory_adds_at_the_start_does_not_drown_its_input():

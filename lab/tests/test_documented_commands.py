@@ -10,6 +10,7 @@ import pytest
 
 from tensor_memory_lab.commands.arguments import parse_run
 from tensor_memory_lab.commands.sweep import sweep_command
+from tensor_memory_lab.recipes import find_recipe
 
 ROOT = Path(__file__).parents[2]
 PLACES = ("*.md", "docs/**/*.md", "lab/plans/*.toml", "lab/src/tensor_memory_lab/recipes/*.py")
@@ -21,8 +22,7 @@ def shown() -> list[str]:
     for place in PLACES:
         for path in sorted(ROOT.glob(place)):
             text = re.sub(r"\\+\n#?\s*", "", path.read_text(encoding="utf-8"))
-            command = r"^#?\s*(tensor-memory(?:-lab)? (?:run|sweep) [^\n|`…]*)$"
-            found += re.findall(command, text, re.M)
+            found += re.findall(r"^#?\s*(tensor-memory-lab (?:run|sweep) [^\n|`…]*)$", text, re.M)
     return list(dict.fromkeys(found))
 
 
@@ -33,7 +33,7 @@ def test_a_command_that_is_shown_is_one_that_exists(command, monkeypatch, capsys
     monkeypatch.chdir(ROOT)
     _, kind, *words = shlex.split(command, comments=True)
     if kind == "run":
-        config, _ = parse_run(words[0], words[1:])
+        config, _ = parse_run(find_recipe(words[0]), words[1:])
         assert config.recipe == words[0]
     else:
         assert sweep_command([*words, "--dry-run"]) == 0

@@ -9,6 +9,7 @@ import pytest
 
 from tensor_memory import Recording
 from tensor_memory_lab.commands.arguments import parse_run
+from tensor_memory_lab.recipes import find_recipe
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -64,7 +65,7 @@ def test_every_committed_picture_is_shown_and_every_shown_one_is_there():
 @pytest.mark.parametrize("name", ["binding", "language"])
 def test_the_recordings_are_of_what_the_gallery_trains(gallery, name):
     recipe, *flags = gallery.RECIPES[name].split()
-    config, _ = parse_run(recipe, flags)
+    config, _ = parse_run(find_recipe(recipe), flags)
     for layer in Recording.load(DOCS / "recordings" / f"{name}.safetensors").layers:
         assert layer.config == config.model.memory
 

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
-import statistics
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from invented_runs import record
-from tensor_memory_lab.commands.forecast import forecast
-from tensor_memory_lab.commands.grid import (
-    Stage,
-    expand,
-    parse_over,
-    read_plan,
-    training_work,
-)
-from tensor_memory_lab.recipes.binding import binding
-from tensor_memory_lab.recipes.map_building import map_published
-from tensor_memory_lab.records import config_from_dict, read_results
+from tensor_memory_lab.commands.arguments import RunSettings, parse_run
+from tensor_memory_lab.commands.grid import Stage, expand, parse_over, read_plan
+from tensor_memory_lab.recipes import find_recipe
 
 SIGN = "invented_runs:sign"
 
@@ -40,9 +28,6 @@ def test_a_grid_is_the_product_of_its_values_each_once(seeds, methods, numbers):
     found = {(r.config.seed, r.config.model.method, r.config.task.numbers) for r in runs}
     assert len(runs) == len(found) == math.prod(len(values) for values in over.values())
     assert len({run.name for run in runs}) == len(runs)
-    assert [run.config.seed for run in runs[: len(runs) // len(seeds)]] == [seeds[0]] * (
-        len(runs) // len(seeds)
-    )
 
 
 def test_values_are_read_as_flags_are():
@@ -74,7 +59,7 @@ def test_a_field_that_comes_twice_is_refused():
 @pytest.mark.parametrize("flags", [["--seed", "3"], ["--seed=3"]])
 def test_a_field_that_is_fixed_and_varied_is_refused(flags):
     with pytest.raises(
-        ValueError, match=r"^seed: expected a value for all runs or several .* both"
+        ValueError, match=r"seed: expected one value for all runs, or several .* both"
     ):
         expand([Stage(["binding"], {"seed": [0, 1]}, flags)])
 
@@ -84,7 +69,7 @@ def test_a_field_is_the_same_however_it_is_written(tmp_path):
         parse_over(["budget.batch_size=8,16", "--budget.batch-size=32"])
     with pytest.raises(ValueError, match="expected each field once, got it twice"):
         parse_over(["noise=0,0.1", "task.noise=0.2"])
-    with pytest.raises(ValueError, match=r"^noise: expected a value for all runs or several"):
+    with pytest.raises(ValueError, match="noise: expected one value for all runs, or several"):
         expand([Stage(["binding"], {"noise": [0, 0.1]}, ["--task.noise", "0.2"])])
     plan = tmp_path / "plan.toml"
     plan.write_text('[[stage]]\nrecipes = ["binding"]\nover = { "budget.batch_size" = [8, 16] }\n')
@@ -92,59 +77,19 @@ def test_a_field_is_the_same_however_it_is_written(tmp_path):
         expand(read_plan(plan, ["--budget.batch-size", "4"]))
 
 
-def test_the_longest_runs_of_a_stage_come_first_and_stages_stay_in_order():
+def test_a_run_that_an_earlier_stage_has_is_left_out_and_stages_stay_in_order():
     stages = [
         Stage([SIGN], {"budget.steps": [2, 8, 4]}),
         Stage([SIGN], {"budget.steps": [16, 8]}),
     ]
-    assert [run.config.budget.steps for run in expand(stages)] == [8, 4, 2, 16]
+    assert [run.config.budget.steps for run in expand(stages)] == [2, 8, 4, 16]
 
 
-def test_runs_with_longer_rows_count_as_longer():
-    writes = [5, 200, 20]
-    runs = expand([Stage(["binding"], {"task.writes": writes, "model.method": ["base", "wide"]})])
-    assert [run.config.task.writes for run in runs] == [200, 200, 20, 20, 5, 5]
-
-
-def planned(**over):
-    return expand([Stage(["binding", "map"], {name: [value] for name, value in over.items()})])
-
-
-def test_a_forecast_goes_by_the_pace_of_runs_of_its_recipe_and_method():
-    (twice,) = (run for run in planned(**{"budget.steps": 4000}) if run.config.recipe == "binding")
-    done = [record(binding(), wall_seconds=50.0), record(map_published(), wall_seconds=9000.0)]
-    told = forecast([twice] * 12, done, workers=4)
-    assert told == "about 0:05:00 at the pace of runs that are there"  # 12 × 100 s over 4
-    assert forecast([twice], done, workers=4).startswith("about 0:01:40 ")  # one run is not shared
-    unfinished = [record(binding(), wall_seconds=1.0, finished=False)]
-    assert forecast([twice], unfinished, workers=1) == "nothing is known of their time"
-
-
-def test_the_time_of_long_rows_is_guessed_from_short_ones():
-    folder = Path(__file__).parents[2] / "results" / "diagnostics"
-    records = read_results([folder])
-    found = {}
-    for name in ("windowed-binding", "windowed-binding-long"):
-        runs = [r for r in records if (r["recipe"], r["method"]) == (name, "base")]
-        seconds = statistics.median(r["wall_seconds"] for r in runs)
-        found[name] = seconds, training_work(config_from_dict(runs[0]["config"]))
-    (short, its_work), (long, more_work) = found.values()
-    assert short * more_work / its_work == pytest.approx(long, rel=0.15)
-
-
-def test_a_forecast_falls_back_on_the_method_and_counts_what_it_knows_nothing_of():
-    base, tensor = (planned(**{"model.method": method})[0] for method in ("base", "tensor"))
-    (done,) = (run.config for run in planned() if run.config.recipe == "map")
-    told = forecast([base, tensor], [record(done, wall_seconds=60.0)], workers=1)
-    work = training_work(base.config) / training_work(done)
-    assert told.startswith(f"about {timedelta(seconds=round(60 * work))} ")
-    assert told.endswith(", and 1 of which nothing is known")
-    assert forecast([], [], workers=1) == "nothing is left to do"
-
-
-def test_records_that_no_config_can_be_made_of_tell_no_pace():
-    foreign = record(binding()) | {"config": {"class": "nowhere:Config"}}
-    assert forecast(planned(), [foreign], workers=1) == "nothing is known of their time"
+def test_the_arguments_of_a_run_make_its_config():
+    over = {"model.memory.grid": [[2, 2], [3, 3]], "model.wide": [True, False], "seed": [0, 7]}
+    for run in expand([Stage([SIGN], over, ["--task.numbers", "5"])]):
+        name, *flags = run.arguments
+        assert parse_run(find_recipe(name), flags) == (run.config, RunSettings())
 
 
 def test_a_path_may_hold_blanks():
@@ -163,7 +108,7 @@ def test_an_unknown_field_ends_with_status_2_and_the_nearest_name(capsys):
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert "--task.numbers" in error
-    assert f"tensor-memory run {SIGN} --help" in error  # sweep has no help of a recipe's fields
+    assert f"tensor-memory-lab run {SIGN} --help" in error  # sweep has no help of a recipe's fields
 
 
 def test_a_seed_that_is_no_number_is_refused_as_any_flag_is(capsys):
@@ -186,15 +131,9 @@ timeout = 9.5
 """
 
 
-def test_a_plan_is_read_from_toml_and_json(tmp_path: Path):
-    import tomllib
-
+def test_a_plan_is_read_from_toml(tmp_path: Path):
     (tmp_path / "plan.toml").write_text(PLAN)
-    (tmp_path / "plan.json").write_text(json.dumps(tomllib.loads(PLAN)))
     runs = expand(read_plan(tmp_path / "plan.toml", ["--task.numbers", "3"]))
-    assert [run.name for run in runs] == [
-        run.name for run in expand(read_plan(tmp_path / "plan.json", ["--task.numbers", "3"]))
-    ]
     assert [run.timeout for run in runs] == [60, 60, 60, 60, 9.5]
     assert [run.config.model.memory.grid for run in runs[:2]] == [(2, 2), (3, 3)]
     assert all(run.config.task.numbers == 3 for run in runs)
@@ -215,7 +154,7 @@ def test_flags_beside_a_plan_are_stronger_than_what_it_sets(tmp_path: Path):
         ("[[stages]]\nrecipes = ['a']", r"unknown key 'stages'; did you mean 'stage'\?"),
         ("[[stage]]\nrecipe = 'a'", r"stage 1: unknown key 'recipe'; did you mean 'recipes'\?"),
         ("[[stage]]\nover = {seed = [1]}", r"stage 1: expected recipes = \[\"name\", ...\]"),
-        ("[[stage]]\nrecipes=['a']\nover={seed = 1}", "expected a list of values for 'seed', got"),
+        ("[[stage]]\nrecipes=['a']\nover={seed = 1}", "expected a list for 'seed', got"),
         ("[[stage]]\nrecipes = [1]", r"stage 1: expected recipes = \[\"name\", ...\], got \[1\]"),
         ("[[stage]]\nrecipes=['a']\ntimeout = true", "expected timeout in seconds, got True"),
         ("timeout = 3", r"expected at least one \[\[stage\]\]"),
@@ -225,7 +164,7 @@ def test_flags_beside_a_plan_are_stronger_than_what_it_sets(tmp_path: Path):
         ("[[stage]]\nrecipes=['a']\nover = ['b']", r"expected a table for 'over', got \['b'\]"),
         ("stage = 3", r"expected at least one \[\[stage\]\]"),
         ("stage = [3]", "stage 1: expected a table, got 3"),
-        ("[[stage", "expected a plan as TOML, or as JSON in a .json file"),
+        ("[[stage", "expected a plan in TOML"),
     ],
 )
 def test_a_wrong_plan_is_refused_with_what_was_expected(tmp_path, text, complaint):

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensor_memory_lab.commands.arguments import parse_run
+from tensor_memory_lab.recipes import find_recipe
 from tensor_memory_lab.tasks.language import LanguageTask, LanguageTaskConfig, loss_sums
 from tensor_memory_lab.tasks.text import (
     WIKITEXT_2,
@@ -135,10 +136,12 @@ def test_without_a_folder_and_without_the_datasets_library_both_are_named(monkey
 
 
 def test_folder_and_protocol_may_be_named_without_their_group():
-    short, _ = parse_run("language", ["--data-dir", "here", "--protocol", "paper", "--leak"])
+    short, _ = parse_run(
+        find_recipe("language"), ["--data-dir", "here", "--protocol", "paper", "--leak"]
+    )
     flags = ["--task.data-dir", "here", "--task.protocol", "paper", "--task.leak"]
-    assert short == parse_run("language", flags)[0]
-    assert parse_run("language", ["--no-leak", "--seed=3"])[0].seed == 3
+    assert short == parse_run(find_recipe("language"), flags)[0]
+    assert parse_run(find_recipe("language"), ["--no-leak", "--seed=3"])[0].seed == 3
 
 
 def test_a_missing_part_is_named_with_the_layout(tmp_path):

@@ -1,7 +1,7 @@
 """Progress is a bar for people and a few lines for logs."""
 
-import importlib.util
 import io
+import time
 
 import pytest
 
@@ -36,9 +36,16 @@ def test_a_terminal_gets_a_bar():
     assert "100 %" not in shown
 
 
-def test_a_terminal_without_rich_gets_the_lines(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    assert len(work(Terminal()).splitlines()) == 10
+def test_a_log_gets_a_line_now_and_then_while_nothing_advances(monkeypatch):
+    monkeypatch.setattr("tensor_memory_lab.progress.LINE_EVERY", 0.01)
+    file = io.StringIO()
+    with progress("counting", 1000, file=file) as advance:
+        advance(10, note="slowly")
+        while file.getvalue().count("slowly\n") < 2:
+            time.sleep(0.01)
+    lines = file.getvalue().splitlines()
+    assert lines[-1].startswith("counting: 10 of 1,000 steps, 1 %, ")
+    assert lines[-1].endswith(", slowly")
 
 
 def test_a_note_stays_until_the_next_one():

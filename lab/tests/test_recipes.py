@@ -10,16 +10,22 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
+from functools import reduce
+from importlib import import_module
 from itertools import pairwise
+from operator import getitem
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 import pytest
 
-from tensor_memory.cli import main
-from tensor_memory_lab.recipes import load_recipes
-from tensor_memory_lab.records import config_from_dict, read_result
+from tensor_memory_lab.cli import main
+from tensor_memory_lab.recipes import Recipe, load_recipes
+from tensor_memory_lab.recipes import __name__ as PACKAGE
+from tensor_memory_lab.recipes import __path__ as PATH
+from tensor_memory_lab.records import config_dict, config_from_dict, read_result
 from vision_data import CLASSES, write_cub, write_ucf
 
 TWO_STEPS = (
@@ -58,27 +64,21 @@ def small(name: str, folder: Path) -> list[str]:
     return f"{TWO_STEPS} {flags}".format(data=folder).split()
 
 
-def runs() -> list[tuple[str, str]]:
-    """Every recipe with the method it names, and with the memory where that is another."""
+def runs() -> list[Any]:
+    """Every recipe with a memory, and, where it names another method, with that one."""
     found = []
-    for name, make in sorted(load_recipes().items()):
-        default = make().model.method
+    for name, recipe in load_recipes().items():
+        default = recipe().model.method
         memory = "spatial" if name.startswith(("cub", "images", "ucf101")) else "tensor"
-        found += [(name, method) for method in dict.fromkeys((default, memory))]
-    return [(name, method) for name, method in found if (name, method) not in NOT_ASKED]
-
-
-NOT_ASKED = {
-    ("language-leak", "tensor"),
-    ("language-carried", "tensor"),
-    ("leak-demo", "tensor"),
-}
-"""Recipes whose own method is a memory already."""
+        memory = default if default.startswith("tensor") else memory
+        found.append(pytest.param(name, memory))
+        if default != memory:
+            found.append(pytest.param(name, default, marks=pytest.mark.exhaustive))
+    return found
 
 
 @pytest.mark.parametrize(("name", "method"), runs())
 def test_two_steps_of_every_recipe(name, method, tmp_path, capsys):
-    assert load_recipes()[name]().recipe == name
     data(name, tmp_path)
     flags = [*small(name, tmp_path), "--model.method", method, "--output", f"{tmp_path}/run"]
     assert main(["run", name, *flags]) == 0
@@ -110,6 +110,25 @@ def described(kind: type) -> set[str]:
             if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):
                 found.add(ast.unparse(field.target))
     return found
+
+
+def test_a_recipe_is_listed_as_it_declares_itself():
+    modules = [import_module(f"{PACKAGE}.{module.name}") for module in iter_modules(PATH)]
+    found = [value for module in modules for value in vars(module).values()]
+    declared = {value.name: value for value in found if isinstance(value, Recipe)}
+    assert declared.keys() == load_recipes().keys()
+    for name, listed in load_recipes().items():
+        assert replace(declared[name], make=listed.make, about=listed.about) == listed
+        assert declared[name].summary == listed.summary != ""
+        assert listed().recipe == name
+
+
+def test_settings_and_method_are_fields_that_there_are():
+    for recipe in load_recipes().values():
+        plain = config_dict(recipe())
+        assert recipe.method
+        for name in (*recipe.settings, *recipe.method):
+            reduce(getitem, name.split("."), plain)
 
 
 @pytest.mark.parametrize("name", sorted(load_recipes()))

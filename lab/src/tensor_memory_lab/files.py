@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +40,18 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         at.write_text(text, encoding="utf-8")
 
     write_whole(path, write)
+
+
+def make_folder(path: Path, what: str) -> None:
+    """Make a folder where there is none; an error that says what it was for."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass  # a folder that is there may still take no files
+    except OSError as error:
+        raise OSError(
+            f"{path}: cannot be made a folder for {what} ({error.strerror}); choose another"
+        ) from error
 
 
 def read_json(path: str | os.PathLike[str], what: str, remedy: str, *, kind: type = dict) -> Any:

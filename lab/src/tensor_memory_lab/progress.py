@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Protocol, TextIO
+
+LINE_EVERY = 30.0
+"""Seconds between two lines where there is no terminal."""
 
 
 class Advance(Protocol):
@@ -25,8 +28,7 @@ def progress(
 ) -> Iterator[Advance]:
     """Show how far work of `total` units has come, on standard error unless `file` is given.
 
-    `start` units were done before, and say nothing about the rate or the time left. The bar needs
-    rich (the `experiments` extra); without it the lines are printed instead.
+    `start` units were done before; they do not count for the rate or the time left.
 
     >>> with progress("reading", 100, unit="pages", file=sys.stdout) as advance:
     ...     advance(60)
@@ -35,8 +37,7 @@ def progress(
     reading: 100 of 100 pages, 100 %, .../s, all found
     """
     out = sys.stderr if file is None else file
-    shown = _bar if out.isatty() and importlib.util.find_spec("rich") else _lines
-    with shown(label, total, unit, start, out) as advance:
+    with (_bar if out.isatty() else _lines)(label, total, unit, start, out) as advance:
         yield advance
 
 
@@ -69,22 +70,44 @@ def _bar(label: str, total: int, unit: str, start: int, file: TextIO) -> Iterato
 
 @contextmanager
 def _lines(label: str, total: int, unit: str, start: int, file: TextIO) -> Iterator[Advance]:
-    done, printed, last_note, started = start, start * 10 // total, "", time.perf_counter()
+    """A line at every tenth of the work, and every LINE_EVERY seconds between."""
+    done, printed, last_note, began = start, start * 10 // total, "", time.perf_counter()
+    last_line, over, one_at_a_time = began, threading.Event(), threading.Lock()
+
+    def show() -> None:
+        nonlocal last_line
+        last_line = time.perf_counter()
+        parts = [f"{label}: {done:,} of {total:,} {unit}, {done * 100 // total} %"]
+        if done > start:
+            rate = (done - start) / max(last_line - began, 1e-9)
+            left = timedelta(seconds=round((total - done) / rate))
+            parts += [f"{left} left"] * (done < total) + [_rate(rate)]
+        print(", ".join([*parts, *filter(None, [last_note])]), file=file, flush=True)
 
     def advance(amount: int = 1, note: str = "") -> None:
         nonlocal done, printed, last_note
-        done, last_note = done + amount, note or last_note
-        tenth = done * 10 // total
-        if tenth > printed:  # ten lines at most, however often this is called
-            printed = tenth
-            rate = (done - start) / max(time.perf_counter() - started, 1e-9)
-            left = str(timedelta(seconds=round((total - done) / rate))) if done < total else ""
-            parts = [f"{label}: {done:,} of {total:,} {unit}, {done * 100 // total} %"]
-            parts += [left and f"{left} left", _rate(rate), last_note]
-            print(", ".join(part for part in parts if part), file=file, flush=True)
+        with one_at_a_time:
+            done, last_note = done + amount, note or last_note
+            if done * 10 // total > printed:
+                printed = done * 10 // total
+                show()
 
-    yield advance
+    def keep_showing() -> None:  # also while one step or an evaluation takes minutes
+        while not over.wait(max(0.0, last_line + LINE_EVERY - time.perf_counter())):
+            with one_at_a_time:
+                if time.perf_counter() - last_line >= LINE_EVERY:
+                    show()
+
+    thread = threading.Thread(target=keep_showing, daemon=True)
+    thread.start()
+    try:
+        yield advance
+    finally:
+        over.set()
+        thread.join()
 
 
 def _rate(per_second: float) -> str:
+    if per_second < 1:
+        return f"{1 / max(per_second, 1e-9):,.1f} s each"
     return f"{per_second:,.0f}/s" if per_second >= 10 else f"{per_second:.1f}/s"

@@ -29,7 +29,8 @@ def print_table(rows: Sequence[Mapping[str, str]]) -> None:
     for row in rows:
         table.add_row(*(Text(row.get(name, "")) for name in names))
     shown = [table]
-    if console.measure(table).minimum > console.width:
+    unlimited = console.options.update_width(UNLIMITED)
+    if console.measure(table, options=unlimited).minimum > console.width:
         shown = [_empty_table(show_header=False) for _ in rows]
         for table, row in zip(shown, rows, strict=True):
             for name, value in row.items():

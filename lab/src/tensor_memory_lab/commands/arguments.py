@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -11,7 +9,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import tyro
 
-from tensor_memory_lab.recipes import Recipe, find_recipe
+from tensor_memory_lab.recipes import Recipe
 from tensor_memory_lab.run_config import BudgetConfig, OptimizerConfig, RunConfig
 
 T = TypeVar("T")
@@ -28,10 +26,14 @@ class RunSettings:
     """Continue the run in its folder from its last checkpoint."""
     from_previous: bool = False
     """With --resume: use the checkpoint before a broken last one."""
+    keep_checkpoints: bool = True
+    """Keep the checkpoints of a finished run, which `generate`, `positions` and `inspect` need."""
     tracker: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Also log to this tracker (tensorboard, or any that Accelerate knows); may be repeated."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, …"""
+    shared_device: bool = False
+    """Other work shares the device: tables leave the timings of this run out."""
     results: Path | None = None
     """Add the record to this study's file too, such as results/mine.jsonl."""
     quiet: bool = False
@@ -56,44 +58,28 @@ class RunFlags(Generic[T, M]):
     settings: Annotated[RunSettings, tyro.conf.arg(name="")] = field(default_factory=RunSettings)
 
 
-def count(text: str) -> int:
-    """How many of something, as the `type` of an argparse option."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
-    return int(text)
+CONFIG_FIELDS = tuple(field.name for field in fields(RunConfig) if field.name != "recipe")
 
 
-CONFIG_FIELDS = ("task", "model", "optimizer", "budget", "seed", "precision", "speed")
+def parse_run(recipe: Recipe, arguments: Sequence[str]) -> tuple[RunConfig[Any, Any], RunSettings]:
+    """The config of a recipe with `arguments` applied, and the settings among them.
 
-
-def parse_run(name: str, arguments: Sequence[str]) -> tuple[RunConfig[Any, Any], RunSettings]:
-    """The config of the recipe `name` with `arguments` applied, and the settings among them.
-
-    An unknown flag, a value that does not fit and a config that refuses itself end the program
-    with status 2 and a message, as `--help` ends it with status 0.
+    A field of the task may go without its group: `--data-dir` is `--task.data-dir`. An unknown
+    flag, a value that does not fit and a config that refuses itself end the program with status 2
+    and a message, as `--help` ends it with status 0.
     """
-    make = find_recipe(name)
-    return apply_flags(make(), arguments, prog=f"tensor-memory run {name}", about=describe(make))
-
-
-def apply_flags(
-    config: RunConfig[Any, Any], arguments: Sequence[str], *, prog: str, about: str = ""
-) -> tuple[RunConfig[Any, Any], RunSettings]:
-    """A config with command-line flags applied to it, and the settings among the flags.
-
-    A field of the task may go without its group: `--data-dir` is `--task.data-dir`.
-    """
+    config = recipe()
     if not isinstance(config, RunConfig):
         raise ValueError(
-            f"{prog}: expected a function that returns a RunConfig, got one that returns "
-            f"{type(config).__name__}; return one, such as replace(binding(), seed=1)"
+            f"recipe {recipe.name}: expected a function that returns a RunConfig, got one that "
+            f"returns {type(config).__name__}; return one, such as replace(binding(), seed=1)"
         )
     flags = tyro.cli(
         RunFlags[type(config.task), type(config.model)],
         args=[_in_full(word, config.task) for word in arguments],
         default=RunFlags(**{name: getattr(config, name) for name in CONFIG_FIELDS}),
-        prog=prog,
-        description=about,
+        prog=f"tensor-memory-lab run {recipe.name}",
+        description=recipe.about,
         # A field that is a dataclass or None stays what the recipe made it, without subcommands.
         config=(tyro.conf.AvoidSubcommands,),
     )
@@ -112,13 +98,3 @@ def _in_full(word: str, task: Any) -> str:
     taken = {*CONFIG_FIELDS, *(f.name for f in fields(RunSettings))}
     bare = word.startswith("--") and name in {f.name for f in fields(task)} - taken
     return f"--task.{word[2:]}" if bare else word
-
-
-def describe(make: Recipe) -> str:
-    """A recipe's docstring, for `--help`."""
-    return (make.__doc__ or "").strip()
-
-
-def is_main_process() -> bool:
-    """Whether this process speaks for the run: rank 0 of those a launcher started, or the one."""
-    return os.environ.get("RANK", "0") == "0"

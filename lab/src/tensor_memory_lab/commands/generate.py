@@ -1,22 +1,14 @@
-"""`tensor-memory generate RUN_FOLDER`: text from a trained decoder, printed as it comes."""
+"""`tensor-memory-lab generate RUN_FOLDER`: text from a trained decoder, printed as it comes."""
 
 from __future__ import annotations
 
 import argparse
-import codecs
-import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
-from tensor_memory_lab.language_runs import load_text_run
-from tensor_memory_lab.models.generation import TextStream, generate
-from tensor_memory_lab.tasks.text import END, UNKNOWN, Vocabulary
-from tensor_memory_lab.train.processes import find_device
-
-SHOWN_WORDS = 5
-"""Unknown words that are named."""
+from tensor_memory_lab.wording import counted
 
 
 def generate_command(arguments: Sequence[str]) -> int:
@@ -25,8 +17,19 @@ def generate_command(arguments: Sequence[str]) -> int:
     if options.tokens < 0:
         raise ValueError(f"--tokens: expected 0 (without end) or more, got {options.tokens}")
     prompt = _read_prompt(options.prompt)
+    # Imported here, since torch takes seconds: --help is told at once.
+    from tensor_memory_lab.commands.text_pieces import foreign_words, pieces, prompt_ids
+    from tensor_memory_lab.language_runs import load_text_run
+    from tensor_memory_lab.models.generation import TextStream, generate
+    from tensor_memory_lab.train.processes import find_device
+
     device = find_device(options.device)
     _, vocabulary, model, _ = load_text_run(options.folder, options.which, device=device)
+    if foreign := foreign_words(vocabulary, prompt):
+        _say(
+            f"{counted(len(foreign), 'word')} of the prompt not in the vocabulary, read as <unk>: "
+            + ", ".join(list(dict.fromkeys(foreign))[:5])
+        )
     if model.config.non_causal:
         _say(f"{model.config.method} was trained seeing the future; here it has none to see")
     ids = generate(
@@ -38,53 +41,14 @@ def generate_command(arguments: Sequence[str]) -> int:
     )
     begins_line = not prompt or prompt[-1].isspace()
     try:
-        for piece in written(vocabulary, islice(ids, options.tokens or None), begins_line):
+        for piece in pieces(vocabulary, islice(ids, options.tokens or None), begins_line):
             sys.stdout.write(piece)
             sys.stdout.flush()
     except KeyboardInterrupt:
         print()
         return 130
-    except BrokenPipeError:  # whoever was reading has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     print()
     return 0
-
-
-def prompt_ids(vocabulary: Vocabulary, prompt: str) -> list[int]:
-    """The start token and the prompt; a last line without an end is to be gone on with."""
-    ids = vocabulary.tokenize(prompt)
-    if vocabulary.words and END in vocabulary.words and prompt and not prompt.endswith("\n"):
-        ids = ids[:-1]
-    if vocabulary.words:
-        known = set(vocabulary.words)
-        foreign = [word for word in prompt.split() if word not in known]
-        if foreign:
-            shown = ", ".join(list(dict.fromkeys(foreign))[:SHOWN_WORDS])
-            _say(
-                f"{len(foreign)} of {len(prompt.split())} words of the prompt are not in the "
-                f"vocabulary and are read as {UNKNOWN}: {shown}"
-            )
-    return [vocabulary.start, *ids]
-
-
-def written(vocabulary: Vocabulary, ids: Iterable[int], begins_line: bool) -> Iterator[str]:
-    """The pieces of text that ids make, one for each: words with blanks between, or bytes.
-
-    >>> words = Vocabulary(("<eos>", "a", "b", "<unk>"))
-    >>> "".join(written(words, [1, 2, 0, 1], begins_line=True))
-    'a b\\na'
-    """
-    if not vocabulary.words:
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        for number in ids:
-            yield decoder.decode(bytes([number]))
-        yield decoder.decode(b"", final=True)
-        return
-    for number in ids:
-        word = vocabulary.words[number]
-        yield "\n" if word == END else word if begins_line else f" {word}"
-        begins_line = word == END
 
 
 def _read_prompt(given: str | None) -> str:
@@ -119,7 +83,7 @@ def _say(text: str) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="tensor-memory generate",
+        prog="tensor-memory-lab generate",
         description="Print text from a trained language model as it is drawn, at constant memory: "
         "windows as long as in training, the state carried from each to the next.",
     )

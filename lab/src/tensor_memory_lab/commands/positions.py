@@ -1,4 +1,4 @@
-"""`tensor-memory positions RUN_FOLDER …`: loss against position, far beyond the training length."""
+"""`tensor-memory-lab positions RUN_FOLDER …`: loss against position in a text."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
-from tensor_memory_lab.commands.arguments import count
-from tensor_memory_lab.commands.run import make_folder
-from tensor_memory_lab.language_runs import load_text_run, loss_by_position
-from tensor_memory_lab.records import append
-from tensor_memory_lab.records.figure import figure
-from tensor_memory_lab.records.store import frame, parts
-from tensor_memory_lab.records.table import column, table
+from tensor_memory_lab.commands.option_types import count
+from tensor_memory_lab.files import make_folder
 from tensor_memory_lab.terminal import print_table
-from tensor_memory_lab.train.processes import find_device
 from tensor_memory_lab.wording import counted
 
 
 def positions_command(arguments: Sequence[str]) -> int:
     """Measure every run, write a record of each and one figure of all."""
     options = _parser().parse_args(arguments)
+    # Imported here, since torch takes seconds: --help is told at once.
+    import torch
+
+    from tensor_memory_lab.language_runs import load_text_run, loss_by_position
+    from tensor_memory_lab.records import append
+    from tensor_memory_lab.records.figure import figure
+    from tensor_memory_lab.records.store import frame, parts
+    from tensor_memory_lab.records.table import column, table
+    from tensor_memory_lab.train.processes import find_device
+
     device = find_device(options.device)
     records = []
     for folder in options.folders:
@@ -55,7 +57,7 @@ def positions_command(arguments: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="tensor-memory positions",
+        prog="tensor-memory-lab positions",
         description="Loss against position in the test text, up to many times the training length, "
         "the state carried from window to window. The same tokens are scored at every distance. "
         "Writes a line of JSON per run and one figure.",

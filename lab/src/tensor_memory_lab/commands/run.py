@@ -1,23 +1,26 @@
-"""`tensor-memory run RECIPE [--field value …]`: train one model and say what came out."""
+"""`tensor-memory-lab run RECIPE [--field value …]`: train one model and show what came out."""
 
 from __future__ import annotations
 
-import tempfile
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tensor_memory_lab.commands.arguments import is_main_process, parse_run
-from tensor_memory_lab.recipes import find_recipe
-from tensor_memory_lab.records import append, declared, run_name, write_result
-from tensor_memory_lab.records.text import bound_name, bytes_text, measure_text
+from tensor_memory_lab.files import make_folder
+from tensor_memory_lab.recipes import Recipe, find_recipe
+from tensor_memory_lab.terminal import print_table
 
-USAGE = """usage: tensor-memory run RECIPE [--field value ...]
+if TYPE_CHECKING:
+    from tensor_memory_lab.run_config import RunConfig
 
-Train one model. `tensor-memory list` shows the recipes, `tensor-memory run RECIPE --help` every
-field of one and its value, such as
+USAGE = """usage: tensor-memory-lab run RECIPE [--field value ...]
 
-  tensor-memory run binding --model.method tensor --task.writes 20 --budget.steps 100 --seed 1
+Train one model. `tensor-memory-lab list` shows the recipes, `tensor-memory-lab run RECIPE --help`
+every field of one and its value, such as
+
+  tensor-memory-lab run binding --model.method tensor --task.writes 20 --budget.steps 100 --seed 1
 """
 
 RUNS = Path("runs")
@@ -26,17 +29,24 @@ RUNS = Path("runs")
 
 def run_command(arguments: Sequence[str]) -> int:
     """Run a recipe; 0 when it has finished, 130 when it was interrupted and can be resumed."""
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
-        return 0 if arguments else 2
+        return 0
     if arguments[0].startswith("-"):
         raise ValueError(f"run: expected the name of a recipe first, got {arguments[0]!r}\n{USAGE}")
-    config, settings = parse_run(arguments[0], arguments[1:])
-    from tensor_memory_lab.train import RunOptions, train  # not for --help
+    recipe = find_recipe(arguments[0])
+    # Imported here, since torch takes seconds: a wrong name and --help are told at once.
+    from tensor_memory_lab.commands.arguments import parse_run
+    from tensor_memory_lab.records import append, declared, run_name
+    from tensor_memory_lab.train import RunOptions, train
 
+    config, settings = parse_run(recipe, arguments[1:])
     folder = settings.output or RUNS / run_name(config)
     if settings.results is not None:
-        make_folder(settings.results.parent, "results")  # now, and not after hours of training
+        make_folder(settings.results.parent, "results")  # now, not after hours of training
+    speaks = os.environ.get("RANK", "0") == "0"  # of the processes that a launcher started
+    if speaks and not settings.quiet:
+        _print_header(recipe, config, settings.device, folder)
     record = train(
         config,
         RunOptions(
@@ -45,45 +55,46 @@ def run_command(arguments: Sequence[str]) -> int:
             from_previous=settings.from_previous,
             trackers=settings.tracker,
             device=settings.device,
+            shared_device=settings.shared_device,
+            keep_checkpoints=settings.keep_checkpoints,
             quiet=settings.quiet,
+            declared=declared(config, recipe(), recipe.settings, recipe.method),
         ),
     )
     if not record["finished"]:  # the loop has said how to go on
         return 130
-    if is_main_process():
-        # The recipe declares what is a setting and what the method; the loop knows no recipes.
-        record |= declared(config, find_recipe(arguments[0])())
-        write_result(folder / "result.json", record)
+    if speaks:
         if settings.results is not None:
             append(settings.results, record)
-        print(summary(record))
-        print(f"{folder / 'result.json'}")
+        print_outcome(record)
+        print(folder / "result.json")
     return 0
 
 
-def make_folder(path: Path, what: str) -> None:
-    """Make a folder where there is none; an error that says what it was for."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass  # a folder that is there may still take no files
-    except OSError as error:
-        raise OSError(
-            f"{path}: cannot be made a folder for {what} ({error.strerror}); choose another"
-        ) from error
+def _print_header(recipe: Recipe, config: RunConfig[Any, Any], device: str, folder: Path) -> None:
+    """Say on stderr what is trained, where, for how long, and where to look meanwhile."""
+    from tensor_memory_lab.provenance import provenance
+    from tensor_memory_lab.train.processes import find_device
+
+    found = find_device(device)
+    hardware = provenance()["hardware"]
+    budget = config.budget
+    lines = {
+        "run": f"{config.recipe}, method {config.model.method}, seed {config.seed}",
+        "device": f"{found}, {hardware['gpu'] if found.startswith('cuda') else hardware['cpu']}",
+        "steps": f"{budget.steps:,} of {budget.batch_size} rows, "
+        f"validation every {budget.evaluate_every:,}",
+        "expected": recipe.expected or "the recipe does not say how long it takes",
+        "folder": f"{folder}: metrics.jsonl grows during training, result.json is the end",
+    }
+    for name, text in lines.items():
+        print(f"{name:<10} {text}", file=sys.stderr, flush=True)
 
 
-def summary(record: Mapping[str, Any]) -> str:
-    """A run's outcome in a few lines.
+def print_outcome(record: Mapping[str, Any]) -> None:
+    """Print what a run was, and a table of its measures with a row for each test split."""
+    from tensor_memory_lab.records.text import bound_name, bytes_text, measure_text
 
-    >>> print(summary({
-    ...     "recipe": "binding", "task": "binding", "method": "tensor", "seed": 0,
-    ...     "parameters": 113910, "state_bytes": 27648, "best_step": 1800,
-    ...     "test": {"test": {"accuracy": 0.948, "loss": 0.2}}, "ceiling": {"test": 0.96},
-    ...     "metric": "accuracy", "steps_per_second": 210.0}))
-    binding, tensor, seed 0: 113,910 parameters, 27.0 KiB of state, 210 steps/s, best at step 1,800
-      test: accuracy 94.8 %, loss 0.2000 (ceiling 96.0 %)
-    """
     parts = [
         f"{record['parameters']:,} parameters",
         f"{bytes_text(record['state_bytes'])} of state",
@@ -92,25 +103,17 @@ def summary(record: Mapping[str, Any]) -> str:
         parts.append(f"{record['steps_per_second']:,.3g} steps/s")
     if record.get("best_step") is not None:
         parts.append(f"best at step {record['best_step']:,}")
-    lines = [f"{record['task']}, {record['method']}, seed {record['seed']}: {', '.join(parts)}"]
-    if protocol := protocol_text(record):
-        lines.append(f"  {protocol}")
-    for split, measures in record["test"].items():
-        shown = ", ".join(f"{name} {measure_text(value, name)}" for name, value in measures.items())
+    print(f"{record['task']}, {record['method']}, seed {record['seed']}: {', '.join(parts)}")
+    for where, name in (("facts", "evaluation"), ("labels", "context")):
+        if text := (record.get(where) or {}).get(name):
+            print(f"{name}: {text}")
+    measures = dict.fromkeys(name for found in record["test"].values() for name in found)
+    rows = []
+    for split, found in record["test"].items():
+        row = {"split": split}
+        row |= {name: measure_text(found[name], name) if name in found else "" for name in measures}
         ceiling = record["ceiling"].get(split)
-        end = f" ({bound_name(record)} {measure_text(ceiling, record['metric'])})"
-        lines.append(f"  {split}: {shown}{'' if ceiling is None else end}")
-    return "\n".join(lines)
-
-
-def protocol_text(record: Mapping[str, Any]) -> str:
-    """How a run's numbers were measured and what a prediction had seen; empty where nobody says.
-
-    >>> protocol_text({"facts": {"evaluation": "windows of 8"}, "labels": {"context": "all of it"}})
-    'windows of 8; context: all of it'
-    """
-    protocol = (record.get("facts") or {}).get("evaluation")
-    context = (record.get("labels") or {}).get("context")
-    if not protocol:
-        return ""
-    return f"{protocol}; context: {context}" if context else protocol
+        if ceiling is not None:
+            row[bound_name(record)] = measure_text(ceiling, record["metric"])
+        rows.append(row)
+    print_table(rows)

@@ -1,53 +1,103 @@
-"""Whole runs by name: functions that return a `RunConfig`.
+"""Whole runs by name: a recipe is a function that returns a full `RunConfig`.
 
-`RECIPES` maps a name to a function without arguments; its docstring's first line is what `list`
-shows. `tensor-memory run NAME --model.method tensor --seed 1` changes single values. The modules
-of this package register their recipes as they are imported, which `load_recipes` does.
+The decorator `recipe` beside the function declares its name, what it takes, and which fields of
+the config are settings and which are the method. `tensor-memory-lab run NAME --seed 1` changes
+single values.
 """
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
-import pkgutil
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 from tensor_memory_lab.local_modules import find_modules_here
-from tensor_memory_lab.run_config import RunConfig
 
-Recipe = Callable[[], RunConfig[Any, Any]]
-
-RECIPES: dict[str, Recipe] = {}
-"""Filled by the modules of this package as they are imported (see `recipe`)."""
-
-EXPECTED: dict[str, str] = {}
-"""What a recipe says it takes, such as "3 min on one H200"."""
+if TYPE_CHECKING:
+    from tensor_memory_lab.run_config import RunConfig
 
 
-def recipe(name: str, *, expected: str = "") -> Callable[[Recipe], Recipe]:
-    """Register a function as the recipe `name`; `expected` says what it takes, for `list`."""
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe and what it declares about itself. Calling it makes the config.
 
-    def register(make: Recipe) -> Recipe:
-        if name in RECIPES:
-            raise ValueError(f"recipe {name!r}: expected a new name, got one that exists")
-        RECIPES[name] = make
-        if expected:
-            EXPECTED[name] = expected
-        return make
+    A name in `settings` or `method` is a field of the config with dots, such as `task.writes`. It
+    stands for all fields inside it too, and the longer of two names that fit a field counts.
+    """
 
-    return register
+    name: str
+    make: Callable[[], RunConfig[Any, Any]]
+    about: str = ""
+    """What `--help` shows; its first line is what `list` shows."""
+    expected: str = ""
+    """What a run takes, such as "10 s on one H200"."""
+    settings: tuple[str, ...] = ()
+    """What methods are compared under: a table has one group of rows for each of their values."""
+    method: tuple[str, ...] = ("model",)
+    """What is compared: a table has one row for each of their values."""
+
+    @property
+    def summary(self) -> str:
+        """The first line of `about`."""
+        return self.about.partition("\n")[0]
+
+    def __call__(self) -> RunConfig[Any, Any]:
+        """The config."""
+        return self.make()
 
 
+def recipe(
+    name: str,
+    *,
+    expected: str = "",
+    settings: tuple[str, ...] = (),
+    method: tuple[str, ...] = ("model",),
+) -> Callable[[Callable[[], RunConfig[Any, Any]]], Recipe]:
+    """Declare a function as the recipe `name`. In this package all values must be literals."""
+
+    def declare(make: Callable[[], RunConfig[Any, Any]]) -> Recipe:
+        return Recipe(name, make, (make.__doc__ or "").strip(), expected, settings, method)
+
+    return declare
+
+
+@cache
 def load_recipes() -> dict[str, Recipe]:
-    """Import every module of this package, which registers its recipes; all of them by name."""
-    for module in pkgutil.iter_modules(__path__):
-        _import(f"{__name__}.{module.name}")
-    return RECIPES
+    """The recipes of this package by name.
+
+    They are read from the source and imported when they are called, so that `list` needs no torch.
+    """
+    found: dict[str, Recipe] = {}
+    for file in sorted(Path(__file__).parent.glob("[!_]*.py")):
+        for declared in _declared_in(file):
+            if declared.name in found:
+                raise ValueError(f"{file}: expected a new name for a recipe, got {declared.name!r}")
+            found[declared.name] = declared
+    return found
+
+
+def _declared_in(file: Path) -> Iterator[Recipe]:
+    """The recipes of one module of this package."""
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        match node:
+            case ast.FunctionDef(decorator_list=[ast.Call(ast.Name("recipe"), [name], keywords)]):
+                values = {str(word.arg): ast.literal_eval(word.value) for word in keywords}
+                make = _imported_when_called(f"{__name__}.{file.stem}", node.name)
+                about = ast.get_docstring(node) or ""
+                yield Recipe(ast.literal_eval(name), make, about, **values)
+
+
+def _imported_when_called(module: str, function: str) -> Callable[[], RunConfig[Any, Any]]:
+    return lambda: getattr(importlib.import_module(module), function)()
 
 
 def find_recipe(name: str) -> Recipe:
-    """The recipe of this name, or the function `package.module:function` of your own.
+    """The recipe of this name, or `package.module:function` of your own.
 
     The current folder is on the path for the latter.
     """
@@ -58,7 +108,7 @@ def find_recipe(name: str) -> Recipe:
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         raise ValueError(
-            f"recipe {name!r}: no such recipe; {hint}`tensor-memory list` shows all, and "
+            f"recipe {name!r}: no such recipe; {hint}`tensor-memory-lab list` shows all, and "
             "package.module:function names one of your own"
         )
     return known[name]
@@ -67,30 +117,21 @@ def find_recipe(name: str) -> Recipe:
 def _own_recipe(name: str) -> Recipe:
     module, _, function = name.partition(":")
     find_modules_here()
-    make = getattr(_import(module), function, None)
-    if not callable(make):
-        raise ValueError(
-            f"recipe {name!r}: expected a function {function!r} in {module}, got {make!r}; "
-            "name one that takes no arguments and returns a RunConfig"
-        )
-    return cast(Recipe, make)
-
-
-def _import(module: str) -> Any:
     try:
-        return importlib.import_module(module)
+        found = getattr(importlib.import_module(module), function, None)
     except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if missing and f"{module}.".startswith(f"{missing}."):
-            raise ModuleNotFoundError(
-                f"{module}: no module named {missing!r}; expected a Python file of the current "
-                "folder, or an installed package",
-                name=missing,
-            ) from error
-        if missing.startswith("tensor_memory") or not missing:
+        if not f"{module}.".startswith(f"{error.name}."):
             raise
         raise ModuleNotFoundError(
-            f"{module} needs {missing}; install what experiments need with: "
-            "pip install 'tensor-memory[experiments]'",
-            name=missing,
+            f"{module}: no module named {error.name!r}; expected a Python file of the current "
+            "folder, or an installed package",
+            name=error.name,
         ) from error
+    if isinstance(found, Recipe):
+        return found
+    if not callable(found):
+        raise ValueError(
+            f"recipe {name!r}: expected a function {function!r} in {module}, got {found!r}; "
+            "name one that takes no arguments and returns a RunConfig"
+        )
+    return Recipe(name, cast(Any, found), (found.__doc__ or "").strip())

@@ -1,7 +1,7 @@
 """Coordinate binding under full attention: the paper's cell, and long enough to settle it.
 
-    tensor-memory run binding --model.method tensor
-    tensor-memory sweep --plan lab/plans/2-published.toml --jobs 6
+    tensor-memory-lab run binding --model.method tensor
+    tensor-memory-lab sweep --plan lab/plans/published.toml --jobs 6
 
 Expected on one H200: see `expected` of each recipe and docs/diagnostics.md. The paper reports
 90.8 / 91.0 / 90.4 / 94.8 % (base, wide, slots, tensor) for `binding`.
@@ -27,7 +27,7 @@ LONGER = OptimizerConfig(
 Run = RunConfig[BindingConfig, ToyModelConfig]
 
 
-@recipe("binding", expected="10 s on one H200, CPU 10 min")
+@recipe("binding", expected="10 s on one H200, CPU 10 min", settings=("task.writes", "task.noise"))
 def binding() -> Run:
     """Coordinate binding as published: W 20, σ 0.1, 2,000 steps of 128."""
     return RunConfig(
@@ -41,7 +41,7 @@ def binding() -> Run:
     )
 
 
-@recipe("binding-long", expected="25 s on one H200")
+@recipe("binding-long", expected="25 s on one H200", settings=("task.writes", "task.noise"))
 def binding_long() -> Run:
     """Coordinate binding to convergence: 6,000 steps at 1e-3, annealed, no dropout."""
     return RunConfig(

@@ -1,7 +1,8 @@
 """Masked reconstruction of birds, and of any folder of images.
 
-    tensor-memory run cub --task.data-dir cub200-2011-120px.zip --model.method spatial
-    tensor-memory sweep cub --over model.method=base,local,registers,spatial,wide --over seed=0,1,2
+    tensor-memory-lab run cub --task.data-dir cub200-2011-120px.zip --model.method spatial
+    tensor-memory-lab sweep cub --over seed=0,1,2 \\
+        --over model.method=base,local,registers,spatial,wide
 
 `cub` takes images with a short side of 120 pixels; `cub-published` has the paper's sizes and wants
 the original images.
@@ -28,7 +29,7 @@ def cub() -> Run:
 
 @recipe("cub-published")
 def cub_published() -> Run:
-    """The same with the paper's sizes, rate and 200 epochs: crops of 224, patches of 16."""
+    """Masked reconstruction on CUB-200-2011 as published: crops of 224, patches of 16."""
     task = MaskedImagesConfig(data_dir="CUB_200_2011", side=256, crop=224, patch=16)
     return _trained("cub-published", task, lr=1.5e-4, epochs=200)
 

@@ -1,8 +1,8 @@
 """WikiText-2: the paper's table with causal models, and streams whose state is carried.
 
-    tensor-memory run language --task.data-dir wikitext-2 --model.method tensor
-    tensor-memory run language-paper --task.data-dir wikitext-2
-    tensor-memory run language-carried --task.data-dir wikitext-2 --model.method tensor-local
+    tensor-memory-lab run language --task.data-dir wikitext-2 --model.method tensor
+    tensor-memory-lab run language-paper --task.data-dir wikitext-2
+    tensor-memory-lab run language-carried --task.data-dir wikitext-2 --model.method tensor-local
 
 A run of `base` is about a minute on one H200. The learning rate and the budget were chosen on
 `base` and serve every method.

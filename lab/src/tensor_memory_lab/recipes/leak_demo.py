@@ -1,7 +1,7 @@
 """The leak on a text that nobody can predict: throws of a fair die.
 
-    tensor-memory run leak-demo
-    tensor-memory sweep --plan lab/plans/leak-demo.toml --device cpu --results results/leak-demo
+    tensor-memory-lab run leak-demo
+    tensor-memory-lab sweep --plan lab/plans/leak-demo.toml --device cpu
 
 Nothing that sees only earlier throws can score below the number of sides. A minute or two per run
 on a CPU core of its own; `tensor-depth` comes below 2.5 where 6 is the floor, `tensor` and `base`

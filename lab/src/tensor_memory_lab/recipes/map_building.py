@@ -1,7 +1,7 @@
 """Map building under full attention: the paper's cell, and long enough to come near the ceiling.
 
-    tensor-memory run map --model.method tensor
-    tensor-memory run map-long --model.method base --task.observations 64
+    tensor-memory-lab run map --model.method tensor
+    tensor-memory-lab run map-long --model.method base --task.observations 64
 
 The ceiling at T 32 is 91.6 %, chance 50 %; the paper reports 50.6 / 51.0 / 50.2 / 58.5 % (base,
 wide, slots, tensor), which is a budget too short to learn anything: `map-long` is the same model
@@ -19,7 +19,7 @@ from tensor_memory_lab.tasks.map_building import MapConfig
 Run = RunConfig[MapConfig, ToyModelConfig]
 
 
-@recipe("map", expected="10 s on one H200")
+@recipe("map", expected="10 s on one H200", settings=("task.observations",))
 def map_published() -> Run:
     """Map building as published: T 32, one question, 1,500 steps of 64."""
     return RunConfig(
@@ -33,7 +33,7 @@ def map_published() -> Run:
     )
 
 
-@recipe("map-long", expected="35 s on one H200")
+@recipe("map-long", expected="35 s on one H200", settings=("task.observations",))
 def map_long() -> Run:
     """Map building to convergence: eight questions per row, 5,000 steps of 64 at 1e-3."""
     return RunConfig(

@@ -1,6 +1,6 @@
 """No-harm: a task that attention solves alone; does a memory beside it cost anything?
 
-    tensor-memory run no-harm --model.method tensor
+    tensor-memory-lab run no-harm --model.method tensor
 
 Expected: 100 % for every method, as the paper reports. What the memory does there is in the
 result: σ(γ), ‖σ(γ)m‖ / ‖x‖ per layer, and the loss with the memory switched off.
@@ -17,7 +17,7 @@ from tensor_memory_lab.tasks.no_harm import NoHarmConfig
 Run = RunConfig[NoHarmConfig, ToyModelConfig]
 
 
-@recipe("no-harm", expected="10 s on one H200")
+@recipe("no-harm", expected="10 s on one H200", settings=("task.lag",))
 def no_harm() -> Run:
     """No-harm as published: repeat the symbol before, 16 symbols, length 32."""
     return RunConfig(

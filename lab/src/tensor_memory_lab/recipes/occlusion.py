@@ -1,7 +1,7 @@
 """Occlusion under full attention: the published protocol, and one that hides what it asks for.
 
-    tensor-memory run occlusion-published --model.method base
-    tensor-memory run occlusion-valid --model.method tensor --task.hidden 5
+    tensor-memory-lab run occlusion-published --model.method base
+    tensor-memory-lab run occlusion-valid --model.method tensor --task.hidden 5
 
 `occlusion-published` shows the answer in its last frame (the paper reports 100 / 99.5 / 100 /
 100 %); it can show harm, and nothing else. `occlusion-valid` hides the last L frames: the ceiling
@@ -21,7 +21,7 @@ from tensor_memory_lab.tasks.occlusion import OcclusionConfig
 Run = RunConfig[OcclusionConfig, ToyModelConfig]
 
 
-@recipe("occlusion-published", expected="25 s on one H200")
+@recipe("occlusion-published", expected="25 s on one H200", settings=("task.hidden",))
 def occlusion_published() -> Run:
     """Occlusion as published, L 4: solvable from the last frame alone."""
     return RunConfig(
@@ -35,7 +35,7 @@ def occlusion_published() -> Run:
     )
 
 
-@recipe("occlusion-valid", expected="50 s on one H200")
+@recipe("occlusion-valid", expected="50 s on one H200", settings=("task.hidden",))
 def occlusion_valid() -> Run:
     """Occlusion with the last four frames behind a drawn occluder, 3,000 steps of 64 at 1e-3."""
     return RunConfig(
@@ -49,8 +49,8 @@ def occlusion_valid() -> Run:
     )
 
 
-@recipe("occlusion-long", expected="105 s on one H200")
+@recipe("occlusion-long", expected="105 s on one H200", settings=("task.hidden",))
 def occlusion_long() -> Run:
-    """The same to convergence: 9,000 steps."""
+    """Occlusion with the last four frames hidden, to convergence: 9,000 steps."""
     short = occlusion_valid()
     return replace(short, recipe="occlusion-long", budget=replace(short.budget, steps=9000))

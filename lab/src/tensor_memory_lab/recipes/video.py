@@ -1,7 +1,7 @@
 """Actions in UCF-101, with the memory or another way to bring frames together.
 
-    tensor-memory run ucf101-9 --task.data-dir DIR --model.method spatial --task.frames 32
-    tensor-memory sweep ucf101-9 --over seed=0,1,2 \\
+    tensor-memory-lab run ucf101-9 --task.data-dir DIR --model.method spatial --task.frames 32
+    tensor-memory-lab sweep ucf101-9 --over seed=0,1,2 \\
         --over model.method=joint,frames,registers,spatial,wide
 
 DIR holds `UCF-101/<Class>/*.avi` and the official lists. Every run is also tested with frames and
@@ -33,7 +33,11 @@ NINE = (
 """The first nine classes of classInd.txt."""
 
 
-@recipe("ucf101-9", expected="one to three minutes on one H200, by method and frames")
+@recipe(
+    "ucf101-9",
+    expected="one to three minutes on one H200, by method and frames",
+    settings=("task.frames", "model.readout"),
+)
 def ucf101_nine() -> Run:
     """Nine classes of UCF-101 at 128 x 96, T = 8 frames (--task.frames 32 or 64 for longer)."""
     return RunConfig(
@@ -51,7 +55,11 @@ def ucf101_nine() -> Run:
     )
 
 
-@recipe("ucf101-9-cost", expected="ten seconds on one H200, alone on it")
+@recipe(
+    "ucf101-9-cost",
+    expected="ten seconds on one H200, alone on it",
+    settings=("task.frames", "model.readout"),
+)
 def ucf101_cost() -> Run:
     """Forty steps of `ucf101-9` for step time and peak memory; its accuracy means nothing."""
     made = ucf101_nine()
@@ -63,9 +71,13 @@ def ucf101_cost() -> Run:
     )
 
 
-@recipe("ucf101-cost-published", expected="ten seconds on one H200, alone on it")
+@recipe(
+    "ucf101-cost-published",
+    expected="ten seconds on one H200, alone on it",
+    settings=("task.frames", "model.readout"),
+)
 def ucf101_cost_published() -> Run:
-    """The same at the paper's shape, 224 px, patch 16 and T = 8 at batch 32, of two classes."""
+    """Forty steps at the paper's shape: 224 px, patch 16, T = 8, batch 32, two classes."""
     made = ucf101_cost()
     large = {"height": 240, "width": 320, "crop": (224, 224), "cached_frames": 8}
     return replace(
@@ -75,7 +87,7 @@ def ucf101_cost_published() -> Run:
     )
 
 
-@recipe("ucf101-published")
+@recipe("ucf101-published", settings=("task.frames", "model.readout"))
 def ucf101_published() -> Run:
     """All of UCF-101 with the paper's sizes: 224 px, patch 16, T = 8, batch 16, 50 epochs.
 

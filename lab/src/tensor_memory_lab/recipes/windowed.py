@@ -1,7 +1,7 @@
 """Every diagnostic again, with attention limited to a window that what is asked for lies beyond.
 
-    tensor-memory run windowed-binding --model.method tensor
-    tensor-memory sweep --plan lab/plans/1-windowed.toml --jobs 6
+    tensor-memory-lab run windowed-binding --model.method tensor
+    tensor-memory-lab sweep --plan lab/plans/windowed.toml --jobs 6
 
 A stack of L layers with windows of w tokens reaches L × (w - 1) tokens back; `out_of_reach` holds
 every recipe here to answers further away than that, so `base` at chance is the control. `xl` gets a
@@ -38,7 +38,11 @@ def out_of_reach(config: RunConfig[Any, ToyModelConfig]) -> RunConfig[Any, ToyMo
     return config
 
 
-@recipe("windowed-binding", expected="10 s on one H200")
+@recipe(
+    "windowed-binding",
+    expected="10 s on one H200",
+    settings=("task.writes", "task.noise", "task.gap"),
+)
 def windowed_binding() -> RunConfig[BindingConfig, ToyModelConfig]:
     """8 writes of 8 values, 4 questions; attention sees a token and the one before, 2 layers."""
     return out_of_reach(
@@ -54,7 +58,11 @@ def windowed_binding() -> RunConfig[BindingConfig, ToyModelConfig]:
     )
 
 
-@recipe("windowed-binding-long", expected="40 s on one H200")
+@recipe(
+    "windowed-binding-long",
+    expected="40 s on one H200",
+    settings=("task.writes", "task.noise", "task.gap"),
+)
 def windowed_binding_long() -> RunConfig[BindingConfig, ToyModelConfig]:
     """20 writes of 32 values, then blanks beyond the reach of a cache of the memory's bytes.
 
@@ -76,7 +84,7 @@ def windowed_binding_long() -> RunConfig[BindingConfig, ToyModelConfig]:
     )
 
 
-@recipe("windowed-map", expected="30 s on one H200")
+@recipe("windowed-map", expected="30 s on one H200", settings=("task.observations", "task.gap"))
 def windowed_map() -> RunConfig[MapConfig, ToyModelConfig]:
     """32 patches of an 8×8 map, then 8 questions beyond the reach of three windows of 4 tokens."""
     return out_of_reach(
@@ -92,7 +100,7 @@ def windowed_map() -> RunConfig[MapConfig, ToyModelConfig]:
     )
 
 
-@recipe("windowed-occlusion", expected="50 s on one H200")
+@recipe("windowed-occlusion", expected="50 s on one H200", settings=("task.hidden",))
 def windowed_occlusion() -> RunConfig[OcclusionConfig, ToyModelConfig]:
     """The last four of eight frames hidden; a patch sees as far as itself one frame before."""
     return out_of_reach(
@@ -108,7 +116,7 @@ def windowed_occlusion() -> RunConfig[OcclusionConfig, ToyModelConfig]:
     )
 
 
-@recipe("windowed-no-harm", expected="10 s on one H200")
+@recipe("windowed-no-harm", expected="10 s on one H200", settings=("task.lag",))
 def windowed_no_harm() -> RunConfig[NoHarmConfig, ToyModelConfig]:
     """No-harm with a window that still holds the symbol asked for: nothing is to be remembered."""
     return RunConfig(
@@ -122,9 +130,9 @@ def windowed_no_harm() -> RunConfig[NoHarmConfig, ToyModelConfig]:
     )
 
 
-@recipe("windowed-delay", expected="20 s on one H200")
+@recipe("windowed-delay", expected="20 s on one H200", settings=("task.lag",))
 def windowed_delay() -> RunConfig[NoHarmConfig, ToyModelConfig]:
-    """The same symbols asked for eight tokens later: a delay line beyond the windows' reach."""
+    """Repeat the symbol of eight tokens before: a delay line beyond the windows' reach."""
     return out_of_reach(
         RunConfig(
             recipe="windowed-delay",
@@ -138,7 +146,11 @@ def windowed_delay() -> RunConfig[NoHarmConfig, ToyModelConfig]:
     )
 
 
-@recipe("windowed-ablation", expected="10 s on one H200")
+@recipe(
+    "windowed-ablation",
+    expected="10 s on one H200",
+    settings=("task.writes", "task.noise", "task.gap"),
+)
 def windowed_ablation() -> RunConfig[BindingConfig, ToyModelConfig]:
     """What of the memory matters, where all depends on it: W 20, σ 0.05, windows of two tokens."""
     return out_of_reach(
@@ -154,7 +166,9 @@ def windowed_ablation() -> RunConfig[BindingConfig, ToyModelConfig]:
     )
 
 
-@recipe("demo", expected="2 min on two CPU cores")
+@recipe(
+    "demo", expected="2 min on two CPU cores", settings=("task.writes", "task.noise", "task.gap")
+)
 def demo() -> RunConfig[BindingConfig, ToyModelConfig]:
     """Windowed binding small enough for a CPU: what `make demo` trains, base and tensor.
 

@@ -9,9 +9,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -68,6 +68,8 @@ class RunOptions:
     """False drops the checkpoints of a run that has finished."""
     quiet: bool = False
     """Show no progress and say nothing."""
+    declared: Mapping[str, Any] = field(default_factory=dict)
+    """What the recipe declares about the config (`records.declared`); goes into the record."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "output", Path(self.output))
@@ -150,7 +152,7 @@ class _Run:
         self.task = config.task.build(config.seed).to(self.device)
         torch.manual_seed(config.seed)
         self.model = config.model.build(self.task).to(self.device)
-        self.described = describe_run(config, self.task, self.model)
+        self.described = describe_run(config, self.task, self.model) | dict(options.declared)
         self.optimizer = make_optimizer(self.model, config.optimizer, self.device)
         self.journal, carry = self._restore()
         self.saved = self.journal.step
@@ -211,6 +213,12 @@ class _Run:
             first=journal.step,
             process=self.accelerator.process_index,
             processes=self.accelerator.num_processes,
+        )
+        backend = memory_backend(self.model)
+        self._say(
+            f"model      {self.described['parameters']:,} parameters, "
+            f"{self.described['state_bytes']:,} bytes of state"
+            + (f", memory on backend {backend}" if backend else "")
         )
         self.model.train()
         stopped = False

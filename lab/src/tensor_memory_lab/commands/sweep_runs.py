@@ -1,0 +1,186 @@
+"""The runs of a sweep: which of them are finished, doing the others, what became of each."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tensor_memory_lab.commands.grid import PlannedRun, Stage, expand, parse_over, read_plan
+from tensor_memory_lab.commands.jobs import Ended, Job, do_jobs
+from tensor_memory_lab.files import make_folder
+from tensor_memory_lab.interruption import terminated_as_interrupted
+from tensor_memory_lab.progress import progress
+from tensor_memory_lab.recipes import find_recipe
+from tensor_memory_lab.records import (
+    append,
+    config_from_dict,
+    read_records,
+    read_result,
+    run_name,
+)
+from tensor_memory_lab.records.text import measure_text
+from tensor_memory_lab.terminal import print_table
+from tensor_memory_lab.train.processes import find_device
+from tensor_memory_lab.wording import counted
+
+
+def do_sweep(recipes: Sequence[str], flags: Sequence[str], options: argparse.Namespace) -> int:
+    """Do the runs that are not finished; the exit status."""
+    runs = expand(_stages(recipes, flags, options))
+    finished = _finished_names(options.results)
+    states = {run.name: _state(run, options.output, finished) for run in runs}
+    todo = [run for run in runs if states[run.name] != "finished"]
+    skipped = len(runs) - len(todo)
+    if options.dry_run:
+        print_table(
+            [
+                {"state": states[run.name], "run": run.name, "changes": " ".join(run.changes)}
+                for run in runs
+            ]
+        )
+        print(f"{counted(len(runs), 'run')}, {skipped} of them finished")
+        return 0
+    if options.slurm is not None and shutil.which("srun") is None:
+        raise ValueError(
+            "--slurm: expected a machine that has srun and sbatch, got none; start the sweep on "
+            "the cluster's login node, or leave --slurm out"
+        )
+    if options.slurm is None:
+        for device in options.device.split(","):
+            find_device(device)  # wrong for one run is wrong for all
+    make_folder(options.output, "runs")
+    if options.results is not None:
+        make_folder(options.results.parent, "results")
+        for run in runs:  # an earlier sweep may have left them in their folders alone
+            record = _read_finished(options.output / run.name)
+            if record is not None and run.name not in finished:
+                append(options.results, record)
+    _print_header(todo, skipped, options)
+    try:
+        with terminated_as_interrupted():
+            failures = _do(todo, options) if todo else []
+    except KeyboardInterrupt:
+        print("sweep: interrupted; the same command continues it", file=sys.stderr)
+        return 130
+    done = counted(len(todo) - len(failures), "run")
+    print(f"{done} done, {skipped} skipped, {len(failures)} failed")
+    for line in failures:
+        print(line, file=sys.stderr)
+    return 1 if failures else 0
+
+
+def _stages(
+    recipes: Sequence[str], flags: Sequence[str], options: argparse.Namespace
+) -> list[Stage]:
+    if options.plan is not None:
+        if recipes or options.over:
+            raise ValueError(
+                "sweep: expected recipes and --over, or --plan, got both; put them into the plan"
+            )
+        stages = read_plan(options.plan, flags)
+    elif recipes:
+        stages = [Stage(recipes, parse_over(options.over), flags)]
+    else:
+        raise ValueError(
+            "sweep: expected the names of recipes first, or --plan; "
+            "`tensor-memory-lab sweep --help` shows examples"
+        )
+    if options.timeout is not None:
+        stages = [replace(stage, timeout=options.timeout) for stage in stages]
+    return stages
+
+
+def _state(run: PlannedRun, output: Path, finished: Iterable[str]) -> str:
+    """Whether a run is "finished", "unfinished" (it has been started) or "new"."""
+    folder = output / run.name
+    if run.name in finished or _read_finished(folder) is not None:
+        return "finished"
+    return "unfinished" if (folder / "config.json").exists() else "new"
+
+
+def _read_finished(folder: Path) -> dict[str, Any] | None:
+    """The record of a finished run; None where there is none."""
+    path = folder / "result.json"
+    record = read_result(path) if path.is_file() else None
+    return record if record is not None and record["finished"] else None
+
+
+def _finished_names(results: Path | None) -> set[str]:
+    """The names that the finished runs of a study have today."""
+    names = set()
+    for record in read_records([results]) if results is not None and results.exists() else []:
+        if record["kind"] == "run" and record["finished"]:
+            try:
+                names.add(run_name(config_from_dict(record["config"])))
+            except ValueError:  # a config that today's classes refuse is none of this sweep's
+                continue
+    return names
+
+
+def _print_header(todo: Sequence[PlannedRun], skipped: int, options: argparse.Namespace) -> None:
+    """Say on stderr what will be done, where, and where to look meanwhile."""
+    where = f"SLURM partition {options.slurm}" if options.slurm else f"device {options.device}"
+    lines = [f"{counted(len(todo), 'run')} to do on {where}, {skipped} finished already"]
+    for name in dict.fromkeys(run.arguments[0] for run in todo):
+        if expected := find_recipe(name).expected:
+            lines.append(f"a run of {name}: {expected}")
+    lines.append(f"{options.output}/NAME/metrics.jsonl shows how a run goes, log/ beside it more")
+    print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def _do(runs: Sequence[PlannedRun], options: argparse.Namespace) -> list[str]:
+    """Do the runs; a line for each that failed."""
+    devices = options.device.split(",")
+    at_once = min(options.jobs or (len(runs) if options.slurm else 1), len(runs))
+    flags = [flag for name in options.tracker for flag in ("--tracker", name)]
+    flags.append("--keep-checkpoints" if options.keep_checkpoints else "--no-keep-checkpoints")
+    if at_once > len(devices) and not options.slurm:
+        flags.append("--shared-device")
+    jobs = []
+    for run in runs:
+        folder = options.output / run.name
+        arguments = (*run.arguments, "--output", str(folder), "--resume", *flags)
+        jobs.append(Job(run.name, arguments, folder / "log", run.timeout))
+    failures = []
+    with progress("sweep", len(jobs), unit="runs") as advance:
+        slots = [devices[number % len(devices)] for number in range(at_once)]
+        for ended in do_jobs(jobs, devices=slots, slurm=options.slurm):
+            failed, line = _outcome(ended, options)
+            if failed:
+                failures.append(line)
+            print(line, flush=True)
+            advance(note=f"{len(failures)} failed" if failures else "")
+    return failures
+
+
+def _outcome(ended: Ended, options: argparse.Namespace) -> tuple[bool, str]:
+    """Whether a run failed, and a line that says what became of it."""
+    name, took = ended.job.name, f"{ended.seconds:.0f} s"
+    record = _read_finished(options.output / name)
+    if record is None:
+        why = ended.last_line()
+        if ended.timed_out:
+            why = "its time was over; the same command with a longer --timeout continues it"
+        elif ended.killed:
+            why = f"its process was killed or stopped; the last line of its log: {why}"
+        return True, f"{name}: failed after {took}: {why} ({ended.log})"
+    if options.results is not None:
+        try:
+            append(options.results, record)
+        except OSError as error:  # the others go on
+            why = f"its result could not be added to {options.results} ({error})"
+            return True, f"{name}: failed after {took}: {why}; its own folder has it"
+    return False, f"{name}: {took}, {_measures(record)}"
+
+
+def _measures(record: Mapping[str, Any]) -> str:
+    metric = record["metric"]
+    return ", ".join(
+        f"{split} {metric} {measure_text(found[metric], metric)}"
+        for split, found in record["test"].items()
+    )

@@ -1,0 +1,97 @@
+"""Every plan: it opens with its command, and its runs are ones that `run` takes."""
+
+from __future__ import annotations
+
+import functools
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tensor_memory_lab.cli import main
+from tensor_memory_lab.commands.grid import PlannedRun, expand, read_plan
+from tensor_memory_lab.recipes import load_recipes
+from tensor_memory_lab.records import config_from_dict, read_records, run_name
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "lab" / "plans"
+PLANS = sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+def command(plan: str) -> list[str]:
+    """The words of the command in the comment that opens a plan."""
+    text = (FOLDER / f"{plan}.toml").read_text(encoding="utf-8")
+    found = re.search(r"^#   (tensor-memory-lab sweep .*?[^\\])$", text, re.M | re.S)
+    assert found, plan
+    return shlex.split(found[1].replace("\\\n#", " "))
+
+
+@functools.cache  # reading flags takes a while
+def runs_of(plan: str) -> list[PlannedRun]:
+    words = command(plan)
+    flags = words[words.index("--task.decoder") :][:2] if "--task.decoder" in words else []
+    return expand(read_plan(FOLDER / f"{plan}.toml", flags))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_plan_opens_with_its_command_its_time_and_its_result(plan):
+    assert command(plan)[:4] == ["tensor-memory-lab", "sweep", "--plan", f"lab/plans/{plan}.toml"]
+    opening = (FOLDER / f"{plan}.toml").read_text(encoding="utf-8").split("\ntimeout = ")[0]
+    assert re.search(r"^# Time: (about )?\d+ minutes on ", opening, re.M)
+    assert re.search(r"^# Result", opening, re.M)
+    assert all(line.startswith("#") for line in opening.split("\n") if line)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_runs_of_a_plan_differ(plan):
+    runs = runs_of(plan)
+    assert len({run.name for run in runs}) == len(runs) >= 3
+    assert all(run.timeout for run in runs)
+
+
+NOT_RUN = {"language": [("language-paper", "wide-local", 2)]}
+"""Runs of plans that have no record."""
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_run_of_a_plan_has_its_record_in_the_study_it_names(plan):
+    words = command(plan)
+    study = ROOT / words[words.index("--results") + 1]
+    records = [record for record in read_records([study]) if record["kind"] == "run"]
+    found = {run_name(config_from_dict(record["config"])) for record in records}
+    missing = [run.config for run in runs_of(plan) if run.name not in found]
+    if plan == "open":
+        assert len(missing) == len(runs_of(plan))
+        return
+    named = [(config.recipe, config.model.method, config.seed) for config in missing]
+    assert named == NOT_RUN.get(plan, [])
+
+
+def test_two_steps_of_a_plan(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = (FOLDER / "leak-demo.toml").read_text(encoding="utf-8").replace("[0, 1, 2]", "[0]")
+    Path("plan.toml").write_text(text.rpartition("[[stage]]")[0])  # one run is enough
+    flags = "--budget.steps 2 --budget.batch-size 4 --task.valid-rows 4 --task.test-rows 4"
+    small = "--model.dim 8 --model.layers 1 --model.heads 2 --optimizer.warmup 1 --device cpu"
+    assert main(["sweep", "--plan", "plan.toml", *flags.split(), *small.split()]) == 0
+    assert "1 run done, 0 skipped, 0 failed" in capsys.readouterr().out
+    (record,) = read_records(["runs"])
+    assert (record["method"], record["steps"]) == ("tensor-depth", 2)
+
+
+def test_the_ablations_change_one_choice_at_a_time():
+    unchanged = load_recipes()["windowed-ablation"]().model.memory.to_dict()
+    pairs = [{"reads", "chunk_size"}, {"read_heads", "write_heads"}]  # one choice, two fields
+    for run in runs_of("ablations"):
+        memory = run.config.model.memory.to_dict()
+        changed = {name for name in memory if memory[name] != unchanged[name]}
+        assert len(changed) <= 1 or changed in pairs
+
+
+@pytest.mark.parametrize("plan", ["vision-images", "vision-actions"])
+def test_a_plan_that_is_cut_off_leaves_whole_seeds(plan):
+    """In every stage a seed is done by all methods and lengths before the next one begins."""
+    for stage in read_plan(FOLDER / f"{plan}.toml"):
+        seeds = [run.config.seed for run in expand([stage])]
+        assert seeds == sorted(seeds)

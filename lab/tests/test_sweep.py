@@ -1,0 +1,275 @@
+"""tensor-memory-lab sweep: every run a job of its own, here or on a cluster that is played here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from invented_runs import record, sign
+from tensor_memory_lab.cli import main
+from tensor_memory_lab.commands import jobs
+from tensor_memory_lab.records import append, read_records, run_name, write_result
+
+SIGN = "invented_runs:sign"
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # recipes of one's own add the folder
+    places = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, places)))  # for the jobs
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def start():
+    """Starts the command in a process group of its own, which does not outlive the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(*command: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tensor_memory_lab.cli", *command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def wait_for(process: subprocess.Popen[str], pattern: str, count: int = 1) -> None:
+    """Wait until a living process has made so many files, however slow the machine is."""
+    while len(list(Path().glob(pattern))) < count:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+
+
+def test_a_sweep_runs_its_grid_skips_what_is_done_and_reports_failures(capsys):
+    grid = ["sweep", SIGN, "--over", "task.trouble=raise,die,none", "--device", "cpu"]
+    assert main([*grid, "--jobs", "2", "--results", "kept.jsonl"]) == 1
+    out = capsys.readouterr()
+    assert out.err.startswith("3 runs to do on device cpu, 0 finished already\n")
+    assert "1 run done, 0 skipped, 2 failed" in out.out
+    assert "ValueError: task.trouble: expected none, got what was asked for" in out.err
+    assert "its process was killed or stopped" in out.err
+    (found,) = read_records(["kept.jsonl"])
+    assert (found["finished"], found["shared_device"]) == (True, True)
+    logs = {path.parent.parent.name: path.read_text() for path in Path().glob("runs/*/log/*.out")}
+    assert len(logs) == 3
+    assert sum("Traceback" in log for log in logs.values()) == 1
+    assert not list(Path("runs").rglob("*.pkl"))
+    assert not list(Path("runs").glob("*/checkpoints"))
+
+    again = ["sweep", SIGN, "--over", "seed=0,1", "--results", "kept.jsonl", "--dry-run"]
+    assert main(again) == 0
+    _, _, first, second, count = capsys.readouterr().out.splitlines()
+    assert first.split()[0] == "finished"
+    assert second.split() == ["new", second.split()[1], "seed=1"]
+    assert count == "2 runs, 1 of them finished"
+
+
+def test_what_is_finished_is_not_run_again_and_its_result_is_copied(capsys):
+    folder = Path("runs", run_name(sign()))
+    folder.mkdir(parents=True)
+    write_result(folder / "result.json", record(sign()))
+    assert main(["sweep", SIGN, "--device", "cpu", "--results", "kept.jsonl"]) == 0
+    assert "0 runs done, 1 skipped, 0 failed" in capsys.readouterr().out
+    assert main(["sweep", SIGN, "--device", "cpu", "--results", "kept.jsonl"]) == 0
+    assert len(Path("kept.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_result_of_an_older_version_counts_as_the_run_it_is_of(capsys):
+    old = record(sign())
+    del old["config"]["speed"]  # a field that has come since, and is at its default
+    append("kept.jsonl", old)
+    assert main(["sweep", SIGN, "--results", "kept.jsonl", "--dry-run"]) == 0
+    assert "\nfinished " in capsys.readouterr().out
+    assert main(["sweep", SIGN, "--results", "kept.jsonl", "--dry-run", "--speed", "eager"]) == 0
+    assert "\nnew " in capsys.readouterr().out
+
+
+def test_a_result_that_is_cut_short_is_named_before_a_sweep_goes_on(capsys):
+    folder = Path("runs", run_name(sign()))
+    folder.mkdir(parents=True)
+    for text in ('{"finished": tr', "[]", "{}"):
+        (folder / "result.json").write_text(text)
+        assert main(["sweep", SIGN, "--dry-run"]) == 2
+        assert f"{folder / 'result.json'}: expected " in capsys.readouterr().err
+
+
+def test_a_run_that_takes_too_long_is_ended(capsys):
+    grid = ["sweep", SIGN, "--over", "task.trouble=sleep", "--timeout", "1", "--device", "cpu"]
+    assert main(grid) == 1
+    assert "its time was over; the same command with a longer" in capsys.readouterr().err
+
+
+LONG = [
+    "sweep",
+    SIGN,
+    "--device",
+    "cpu",
+    "--budget.steps",
+    "3000",
+    "--budget.evaluate-every",
+    "100",
+]
+LONG += ["--budget.checkpoint-every", "3000"]
+
+
+def test_ctrl_c_saves_the_runs_and_the_same_command_continues_them(start, capsys):
+    process = start(*LONG)
+    wait_for(process, "runs/*/metrics.jsonl")
+    os.killpg(process.pid, signal.SIGINT)  # what a terminal does: every process gets it
+    _, error = process.communicate()
+    assert process.returncode == 130
+    assert error.endswith("sweep: interrupted; the same command continues it\n")
+    (log,) = Path().glob("runs/*/log/*.out")
+    assert "saved step" in log.read_text()
+    assert "Traceback" not in error + log.read_text()
+    assert not list(Path().glob("runs/*/result.json"))
+    assert main([*LONG, "--dry-run"]) == 0
+    assert "\nunfinished " in capsys.readouterr().out
+    assert main(LONG) == 0
+    texts = [path.read_text() for path in Path().glob("runs/*/log/*.out")]
+    assert sum("continuing after step" in text for text in texts) == 1
+
+
+def test_a_time_limit_of_the_sweep_ends_runs_that_have_not_begun(start):
+    process = start("sweep", SIGN, "--over", "seed=0,1", "--jobs", "2", "--device", "cpu")
+    wait_for(process, "runs/*/log/*.out", count=2)
+    process.send_signal(signal.SIGTERM)  # to the sweep alone; the jobs are importing now
+    _, error = process.communicate()
+    assert process.returncode == 130
+    assert error.endswith("sweep: interrupted; the same command continues it\n")
+    assert "Traceback" not in error
+
+
+CLUSTER = {
+    "sbatch": "export SLURM_JOB_ID=$$\nsetsid bash $1 >/dev/null 2>&1 &\n"
+    "echo Submitted batch job $$",
+    "srun": "while [[ $1 == --* ]]; do\n  [[ $1 == --output ]] && out=$2\n"
+    "  [[ $1 == --unbuffered ]] || shift\n  shift\ndone\nout=${out//%j/$SLURM_JOB_ID}\n"
+    'exec "$@" >>"${out//%t/0}" 2>&1',
+    "sacct": "echo 'JobID|State|NodeList'",
+}
+
+
+def test_one_option_sends_the_runs_to_a_cluster(tmp_path, monkeypatch, capsys):
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name, text in CLUSTER.items():
+        (programs / name).write_text(f"#!/bin/bash\n{text}\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+    grid = ["sweep", SIGN, "--device", "cpu", "--slurm", "small", "--timeout", "90"]
+    assert main([*grid, "--results", "kept.jsonl"]) == 0
+    assert "1 run to do on SLURM partition small" in capsys.readouterr().err
+    (found,) = read_records(["kept.jsonl"])
+    assert not found["shared_device"]
+    (script,) = (path for path in Path().glob("runs/*/log/*_submission.sh"))
+    text = script.read_text()
+    for line in ("--partition=small", "--signal=TERM@30", "--time=2", "--gpus-per-node=0"):
+        assert f"#SBATCH {line}\n" in text
+
+
+def test_a_machine_without_a_cluster_says_so(capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert main(["sweep", SIGN, "--device", "cpu", "--slurm", "small"]) == 2
+    assert "--slurm: expected a machine that has srun" in capsys.readouterr().err
+
+
+def test_an_interrupted_sweep_cancels_its_jobs_on_a_cluster():
+    class Submitted:
+        cancelled = False
+
+        def cancel(self, check: bool) -> None:
+            self.cancelled = True
+
+        def done(self) -> bool:
+            return self.cancelled
+
+    running: list[Any] = [Submitted(), Submitted()]
+    jobs._end(running, "small")
+    assert all(job.cancelled for job in running)
+
+
+def test_a_result_that_cannot_be_copied_costs_its_run_alone(capsys, monkeypatch):
+    def done_at_once(found: Any, **_: Any) -> Any:
+        for job in found:
+            job.folder.mkdir(parents=True)
+            config = replace(sign(), seed=int(job.name[-1]))
+            write_result(job.folder.parent / "result.json", record(config))
+            yield jobs.Ended(job, 1.0, job.folder / "none", killed=False)
+
+    def full(path: Path, found: dict[str, Any]) -> None:
+        if found["seed"] == 0:
+            raise OSError(28, "No space left on device", str(path))
+        append(path, found)
+
+    monkeypatch.setattr("tensor_memory_lab.commands.sweep_runs.do_jobs", done_at_once)
+    monkeypatch.setattr("tensor_memory_lab.commands.sweep_runs.append", full)
+    runs = ["sweep", SIGN, "--over", "seed=0,1", "--results", "kept.jsonl", "--device", "cpu"]
+    assert main(runs) == 1
+    out = capsys.readouterr()
+    assert "1 run done, 0 skipped, 1 failed" in out.out
+    assert "its result could not be added to kept.jsonl ([Errno 28]" in out.err
+    assert len(read_records(["kept.jsonl"])) == 1
+
+
+def test_a_sweep_with_a_wrong_device_or_folder_stops_before_its_first_run(capsys):
+    assert main(["sweep", SIGN, "--device", "cpu,gpu"]) == 2
+    assert "device: expected auto, cpu, cuda or cuda:N, got 'gpu'" in capsys.readouterr().err
+    assert not Path("runs").exists()
+    Path("taken").write_text("a file")
+    for option, path, what in (
+        ("--output", "taken", "runs"),
+        ("--results", "taken/study.jsonl", "results"),
+    ):
+        assert main(["sweep", SIGN, "--device", "cpu", option, path]) == 2
+        told = f"taken: cannot be made a folder for {what} (File exists)"
+        assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([SIGN, "--plan", "plan.toml"], "expected recipes and --over, or --plan, got both"),
+        (["--over", "seed=1"], "expected the names of recipes first, or --plan"),
+        ([SIGN, "--resume"], "a sweep resumes what is unfinished by itself"),
+        ([SIGN, "--quiet"], "a sweep resumes what is unfinished by itself"),
+    ],
+)
+def test_a_command_that_makes_no_sense_is_refused(capsys, arguments, said):
+    assert main(["sweep", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "said"),
+    [
+        ("--jobs", "0", "--jobs: expected 1 or more, got 0"),
+        ("--timeout", "-3", "--timeout: expected seconds, more than 0, got -3"),
+        ("--timeout", "soon", "--timeout: expected seconds, more than 0, got soon"),
+    ],
+)
+def test_a_sweep_without_jobs_or_time_is_refused(capsys, flag, value, said):
+    with pytest.raises(SystemExit):
+        main(["sweep", SIGN, flag, value])
+    assert said in capsys.readouterr().err
