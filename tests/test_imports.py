@@ -105,7 +105,7 @@ def circle_in(source: Path) -> list[str]:
 MOVING = pytest.mark.xfail(strict=True, reason="still being moved")
 
 
-@pytest.mark.parametrize("source", [pytest.param(LAB, marks=MOVING), *USERS[1:]], ids=str)
+@pytest.mark.parametrize("source", USERS, ids=str)
 def test_the_lab_and_the_examples_use_public_names_alone(source):
     assert private_imports(source) == []
 
