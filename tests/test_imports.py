@@ -102,10 +102,7 @@ def circle_in(source: Path) -> list[str]:
     return []
 
 
-MOVING = pytest.mark.xfail(strict=True, reason="still being moved")
-
-
-@pytest.mark.parametrize("source", USERS, ids=str)
+@pytest.mark.parametrize("source", USERS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_the_lab_and_the_examples_use_public_names_alone(source):
     assert private_imports(source) == []
 
@@ -114,7 +111,9 @@ def test_the_library_never_imports_the_lab():
     assert imports_of_the_lab(LIBRARY) == []
 
 
-@pytest.mark.parametrize("source", [LIBRARY, LAB], ids=str)
+@pytest.mark.parametrize(
+    "source", [LIBRARY, LAB], ids=lambda path: path.relative_to(ROOT).as_posix()
+)
 def test_there_is_no_circle_of_imports(source):
     assert circle_in(source) == []
 
