@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tensor_memory.attachment import Attachment, attachment_of
-from tensor_memory.config import MemoryConfig
+from tensor_memory.build import AnyConfig
 from tensor_memory.files import load_tensors, read_json, save_tensors, write_text
 from tensor_memory.wording import counted
 
@@ -62,7 +62,7 @@ def load_memory(
     attachment = attachment_of(model, "load_memory")
     folder = Path(folder)
     saved, here = _read_description(folder / DESCRIPTION), _describe(attachment)
-    _require_same(saved, here, folder)
+    _require_same(saved, here, type(attachment.config), folder)
     if same_blocks and saved["blocks"] != here["blocks"]:
         raise ValueError(
             f"{folder}: holds a memory for the blocks {', '.join(saved['blocks'])}, and this host "
@@ -123,7 +123,9 @@ _VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
-def _require_same(saved: dict[str, Any], here: dict[str, Any], folder: Path) -> None:
+def _require_same(
+    saved: dict[str, Any], here: dict[str, Any], kind: type[AnyConfig], folder: Path
+) -> None:
     if set(saved["widths"]) != set(here["widths"]):
         raise ValueError(
             f"{folder}: holds a memory for hosts of width {_listed(saved['widths'])}, and this "
@@ -145,7 +147,7 @@ def _require_same(saved: dict[str, Any], here: dict[str, Any], folder: Path) -> 
             f"{folder}: expected scope={here['scope']!r} as attached, got {saved['scope']!r}; "
             f"attach with scope={saved['scope']!r}"
         )
-    config = _config(saved["config"], folder / DESCRIPTION).to_dict()
+    config = _config(saved["config"], kind, folder / DESCRIPTION).to_dict()
     differing = [
         f"{name} {config[name]!r} (here {value!r})"
         for name, value in here["config"].items()
@@ -158,12 +160,13 @@ def _require_same(saved: dict[str, Any], here: dict[str, Any], folder: Path) -> 
         )
 
 
-def _config(values: dict[str, Any], path: Path) -> MemoryConfig:
+def _config(values: dict[str, Any], kind: type[AnyConfig], path: Path) -> AnyConfig:
     try:
-        return MemoryConfig.from_dict(values)
+        return kind.from_dict(values)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{path}: expected the fields of a MemoryConfig, got {values!r} ({error}); save again"
+            f"{path}: expected the fields of a {kind.__name__}, got {values!r} ({error}); "
+            "attach with the kind of config it was saved with, or save again"
         ) from error
 
 

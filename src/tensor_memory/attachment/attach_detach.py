@@ -14,7 +14,8 @@ from tensor_memory.attachment.blocks import Block, Layers, find_blocks, placemen
 from tensor_memory.attachment.causal_hosts import LEAK, is_causal
 from tensor_memory.attachment.compiled import refuse_compiled
 from tensor_memory.attachment.hooks import NAME, refuse_carrying
-from tensor_memory.config import MemoryConfig
+from tensor_memory.build import AnyConfig
+from tensor_memory.config import MemoryConfig, PlaceConfig
 
 _RESIDUAL = {
     "gate_init": "a number",
@@ -27,7 +28,7 @@ _RESIDUAL = {
 
 def attach(
     model: nn.Module,
-    config: MemoryConfig | None = None,
+    config: AnyConfig | None = None,
     *,
     layers: Layers = "auto",
     every: int = 1,
@@ -44,7 +45,8 @@ def attach(
 
     Args:
         model: the host, any module with Transformer blocks.
-        config: what the memory is; the paper's by default.
+        config: what the memory is: a `MemoryConfig` (the paper's, by default) or a `PlaceConfig`
+            that learns its places.
         layers: "auto" finds the host's row of blocks; otherwise a module path, a list of them, a
             glob such as "encoder.layer.*", or a predicate (path, module) -> bool.
         every: use every Nth of those blocks only.
@@ -78,10 +80,15 @@ def attach(
             "call attach(model, config)"
         )
     config = MemoryConfig() if config is None else config
-    if not isinstance(config, MemoryConfig):
+    if not isinstance(config, MemoryConfig | PlaceConfig):
         raise TypeError(
-            f"config: expected a MemoryConfig, got {type(config).__name__}; "
+            f"config: expected a MemoryConfig or a PlaceConfig, got {type(config).__name__}; "
             "MemoryConfig.from_dict() makes one of a dictionary"
+        )
+    if isinstance(config, PlaceConfig) and config.places != "learned":
+        raise ValueError(
+            f"config.places: expected 'learned' on a host, got {config.places!r}: a block's call "
+            "names no places; put MemoryResidual(PlaceMemory(...)) into the model and pass where="
         )
     for name, choice in (
         ("batch_first", True if batch_first is None else batch_first),

@@ -14,10 +14,8 @@ from tensor_memory.attachment.compiled import guard_hooks
 from tensor_memory.attachment.hooks import BlockHook, EntryHook, modules_around
 from tensor_memory.attachment.host_call import DEPTH, HostCalls
 from tensor_memory.attachment.stream import Stream
-from tensor_memory.config import MemoryConfig
+from tensor_memory.build import AnyConfig, AnyState, build_memory
 from tensor_memory.residual import MemoryResidual
-from tensor_memory.state import MemoryState
-from tensor_memory.tensor import TensorMemory
 from tensor_memory.wording import counted
 
 _NESTED = "use_nested_tensor"  # of nn.TransformerEncoder
@@ -26,7 +24,7 @@ _NESTED = "use_nested_tensor"  # of nn.TransformerEncoder
 class Attachment(nn.Module):
     """The memory attached to a host, registered there as `tensor_memory`.
 
-    Returned by `attach`; never built by hand. `memory` is the `TensorMemory` shared by all layers
+    Returned by `attach`; never built by hand. `memory` is the one shared by all layers
     (None where each has its own), `layers` the `MemoryResidual` of each block in order, `paths`
     the blocks they follow. `parameters()` are the memory's alone.
     """
@@ -35,7 +33,7 @@ class Attachment(nn.Module):
         self,
         host: nn.Module,
         blocks: Sequence[Block],
-        config: MemoryConfig,
+        config: AnyConfig,
         *,
         share_weights: bool,
         scope: str,
@@ -48,11 +46,11 @@ class Attachment(nn.Module):
         self.paths = [block.path for block in blocks]
         self.dims = [block.dim for block in blocks]
         self.memory = (
-            TensorMemory(self.dims[0], config, zero_init=zero_init) if share_weights else None
+            build_memory(self.dims[0], config, zero_init=zero_init) if share_weights else None
         )
         layers = [
             MemoryResidual(
-                self.memory or TensorMemory(dim, config, zero_init=zero_init),
+                self.memory or build_memory(dim, config, zero_init=zero_init),
                 **residual,
                 own_memory=not share_weights,
             )
@@ -94,13 +92,13 @@ class Attachment(nn.Module):
         """Numbers the memory adds to the host."""
         return sum(p.numel() for p in self.parameters())
 
-    def stream(self, state: Mapping[str, MemoryState] | None = None) -> Stream:
+    def stream(self, state: Mapping[str, AnyState] | None = None) -> Stream:
         """Calls that belong together: `with attachment.stream() as s:`, see `Stream`."""
         if state is not None:
             self._require_states(state)
         return Stream(self._calls.opened, state)
 
-    def _require_states(self, state: Mapping[str, MemoryState]) -> None:
+    def _require_states(self, state: Mapping[str, AnyState]) -> None:
         if not isinstance(state, Mapping):
             raise TypeError(
                 "stream: expected the states by the path of their blocks, got "
@@ -116,7 +114,7 @@ class Attachment(nn.Module):
                 f"{', '.join(unknown)}; pass the state of an earlier stream of this model"
             )
 
-    def state_on(self, cache: Any) -> dict[str, MemoryState]:
+    def state_on(self, cache: Any) -> dict[str, AnyState]:
         """The states a Hugging Face cache carries, by the path of their block."""
         memory = memory_of(cache)
         return dict(memory.states) if memory is not None else {}

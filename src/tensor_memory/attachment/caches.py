@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tensor_memory.attachment.stream import Stream
-from tensor_memory.state import MemoryState
+from tensor_memory.build import AnyState
 from tensor_memory.wording import counted
 
 _ATTRIBUTE = "_tensor_memory"
@@ -25,22 +25,22 @@ class CacheMemory:
     """States of all memory layers for the rows of one cache."""
 
     def __init__(self) -> None:
-        self.states: dict[str, MemoryState] = {}
+        self.states: dict[str, AnyState] = {}
         self.seen: dict[str, int] = {}
         """Tokens each layer has seen, padding included: the length the cache must have."""
         self.moment: tuple[str, int] | None = None
         """The stream that held the state while this cache was filled, and how far it had come."""
 
-    def get(self, slot: str) -> MemoryState | None:
+    def get(self, slot: str) -> AnyState | None:
         """The state of one memory layer, None before its first call."""
         return self.states.get(slot)
 
-    def put(self, slot: str, state: MemoryState, tokens: int) -> None:
+    def put(self, slot: str, state: AnyState, tokens: int) -> None:
         """Continue that layer from `state` in the next call, after `tokens` more."""
         self.states[slot] = state
         self.seen[slot] = self.seen.get(slot, 0) + tokens
 
-    def change(self, change: Callable[[MemoryState], MemoryState]) -> None:
+    def change(self, change: Callable[[AnyState], AnyState]) -> None:
         """Replace every state by what `change` makes of it."""
         self.states = {slot: change(state) for slot, state in self.states.items()}
 
@@ -109,11 +109,11 @@ class LentCache:
     def __init__(self, memory: CacheMemory, stream: Stream) -> None:
         self.memory, self.stream = memory, stream
 
-    def get(self, slot: str) -> MemoryState | None:
+    def get(self, slot: str) -> AnyState | None:
         """The state of one memory layer, None before its first call."""
         return self.stream.get(slot)
 
-    def put(self, slot: str, state: MemoryState, tokens: int) -> None:
+    def put(self, slot: str, state: AnyState, tokens: int) -> None:
         """Continue that layer from `state` in the next call, after `tokens` more."""
         self.stream.put(slot, state, tokens)
         self.memory.seen[slot] = self.memory.seen.get(slot, 0) + tokens
@@ -233,7 +233,7 @@ class _Carries:
         super().batch_select_indices(indices)  # type: ignore[misc]
         carry(self).change(
             lambda state: state.select(
-                torch.arange(state.batch_size, device=state.hidden.device)[indices]
+                torch.arange(state.batch_size, device=indices.device)[indices]
             )
         )
 

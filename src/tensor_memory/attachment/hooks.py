@@ -16,8 +16,9 @@ from tensor_memory.attachment.causal_hosts import refuse_causal_call
 from tensor_memory.attachment.hidden_states import put_hidden, take_hidden
 from tensor_memory.attachment.host_call import DEPTH, HostCall, HostCalls
 from tensor_memory.attachment.recompute import FirstRuns, Given, Streamed, in_backward
+from tensor_memory.build import AnyState
+from tensor_memory.config import MemoryConfig
 from tensor_memory.residual import MemoryResidual
-from tensor_memory.state import MemoryState
 
 NAME = "tensor_memory"
 """The host's attribute that holds the attachment, and the prefix of its `state_dict` keys."""
@@ -139,7 +140,7 @@ class BlockHook:
                 call.hand_over()
         return put_hidden(output, block, y)
 
-    def _run(self, x: Tensor, given: Given) -> tuple[Tensor, MemoryState]:
+    def _run(self, x: Tensor, given: Given) -> tuple[Tensor, AnyState]:
         held = self.layer.memory.output.weight.dtype
         if x.dtype != held and not torch.is_autocast_enabled(x.device.type):
             raise TypeError(
@@ -147,9 +148,10 @@ class BlockHook:
                 f"{held}, the type of the block's first weight; convert the memory, "
                 f"attachment.to({x.dtype}), or the host, or run under torch.autocast"
             )
-        return self.layer(
-            x, given.state, mask=given.mask, reset=given.reset, flush=self.calls.scope == DEPTH
-        )
+        options: dict[str, Any] = {"mask": given.mask, "reset": given.reset}
+        if self.calls.scope == DEPTH and isinstance(self.layer.memory.config, MemoryConfig):
+            options["flush"] = True  # the next layer must find what this one wrote
+        return self.layer(x, given.state, **options)
 
 
 def modules_around(host: nn.Module, paths: Sequence[str]) -> list[tuple[nn.Module, bool]]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tensor_memory.attachment.arguments import TokenArguments, document_starts, last_columns
 from tensor_memory.attachment.caches import UNTRACED, StateHolder
 from tensor_memory.attachment.stream import OpenStream
-from tensor_memory.state import MemoryState
+from tensor_memory.build import AnyState
 
 DEPTH = "depth"
 """The scope in which one state goes through all blocks."""
@@ -30,10 +30,10 @@ class HostCall:
     levels: list[tuple[object, TokenArguments]] = field(default_factory=list)
     """The modules around the blocks entered so far, outermost first, with their arguments."""
 
-    states: dict[str, MemoryState] = field(default_factory=dict)
+    states: dict[str, AnyState] = field(default_factory=dict)
     """States that live for this call alone."""
 
-    results: list[tuple[StateHolder, str, MemoryState, int]] = field(default_factory=list)
+    results: list[tuple[StateHolder, str, AnyState, int]] = field(default_factory=list)
     """States for their holders, each with its slot and its number of tokens. They are handed over
     when the call succeeds, so that a call that fails can be made again."""
 

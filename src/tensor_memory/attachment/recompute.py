@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tensor_memory.state import MemoryState
+from tensor_memory.build import AnyState
 
 
 @dataclass(frozen=True)
 class Given:
     """What a memory layer was given in one run of its block."""
 
-    state: MemoryState | None
+    state: AnyState | None
     mask: Tensor | None
     reset: Tensor | None
 

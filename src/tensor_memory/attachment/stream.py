@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from tensor_memory.state import MemoryState
+from tensor_memory.build import AnyState
 
 
-class StreamState(dict[str, MemoryState]):
+class StreamState(dict[str, AnyState]):
     """States by the path of their block, and the moment of the stream they were taken at."""
 
-    def __init__(self, states: Mapping[str, MemoryState], moment: tuple[str, int]) -> None:
+    def __init__(self, states: Mapping[str, AnyState], moment: tuple[str, int]) -> None:
         super().__init__(states)
         self.moment = moment
 
@@ -27,7 +27,7 @@ class Stream:
     continues from it.
     """
 
-    def __init__(self, opened: OpenStream, state: Mapping[str, MemoryState] | None = None) -> None:
+    def __init__(self, opened: OpenStream, state: Mapping[str, AnyState] | None = None) -> None:
         self._opened = opened
         self._states = dict(state or {})
         self._puts = 0
@@ -59,11 +59,11 @@ class Stream:
         """Cut the state off from the graph: truncated back-propagation through time."""
         self._states = {slot: state.detach() for slot, state in self._states.items()}
 
-    def get(self, slot: str) -> MemoryState | None:
+    def get(self, slot: str) -> AnyState | None:
         """The state of one memory layer, None before its first call."""
         return self._states.get(slot)
 
-    def put(self, slot: str, state: MemoryState, tokens: int) -> None:
+    def put(self, slot: str, state: AnyState, tokens: int) -> None:
         """Continue that layer from `state` in the next call."""
         self._states[slot] = state
         self._puts += 1
