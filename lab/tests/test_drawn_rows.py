@@ -134,11 +134,11 @@ def test_what_cannot_be_asked_is_named():
     [
         (lambda: BindingConfig(writes=0), "task.writes: expected 1 or more, got 0"),
         (lambda: BindingConfig(noise=-0.1), "task.noise: expected 0 or more, got -0.1"),
-        (lambda: BindingConfig(target="first"), "expected 'nearest' or 'source', got 'first'"),
+        (lambda: BindingConfig(target="first"), "expected one of nearest, source, got 'first'"),
         (lambda: BindingConfig(test_rows=0), "task.test_rows: expected 1 or more, got 0"),
         (lambda: MapConfig(side=1), "task.side: expected 2 or more, got 1"),
         (lambda: OcclusionConfig(hidden=9), "task.hidden: expected 0 to frames = 8, got 9"),
-        (lambda: OcclusionConfig("late"), "expected 'published' or 'valid', got 'late'"),
+        (lambda: OcclusionConfig("late"), "expected one of published, valid, got 'late'"),
         (lambda: NoHarmConfig(lag=32), "task.lag: expected 0 to tokens - 1 = 31, got 32"),
         (lambda: NoHarmConfig(symbols=1), "task.symbols: expected 2 or more, got 1"),
     ],

@@ -15,11 +15,9 @@ from tensor_memory_lab.tasks.language import (
     PLACES,
     LanguageTask,
     LanguageTaskConfig,
-    cut_after,
     places,
 )
 from tensor_memory_lab.tasks.text import Corpus, Vocabulary
-from tolerances import assert_same
 
 ROOT = Path(__file__).parents[2]
 SPLITS = ("test", "test@window", "test@prefix")
@@ -66,16 +64,9 @@ def test_the_same_tokens_are_scored_with_the_future_and_without(task):
         return sorted(found)
 
     assert scored("test@window") == scored("test@prefix")
-    assert set(scored("test@prefix")) <= set(scored("test"))
-
-
-@pytest.mark.parametrize("task", [text_task(), dice_task()], ids=["text", "dice"])
-def test_a_cut_window_ends_with_the_token_it_scores(task):
-    for batch in batches(task, "test@prefix"):
+    for batch in batches(task, "test@prefix"):  # nothing later than the token it scores exists
         assert not batch["scored"][:, :-1].any()
-        assert batch["ids"].shape == batch["targets"].shape == batch["scored"].shape
-    whole = task.batch("test", 0, 4)
-    assert torch.equal(cut_after(whole, 3)["ids"], whole["ids"][:, :4])
+    assert set(scored("test@prefix")) <= set(scored("test"))
 
 
 def test_what_may_see_the_future_has_no_perplexity():
@@ -110,29 +101,12 @@ def loss(model, task, split):
     return total / count
 
 
-@pytest.mark.parametrize("method", ["base", "local", "linear", "xl", "recurrent-slots", "tensor"])
-def test_a_causal_model_scores_alike_without_the_future(method):
-    task = dice_task()
+@pytest.mark.parametrize("method", ["base", "tensor", "tensor-depth"])
+def test_a_causal_model_scores_alike_without_the_future_and_the_published_one_does_not(method):
+    task = dice_task()  # rows of 12 in chunks of 3
     model = model_of(method, task)
-    assert_same(loss(model, task, "test@prefix"), loss(model, task, "test@window"))
-
-
-def test_the_depth_threaded_model_does_not():
-    task = dice_task()
-    model = model_of("tensor-depth", task)
     difference = loss(model, task, "test@prefix") - loss(model, task, "test@window")
-    assert difference.abs() > 1e-6  # of causal models they agree to 1e-10
-
-
-@torch.no_grad()
-def test_the_first_token_sees_the_last_one_even_of_a_chunk_that_is_not_full():
-    task = text_task(length=20)  # of chunks of 3
-    model = model_of("tensor-depth", task)
-    ids = task.batch("test", 0, 2)["ids"]
-    other = ids.clone()
-    other[:, -1] = 2
-    first, changed = (model.hidden(each)[0][:, 0] for each in (ids, other))
-    assert (first - changed).abs().max() > 1e-6
+    assert (difference.abs() > 1e-6) if method == "tensor-depth" else (difference.abs() < 1e-10)
 
 
 def test_throws_are_independent_uniform_and_drawn_afresh():
@@ -148,15 +122,6 @@ def test_throws_are_independent_uniform_and_drawn_afresh():
     assert task.facts()["vocabulary"] == 7
     first, second = (task.batch("train", index, 64)["targets"] for index in (0, 1))
     assert not torch.equal(first, second)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"sides": 1}, "task.sides: expected 2 or more"), ({"length": 0}, "task.length: expected 1")],
-)
-def test_a_senseless_die_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        DiceConfig(**options)
 
 
 def test_the_committed_demonstration_shows_the_leak():

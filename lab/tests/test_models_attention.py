@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tensor_memory_lab.models import attention as attention_module
-from tensor_memory_lab.models import xl
+from tensor_memory_lab.models import relative_attention
 from tensor_memory_lab.models.attention import SelfAttention, split_heads, visible
 from tensor_memory_lab.models.block import initialise
 from tensor_memory_lab.models.linear_attention import (
@@ -15,8 +15,8 @@ from tensor_memory_lab.models.linear_attention import (
     linear_attention,
     sizes_for,
 )
+from tensor_memory_lab.models.relative_attention import PositionBias, RelativeAttention
 from tensor_memory_lab.models.side import ShortConvolution
-from tensor_memory_lab.models.xl import PositionBias, RelativeAttention
 from tolerances import assert_same
 
 DOUBLE = torch.float64
@@ -88,13 +88,6 @@ def test_a_short_convolution_is_the_sum_over_four_tokens(cuts):
         [sum(module.taps[k] * padded[:, n + k] for k in range(4)) for n in range(7)], dim=1
     )
     assert_same(torch.cat(made, dim=1), summed @ module.output.weight.T)
-
-
-def test_rotary_positions_need_an_even_width():
-    with pytest.raises(
-        ValueError, match="expected an even width of a head for rotary positions, got 3"
-    ):
-        SelfAttention(6, 2, rotary=True)
 
 
 def test_gradients_through_blocks_are_those_under_the_mask(monkeypatch):
@@ -181,13 +174,10 @@ def relative(**options):
 
 def test_relative_attention_is_the_papers_formula():
     module = relative()
+    expected = torch.tensor([10_000 ** (-2 * i / 8) for i in range(4)])
+    assert_same(module.rates, expected, torch.float32)
     x = torch.randn(1, 6, 8, dtype=DOUBLE)
     assert_same(module(x)[0], relative_by_definition(module, x, 0, visible(6)))
-
-
-def test_the_sinusoids_turn_at_the_papers_rates():
-    expected = [10_000 ** (-2 * i / 8) for i in range(4)]
-    assert_same(relative().rates, torch.tensor(expected), torch.float32)
 
 
 def test_xl_with_its_cache_equals_full_attention_over_the_same_span():
@@ -202,7 +192,7 @@ def test_xl_with_its_cache_equals_full_attention_over_the_same_span():
 @pytest.mark.parametrize("smallest", [1, 64])
 @pytest.mark.parametrize(("segment", "cache"), [(2, 3), (3, 3), (4, 1), (5, 0), (3, 20)])
 def test_segments_side_by_side_equal_segments_one_by_one(monkeypatch, smallest, segment, cache):
-    monkeypatch.setattr(xl, "SMALLEST_BLOCK", smallest)
+    monkeypatch.setattr(relative_attention, "SMALLEST_BLOCK", smallest)
     together = relative(segment=segment, cache=cache)
     alone = RelativeAttention(8, 2, together.held, cache=cache, carried=True).double().eval()
     alone.load_state_dict(together.state_dict(), strict=False)
@@ -224,20 +214,18 @@ def test_an_empty_cache_equals_none():
     assert torch.equal(kept["seen"], started["seen"])
 
 
-def test_heads_that_do_not_divide_the_width_are_refused():
-    with pytest.raises(ValueError, match="heads: expected a divisor of the width 10, got 4"):
-        SelfAttention(10, 4)
-
-
-def test_relative_attention_without_pairs_of_sinusoids_or_tokens_to_read_is_refused():
-    with pytest.raises(ValueError, match="dim: expected an even width for sinusoids, got 9"):
-        RelativeAttention(9, 3, PositionBias(9))
-    with pytest.raises(ValueError, match="segment of 1 or more, got 0 and 0"):
-        RelativeAttention(8, 2, PositionBias(8), segment=0)
-    with pytest.raises(ValueError, match=r"expected cache of 0 or more .* got -1 and None"):
-        RelativeAttention(8, 2, PositionBias(8), cache=-1)
-
-
-def test_a_window_on_a_model_that_looks_ahead_is_refused():
-    with pytest.raises(ValueError, match="window: expected 1 or more tokens of a causal model"):
-        SelfAttention(8, 2, causal=False, window=3)
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (lambda: SelfAttention(10, 4), "heads: expected a divisor of the width 10, got 4"),
+        (lambda: SelfAttention(6, 2, rotary=True), "expected an even width of a head .*, got 3"),
+        (lambda: SelfAttention(8, 2, causal=False, window=3), "window: expected 1 or more tokens"),
+        (lambda: RelativeAttention(9, 3, PositionBias(9)), "expected an even width for sinusoids"),
+        (lambda: relative(segment=0), "segment of 1 or more, got 0 and 0"),
+        (lambda: relative(cache=-1), "expected cache of 0 or more .* got -1 and None"),
+        (lambda: sizes_for(7, 2), "state: expected at least 8 values for 2 heads, got 7"),
+    ],
+)
+def test_sizes_that_do_not_go_together_are_refused(make, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        make()

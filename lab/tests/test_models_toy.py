@@ -14,6 +14,9 @@ from tensor_memory_lab.tasks.no_harm import NoHarmConfig
 from tensor_memory_lab.tasks.occlusion import OcclusionConfig
 from tolerances import assert_same
 
+# The published start over 128 tokens is what some diagnostics measure.
+pytestmark = pytest.mark.filterwarnings("ignore::tensor_memory.ForgettingWarning")
+
 METHODS = get_args(ToyMethod)
 WINDOWED = [(m, w) for m in METHODS for w in (None, 3) if (m, w) != ("recurrent-slots", None)]
 TASKS = {
@@ -53,14 +56,15 @@ def test_base_and_tensor_have_the_papers_counts(name):
     task = TASKS[name].build(0)
     base, tensor = COUNTS[name]
     assert count(sized(name, "base").build(task)) == base
+    slots = sized(name, "slots")
+    assert count(slots.build(task)) == base + 8 * slots.dim
     assert count(sized(name, "tensor").build(task)) == pytest.approx(tensor, rel=0.01)
 
 
-@pytest.mark.parametrize("dim", [16, 32, 64, 96, 128, 256])
-@pytest.mark.parametrize("name", TASKS)
-def test_wide_has_the_weights_of_tensor_at_every_width(name, dim):
-    task = TASKS[name].build(0)
-    wide, tensor = (count(sized(name, m, dim=dim).build(task)) for m in ("wide", "tensor"))
+@pytest.mark.parametrize("dim", [16, 96, 256])
+def test_wide_has_the_weights_of_tensor_at_every_width(dim):
+    task = TASKS["binding"].build(0)
+    wide, tensor = (count(sized("binding", m, dim=dim).build(task)) for m in ("wide", "tensor"))
     assert wide == pytest.approx(tensor, rel=0.01)
 
 
@@ -86,11 +90,6 @@ def test_linear_attention_takes_the_memorys_gain():
     assert all(torch.equal(4 * quiet[name], loud[name]) for name in louder)
 
 
-def test_eight_slots_are_eight_tokens():
-    model = sized("binding", "slots").build(TASKS["binding"].build(0))
-    assert count(model) == COUNTS["binding"][0] + 8 * 64
-
-
 @pytest.mark.parametrize(("method", "window"), WINDOWED)
 @pytest.mark.parametrize("name", TASKS)
 def test_one_step_of_every_method_on_every_task(name, method, window):
@@ -101,6 +100,8 @@ def test_one_step_of_every_method_on_every_task(name, method, window):
     outputs, carry = model(batch)
     assert carry is None
     assert outputs["logits"].shape == (*batch["target"].shape, task.classes)
+    alone = model({name: tensor[1:2] for name, tensor in batch.items()})[0]["logits"]
+    assert_same(alone, outputs["logits"][1:2])
     task.loss(outputs, batch).backward()
     torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0).step()
     same = [name for name, p in model.named_parameters() if torch.equal(p, before[name])]
@@ -150,16 +151,6 @@ def test_stacked_windows_reach_as_far_as_they_should_and_no_further():
     assert moved[0].nonzero().flatten().tolist() == list(range(10, 10 + 2 * 2 + 1))
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_rows_of_a_batch_are_independent(method):
-    task = TASKS["binding"].build(0)
-    model = ToyModelConfig(method=method, window=3, slots=2, **SMALL).build(task).double().eval()
-    batch = task.batch("train", 0, 4)
-    batch["place"] = batch["place"].double()
-    alone = {name: tensor[2:3] for name, tensor in batch.items()}
-    assert_same(model(alone)[0]["logits"], model(batch)[0]["logits"][2:3])
-
-
 def test_a_querys_value_is_not_embedded():
     task = TASKS["binding"].build(0)
     model = ToyModelConfig(**SMALL).build(task).eval()
@@ -180,14 +171,16 @@ def test_frames_are_cut_into_patches_in_raster_order():
     assert_same(change[0, token], embed.patch.weight[:, 1 * 4 + 2])
 
 
-def test_recurrent_slots_without_a_window_are_refused():
-    with pytest.raises(ValueError, match=r"model.window: expected a number of tokens, got None"):
-        ToyModelConfig(method="recurrent-slots")
-
-
-def test_an_unknown_method_is_refused():
-    with pytest.raises(ValueError, match=r"model.method: expected one of base, wide, .*'tensr'"):
-        ToyModelConfig(method="tensr")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("method", "complaint"),
+    [
+        ("recurrent-slots", r"model.window: expected a number of tokens, got None"),
+        ("tensr", r"model.method: expected one of base, wide, .*'tensr'"),
+    ],
+)
+def test_a_wrong_config_is_refused(method, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        ToyModelConfig(method=method)
 
 
 def test_every_memory_option_reaches_the_model():

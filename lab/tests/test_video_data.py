@@ -142,11 +142,6 @@ def test_a_file_that_is_no_video_is_recognised(tmp_path, decoder):
         decode_spread(path, 4, (32, 64), decoder)
 
 
-def test_an_unknown_decoder_is_named(tmp_path):
-    with pytest.raises(ValueError, match="expected pyav or opencv, got 'ffmpeg'"):
-        decode_spread(tmp_path / "clip.avi", 1, (32, 64), "ffmpeg")  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(("module", "decoder"), [("av", "pyav"), ("cv2", "opencv")])
 def test_a_decoder_that_is_not_installed_names_the_other(tmp_path, monkeypatch, module, decoder):
     path = write_video(tmp_path / "clip.avi", 3)

@@ -12,15 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tensor_memory_lab.models.repeated import Linear
-from tensor_memory_lab.models.rotary import turned, turns_for
-
 SMALLEST_BLOCK = 64
 """Queries per block at least: smaller products leave a GPU idle."""
 SMALL = 512
 """Up to so many tokens one masked product costs less than the cutting into blocks: 0.33 ms against
 0.52 for a layer of 32 × 512 tokens and a window of 64, forward and backward, on one H200."""
-
+SLOWEST = 10_000.0
+"""The pair of features that rotary positions turn slowest takes about so many tokens a radian."""
 
 Cache = dict[str, Tensor]
 """{"keys": (B, h, L, e), "values": (B, h, L, e)} of the tokens before, where one is kept."""
@@ -67,8 +65,8 @@ class SelfAttention(nn.Module):
             )
         self.heads, self.causal, self.window, self.rotary = heads, causal, window, rotary
         self.read_slots, self.write_slots = read_slots, write_slots
-        self.qkv = Linear(dim, 3 * dim)
-        self.project = Linear(dim, dim)
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.project = nn.Linear(dim, dim)
         for N in {length} if isinstance(length, int) else set(length):
             if self._needs_mask(N):
                 self.register_buffer(f"mask_{N}", _addend(self._make_mask(N)), persistent=False)
@@ -96,12 +94,15 @@ class SelfAttention(nn.Module):
     def zeros(self, rows: int, like: Tensor) -> None:
         """Nothing is carried."""
 
+    def state_bytes(self) -> int:
+        """Nothing is carried."""
+        return 0
+
     def empty_cache(self, rows: int, like: Tensor) -> Cache:
         """No tokens before: what reading a window in parts starts with."""
         if self.read_slots or self.write_slots or not self.causal:
             raise ValueError("expected causal attention without slots to read a window in parts")
-        width = self.project.in_features // self.heads
-        nothing = like.new_zeros(rows, self.heads, 0, width)
+        nothing = like.new_zeros(rows, self.heads, 0, self.project.in_features // self.heads)
         return {"keys": nothing, "values": nothing}
 
     def _attend_further(
@@ -131,11 +132,7 @@ class SelfAttention(nn.Module):
         """Whether blocks look at less than a dense mask would, and there is something to save."""
         if self.window is None or self.read_slots or self.write_slots:
             return False
-        return max(2 * self._block(), SMALL) < N
-
-    def _block(self) -> int:
-        assert self.window is not None
-        return max(self.window, SMALLEST_BLOCK)
+        return max(2 * max(self.window, SMALLEST_BLOCK), SMALL) < N
 
     def _make_mask(self, N: int, device: torch.device | None = None) -> Tensor:
         """(N, N) with the slots, or per head and block (h · S, b, 2b)."""
@@ -144,7 +141,7 @@ class SelfAttention(nn.Module):
                 N, self.causal, self.window, self.read_slots, self.write_slots, device=device
             )
         assert self.window is not None
-        b = self._block()
+        b = max(self.window, SMALLEST_BLOCK)
         S = -(-N // b)
         query = torch.arange(b, device=device)[:, None]
         key = torch.arange(2 * b, device=device) - b
@@ -155,7 +152,7 @@ class SelfAttention(nn.Module):
 
     def _attend_in_blocks(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         """q, k, v (B, h, N, e); mask (h · S, b, 2b)."""
-        N, b = q.shape[2], self._block()
+        N, b = q.shape[2], mask.shape[1]
         q, k, v = (F.pad(t, (0, 0, 0, -N % b)).unflatten(2, (-1, b)) for t in (q, k, v))
         k, v = (torch.cat([F.pad(t, (0, 0, 0, 0, 1, -1)), t], dim=3) for t in (k, v))
         q, k, v = q.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2)  # (B, h · S, b or 2b, e)
@@ -211,6 +208,25 @@ def visible(
     if window is not None:
         seen = seen & (key > query - window)
     return seen | (key < read_slots) | (query >= end)
+
+
+def turns_for(x: Tensor) -> Tensor:
+    """Rotary positions (Su et al., 2021) of x (..., N, e): (N, e / 2) complex, a turn per pair.
+
+    What is at place p is turned by angles that grow with p, so the product of a query and a key
+    depends on their distance alone.
+    """
+    N, e = x.shape[-2:]
+    exact = {"dtype": torch.promote_types(x.dtype, torch.float32), "device": x.device}
+    rates = SLOWEST ** (-torch.arange(0, e, 2, **exact) / e)
+    angle = torch.arange(N, **exact)[:, None] * rates
+    return torch.polar(torch.ones_like(angle), angle)
+
+
+def turned(x: Tensor, turns: Tensor) -> Tensor:
+    """x (..., N, e), its neighbouring features taken as pairs, turned by (N, e / 2)."""
+    pairs = torch.view_as_complex(x.to(turns.real.dtype).unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
 
 
 def split_heads(x: Tensor, parts: int, heads: int) -> tuple[Tensor, ...]:

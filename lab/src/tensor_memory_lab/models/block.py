@@ -9,7 +9,6 @@ Letters: B batch, N tokens, d width.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -17,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tensor_memory import MemoryResidual, TensorMemory
-from tensor_memory_lab.models.repeated import LayerNorm, Linear
 from tensor_memory_lab.models.side import SideMemory
 
 Place = Literal["after_mlp", "after_attention"]
@@ -29,16 +27,6 @@ LayerState = tuple[Any, Any]
 
 Paths = tuple[Tensor | None, Tensor | None, Tensor | None]
 """What is kept of a row's attention, MLP and side path, (B, 1, 1) each; None: the call decides."""
-
-
-def check_memory_layers(layers: Sequence[int], count: int) -> None:
-    """Raise unless the layers that hold a memory exist."""
-    wrong = [layer for layer in layers if not 0 <= layer < count]
-    if wrong or len(set(layers)) != len(layers):
-        raise ValueError(
-            f"model.memory_layers: expected different layers of 0 to {count - 1}, got {layers}; "
-            "choose them with --model.memory-layers"
-        )
 
 
 class Block(nn.Module):
@@ -75,18 +63,14 @@ class Block(nn.Module):
         attention_out_norm: bool = False,
     ) -> None:
         super().__init__()
-        if side_place not in ("after_mlp", "after_attention"):
-            raise ValueError(
-                f"side_place: expected after_mlp or after_attention, got {side_place!r}"
-            )
         self.dropout, self.drop_path, self.side_place = dropout, drop_path, side_place
         hidden = round(dim * mlp_ratio)
-        self.attention_norm = LayerNorm(dim)
+        self.attention_norm = nn.LayerNorm(dim)
         self.attention = attention
-        self.attention_out_norm = LayerNorm(dim) if attention_out_norm else None
-        self.mlp_norm = LayerNorm(dim)
-        self.widen = Linear(dim, hidden)
-        self.narrow = Linear(hidden, dim)
+        self.attention_out_norm = nn.LayerNorm(dim) if attention_out_norm else None
+        self.mlp_norm = nn.LayerNorm(dim)
+        self.widen = nn.Linear(dim, hidden)
+        self.narrow = nn.Linear(hidden, dim)
         self.side = side
 
     def forward(

@@ -2,10 +2,17 @@
 
 Some tokens at a time: their logits become losses and, where a gradient is wanted, softmax minus
 one-hot, in place and in the type of the product. That is kept; the logits themselves are not.
+
+On a GPU one Triton kernel does it: it reads the logits twice, the second time from the cache, and
+writes them once, where plain PyTorch takes four passes, two of them in float32. That is 3 of the
+16 ms of a step of `base` on one H200.
 """
 
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
 from __future__ import annotations
 
+from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,9 +27,11 @@ WORDS_MULTIPLE = 64
 """Columns of the products: matrix units are slow on rows that do not begin at aligned addresses, as
 those of WikiText-2's 33,278 words would not. Words that are none have no probability."""
 
+BLOCK = 4096
+"""Logits that a program of the kernel holds at a time."""
+
 FUSED = ("cuda",) if find_spec("triton") else ()
-"""Kinds of device on which one kernel makes losses of logits: of a step of `base` on one H200 the
-passes of plain PyTorch take a fifth."""
+"""Kinds of device on which the kernel serves."""
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -78,9 +87,14 @@ def _fuses(h: Tensor) -> bool:
 
 
 def _fused_losses(logits: Tensor, targets: Tensor, words: int, *, keep: bool) -> Tensor:
-    from tensor_memory_lab.models.triton_cross_entropy import losses_in_place
-
-    return losses_in_place(logits, targets, words, keep=keep)
+    """`_losses` by the kernel, in float32."""
+    rows, columns = logits.shape
+    losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    with torch.cuda.device(logits.device) if logits.is_cuda else nullcontext():
+        loss_kernel[(rows,)](
+            logits, targets, losses, words, columns, KEEP=keep, BLOCK=BLOCK, num_warps=8
+        )
+    return losses
 
 
 def linear_cross_entropy(h: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -99,3 +113,40 @@ def linear_cross_entropy(h: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         losses = LinearCrossEntropy.apply(h.flatten(0, 1), weight, targets.flatten())
     assert isinstance(losses, Tensor)
     return losses.view(targets.shape)
+
+
+if find_spec("triton"):
+    import triton
+    import triton.language as tl
+
+    NO_WORD = tl.constexpr(-1e30)  # its difference to itself is a number, unlike that of infinity
+
+    @triton.jit
+    def loss_kernel(
+        logits, targets, losses, words, columns, KEEP: tl.constexpr, BLOCK: tl.constexpr
+    ):
+        """A program takes a token's row: `words` logits, then columns that stand for no word."""
+        row = tl.program_id(0).to(tl.int64)
+        own, c = logits + row * columns, tl.arange(0, BLOCK)
+        target = tl.load(targets + row)
+        at_target = tl.load(own + target).to(tl.float32)  # before any of the row is overwritten
+        # One pass for the log of the sum: each lane keeps its highest logit and a sum beside it.
+        high = tl.full([BLOCK], NO_WORD, tl.float32)
+        total = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, columns, BLOCK):
+            at = start + c
+            x = tl.load(own + at, mask=at < columns, other=0.0).to(tl.float32)
+            x = tl.where(at < words, x, NO_WORD)
+            higher = tl.maximum(high, x)
+            total = total * tl.exp(high - higher) + tl.exp(x - higher)
+            high = higher
+        highest = tl.max(high, axis=0)
+        log_sum = highest + tl.log(tl.sum(total * tl.exp(high - highest), axis=0))
+        tl.store(losses + row, log_sum - at_target)
+        if KEEP:  # a second pass turns the logits into softmax minus one-hot
+            for start in range(0, columns, BLOCK):
+                at = start + c
+                x = tl.load(own + at, mask=at < columns, other=0.0).to(tl.float32)
+                wrong = tl.exp(x - log_sum) - tl.where(at == target, 1.0, 0.0)
+                wrong = tl.where(at < words, wrong, 0.0)
+                tl.store(own + at, wrong.to(logits.dtype.element_ty), mask=at < columns)

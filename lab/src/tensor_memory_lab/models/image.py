@@ -7,88 +7,57 @@ MLP of some encoder layers. Letters: B batch, P patches, v visible patches, d wi
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tensor_memory import MemoryConfig, TensorMemory
-from tensor_memory_lab.models import Carry, Model
-from tensor_memory_lab.models.attention import SelfAttention
-from tensor_memory_lab.models.block import Block, check_memory_layers, initialise
-from tensor_memory_lab.models.matched import memory_bytes
-from tensor_memory_lab.models.vision import (
-    GATE,
-    LocalAttention,
-    Scope,
-    matched_ratio,
-    put_memory,
-    summary_first,
-    waves,
-    window_mask,
-)
+from tensor_memory import MemoryConfig
+from tensor_memory_lab.models import Carry
+from tensor_memory_lab.models.attention import SelfAttention, merge_heads, split_heads
+from tensor_memory_lab.models.block import Block, initialise
+from tensor_memory_lab.models.vision import VisionConfig, VisionModel, summary_first, waves
 from tensor_memory_lab.tasks import Batch
 
 ImageMethod = Literal["base", "local", "registers", "spatial", "wide"]
 
 
 @dataclass(frozen=True)
-class ImageModelConfig:
+class ImageModelConfig(VisionConfig):
     """Encoder and decoder of the paper's masked reconstruction."""
 
     method: ImageMethod = "base"
     """base; local: a 2-D window; registers: learned tokens beside the patches; spatial: the
     memory; wide: the weights of `spatial` in the MLP."""
     dim: int = 192
-    """d, width of the encoder's tokens."""
     layers: int = 4
-    """Blocks of the encoder."""
     heads: int = 3
-    """Its attention heads; a divisor of `dim`."""
     decoder_dim: int = 96
     """Width of the decoder's tokens."""
     decoder_layers: int = 2
     """Blocks of the decoder."""
     decoder_heads: int = 3
     """Its attention heads; a divisor of `decoder_dim`."""
-    mlp_ratio: float = 4.0
-    """Width of the encoder's MLP over `dim`."""
     dropout: float = 0.0
-    """In the encoder, on what attention, MLP and memory add."""
-    drop_path: float = 0.1
-    """Stochastic depth in the encoder."""
     window: int = 7
     """Side of the square of patches that `local` sees, odd."""
-    registers: int = 8
-    """Learned tokens of `registers`."""
     memory: MemoryConfig = field(
         default_factory=lambda: MemoryConfig(channels=16, grid=(4, 4, 4), chunk_size=16)
     )
-    memory_layers: tuple[int, ...] = (0, 2)
-    """Layers of the encoder with the memory, counted from 0."""
-    scope: Scope = "layer"
-    """layer: a state per memory layer. depth: one state through the layers, as published."""
-    gate_init: float = GATE
-    """Initial γ of the memory layers."""
+    memory_layers: tuple[int, ...] | None = (0, 2)
 
     def __post_init__(self) -> None:
-        if self.method not in get_args(ImageMethod):
-            raise ValueError(
-                f"model.method: expected one of {', '.join(get_args(ImageMethod))}, "
-                f"got {self.method!r}"
-            )
-        if self.scope not in get_args(Scope):
-            raise ValueError(f"model.scope: expected layer or depth, got {self.scope!r}")
+        super().__post_init__()
         if self.window < 1 or self.window % 2 == 0:
             raise ValueError(f"model.window: expected an odd number of patches, got {self.window}")
-        check_memory_layers(self.memory_layers, self.layers)
 
     def build(self, task: Any) -> ImageModel:
         """The model for a task of masked images."""
         return ImageModel(self, task.grid, task.values)
 
 
-class ImageModel(Model):
+class ImageModel(VisionModel[ImageModelConfig]):
     """Predicts every patch; the task scores the hidden ones.
 
     Args:
@@ -98,25 +67,14 @@ class ImageModel(Model):
     """
 
     def __init__(self, config: ImageModelConfig, grid: tuple[int, int], values: int) -> None:
-        super().__init__()
-        self.config, self.columns = config, grid[1]
+        super().__init__(config)
+        self.columns = grid[1]
         c, P = config, grid[0] * grid[1]
-        ratio = c.mlp_ratio
-        if c.method == "wide":
-            ratio = matched_ratio(c.dim, c.layers, c.mlp_ratio, c.memory, c.memory_layers)
         self.embed = nn.Linear(values, c.dim)
         self.summary = nn.Parameter(torch.empty(1, c.dim))
         self.position = nn.Parameter(torch.empty(1 + P, c.dim))
-        self.blocks = nn.ModuleList(
-            Block(
-                c.dim,
-                attention=self._attention(),
-                mlp_ratio=ratio,
-                dropout=c.dropout,
-                drop_path=c.drop_path,
-            )
-            for _ in range(c.layers)
-        )
+        attention = LocalAttention if c.method == "local" else SelfAttention
+        self.blocks = self.make_blocks(lambda: attention(c.dim, c.heads, causal=False))
         self.norm = nn.LayerNorm(c.dim)
         self.narrow = nn.Linear(c.dim, c.decoder_dim)
         self.blank = nn.Parameter(torch.empty(1, c.decoder_dim))
@@ -129,18 +87,7 @@ class ImageModel(Model):
         )
         self.decoder_norm = nn.LayerNorm(c.decoder_dim)
         self.head = nn.Linear(c.decoder_dim, values)
-        if c.method == "registers":
-            self.registers = nn.Parameter(torch.empty(c.registers, c.dim))
-        if c.method == "spatial":
-            self.memory = TensorMemory(c.dim, c.memory)
-            put_memory(
-                self.blocks,
-                self.memory,
-                c.memory_layers,
-                gate_init=c.gate_init,
-                dropout=c.dropout,
-                drop_path=c.drop_path,
-            )
+        self.add_mechanism(drop_path=c.drop_path)
         initialise(self, narrow=True)
         with torch.no_grad():
             self.position[1:] = waves(*grid, c.dim)
@@ -151,7 +98,8 @@ class ImageModel(Model):
     ) -> tuple[dict[str, Tensor], Carry | None]:
         """`patches` (B, P, values), `visible` (B, v) -> `patches` predicted, (B, P, values)."""
         patches, visible = batch["patches"], batch["visible"]
-        x = self.encode(_take(patches, visible), visible)
+        places = visible[..., None].expand(-1, -1, patches.shape[2])
+        x = self.encode(patches.gather(1, places), visible)
         return {"patches": self.decode(x, visible, patches.shape[1])}, None
 
     def encode(self, patches: Tensor, visible: Tensor) -> Tensor:
@@ -167,7 +115,6 @@ class ImageModel(Model):
         threaded = self.config.scope == "depth"
         state = None
         for block in self.blocks:
-            assert isinstance(block, Block)
             if block.side is None:
                 x, _ = block(x, (seen, None))
             else:  # the last chunk of a layer is written before the next layer reads
@@ -186,13 +133,6 @@ class ImageModel(Model):
             x, _ = block(x)
         return self.head(self.decoder_norm(x[:, 1:]))
 
-    def state_bytes(self) -> int:
-        """Bytes of the memory, or of the registers, of one image."""
-        c = self.config
-        if c.method == "spatial":
-            return memory_bytes(c.memory, 1 if c.scope == "depth" else len(c.memory_layers))
-        return 4 * c.registers * c.dim if c.method == "registers" else 0
-
     def labels(self) -> dict[str, Any]:
         """The scope and K of a memory, the window of `local`."""
         c = self.config
@@ -200,13 +140,37 @@ class ImageModel(Model):
             return {"scope": c.scope, "K": c.memory.chunk_size}
         return {"window": c.window} if c.method == "local" else {}
 
-    def _attention(self) -> SelfAttention:
-        c = self.config
-        if c.method == "local":
-            return LocalAttention(c.dim, c.heads)
-        return SelfAttention(c.dim, c.heads, causal=False)
+
+class LocalAttention(SelfAttention):
+    """Tokens attend where a mask lets them; the mask goes through the layers as their cache."""
+
+    def forward(self, x: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
+        """x (B, N, d), cache (B, 1, N, N) bool, true where the row may see the column."""
+        q, k, v = split_heads(self.qkv(x), 3, self.heads)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=cache)
+        return self.project(merge_heads(mixed)), cache
 
 
-def _take(patches: Tensor, which: Tensor) -> Tensor:
-    """(B, P, values) and (B, v) -> (B, v, values)."""
-    return patches.gather(1, which[..., None].expand(-1, -1, patches.shape[2]))
+def window_mask(visible: Tensor, columns: int, window: int) -> Tensor:
+    """Which patches see which in a window × window square of the picture; the first token all.
+
+    Args:
+        visible: (B, v) raster indices of the patches that are there.
+        columns: patches in a row of the picture.
+        window: side of the square, odd: a patch sees (window - 1) / 2 patches to every side.
+
+    Returns:
+        (B, 1, 1 + v, 1 + v) bool.
+
+    >>> window_mask(torch.tensor([[0, 1, 5, 15]]), columns=4, window=3)[0, 0].int()
+    tensor([[1, 1, 1, 1, 1],
+            [1, 1, 1, 1, 0],
+            [1, 1, 1, 1, 0],
+            [1, 1, 1, 1, 0],
+            [1, 0, 0, 0, 1]], dtype=torch.int32)
+    """
+    row, column = visible // columns, visible % columns
+    near = window // 2
+    down = (row[:, :, None] - row[:, None]).abs() <= near
+    across = (column[:, :, None] - column[:, None]).abs() <= near
+    return F.pad(down & across, (1, 0, 1, 0), value=True)[:, None]

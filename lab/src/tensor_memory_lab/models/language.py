@@ -8,24 +8,17 @@ Letters: B batch, N tokens, d width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tensor_memory import MemoryConfig
 from tensor_memory_lab.models import Carry, Model
-from tensor_memory_lab.models.block import Place, check_memory_layers, initialise
+from tensor_memory_lab.models.block import initialise
 from tensor_memory_lab.models.cross_entropy import linear_cross_entropy
-from tensor_memory_lab.models.matched import (
-    FLOAT_BYTES,
-    memory_bytes,
-    side_parameters,
-    wide_ratio,
-)
-from tensor_memory_lab.models.slots import check_slots
+from tensor_memory_lab.models.decoder import DecoderConfig, Method, cache, recurrent_slots, wide
 from tensor_memory_lab.models.stack import Stack, StackConfig
 from tensor_memory_lab.tasks import Batch, Task
 
@@ -46,20 +39,12 @@ LanguageMethod = Literal[
     "tensor-depth",
 ]
 
-Positions = Literal["learned", "rotary"]
-
 NARROW = 128
 """Width below which weights start from the larger values that narrow models need."""
 
-RIVALS = {"linear-local": "linear", "conv-local": "convolution"}
-"""What stands in the memory's place, by method."""
-
-NOT_TURNED = ("linear", "recurrent-slots")
-"""Methods without rotary positions, beside those with relative ones."""
-
 
 @dataclass(frozen=True)
-class LanguageModelConfig:
+class LanguageModelConfig(DecoderConfig):
     """A decoder. The defaults are the paper's sizes."""
 
     method: LanguageMethod = "base"
@@ -70,47 +55,24 @@ class LanguageModelConfig:
     segment; tensor, tensor-local: the memory beside full or local attention; tensor-xl: beside xl's
     attention, in place of its cache; tensor-depth: the published form, which sees the future."""
     dim: int = 384
-    """d, width of the tokens."""
     layers: int = 8
-    """Transformer blocks."""
     heads: int = 8
-    """Attention heads; a divisor of `dim`."""
-    mlp_ratio: float = 4.0
-    """Width of the MLP over `dim`."""
     dropout: float = 0.2
-    """On embeddings, and on what attention, MLP and side path add."""
     window: int = 64
     """Tokens that local attention sees, itself included."""
-    memory: MemoryConfig = field(default_factory=MemoryConfig)
-    memory_layers: tuple[int, ...] | None = None
-    """Layers with a side path (tensor, linear-local, conv-local); None takes all."""
-    positions: Positions = "learned"
+    positions: Literal["learned", "rotary"] = "learned"
     """learned: a table that is added to the words, as in the paper; rotary: queries and keys are
     turned by their place, so that attention knows distances. xl and tensor-xl have relative ones of
     their own."""
-    gate_init: float = 0.0
-    """Initial γ of the side paths."""
-    placement: Place = "after_mlp"
-    """Where the side path stands in its block."""
-    share_weights: bool = True
-    """One set of side-path weights for all layers."""
     segment: int | None = None
     """Tokens that xl, tensor-xl and recurrent-slots take at once. None: all of a call for the first
     two, `window` for recurrent-slots, which learn to write from the segments that follow within a
     call."""
-    cache: int | None = None
-    """Tokens in the cache of xl; None takes as many as fill the memory's bytes, 0 for tensor-xl."""
-    slots: int | None = None
-    """Recurrent slots; None takes as many as fill the memory's bytes."""
     non_causal: bool = False
     """Must be true for tensor-depth, whose scores are no perplexities."""
 
     def __post_init__(self) -> None:
-        if self.method not in get_args(LanguageMethod):
-            raise ValueError(
-                f"model.method: expected one of {', '.join(get_args(LanguageMethod))}, "
-                f"got {self.method!r}"
-            )
+        super().__post_init__()
         depth = self.method == "tensor-depth"
         if depth and not self.non_causal:
             raise ValueError(
@@ -122,27 +84,16 @@ class LanguageModelConfig:
             raise ValueError(
                 f"model.non_causal: expected False for {self.method}, which is causal, got True"
             )
-        if self.positions not in get_args(Positions):
-            raise ValueError(
-                f"model.positions: expected one of {', '.join(get_args(Positions))}, "
-                f"got {self.positions!r}"
-            )
-        if self.positions == "rotary" and (self.relative or self.method in NOT_TURNED):
+        if self.positions == "rotary" and self.method in NOT_ROTARY:
             raise ValueError(
                 f"model.positions: expected learned for {self.method}, got rotary, which only "
                 "softmax attention over tokens alone can have; leave it out or take another method"
             )
-        check_memory_layers(self.with_memory, self.layers)
 
     @property
     def relative(self) -> bool:
         """Whether attention is that of xl."""
-        return self.method.endswith("xl")
-
-    @property
-    def with_memory(self) -> tuple[int, ...]:
-        """Layers that hold the side path, or whose memory others are matched to."""
-        return tuple(range(self.layers)) if self.memory_layers is None else self.memory_layers
+        return METHODS[self.method].get("attention") == "relative"
 
     def build(self, task: Task) -> LanguageModel:
         """The model for a task of text: its vocabulary, its window, whether it carries."""
@@ -159,46 +110,55 @@ class LanguageModelConfig:
 
     def stack(self, length: int, carried: bool) -> StackConfig:
         """The choices that `method` stands for."""
-        method, layers = self.method, self.with_memory
-        plain = StackConfig(
-            dim=self.dim,
-            layers=self.layers,
-            heads=self.heads,
-            length=length,
-            mlp_ratio=self.mlp_ratio,
-            dropout=self.dropout,
-            window=self.window if method.endswith("local") else None,
+        return self.make_stack(
+            METHODS[self.method],
+            length,
             rotary=self.positions == "rotary",
-            attention_out_norm=method == "base-sln",
-            carried=carried and method != "tensor-depth",
+            carried=carried and not self.non_causal,
         )
-        budget = memory_bytes(self.memory, len(layers))
-        changes: dict[str, Any] = {}
-        if method in ("wide", "wide-local"):
-            extra = side_parameters(self.dim, self.memory, len(layers))
-            changes["mlp_ratio"] = wide_ratio(self.dim, self.layers, self.mlp_ratio, extra)
-        elif method == "linear":
-            changes["attention"] = "linear"
-        elif self.relative:
-            matched = budget // (FLOAT_BYTES * self.dim * self.layers) if method == "xl" else 0
-            cache = matched if self.cache is None else self.cache
-            changes |= {"attention": "relative", "segment": self.segment, "cache": cache}
-        elif method == "recurrent-slots":
-            matched = budget // (FLOAT_BYTES * self.dim)
-            slots = check_slots(matched if self.slots is None else self.slots, method)
-            segment = self.window if self.segment is None else self.segment
-            changes |= {"segment": segment, "recurrent_slots": slots}
-        if method.startswith("tensor") or method in RIVALS:
-            changes |= {
-                "side": RIVALS.get(method, "tensor"),
-                "memory": self.memory,
-                "side_layers": layers,
-                "side_place": self.placement,
-                "gate_init": self.gate_init,
-                "share_weights": self.share_weights,
-                "thread_depth": method == "tensor-depth",
-            }
-        return replace(plain, **changes)
+
+
+def _window(config: LanguageModelConfig) -> int:
+    return config.window
+
+
+def _segment(config: LanguageModelConfig) -> int | None:
+    return config.segment
+
+
+def _slot_segment(config: LanguageModelConfig) -> int:
+    return config.window if config.segment is None else config.segment
+
+
+def _no_cache(config: LanguageModelConfig) -> int:
+    return config.cache or 0
+
+
+METHODS: dict[str, Method] = {
+    "base": {},
+    "base-sln": {"attention_out_norm": True},
+    "wide": {"mlp_ratio": wide},
+    "local": {"window": _window},
+    "wide-local": {"window": _window, "mlp_ratio": wide},
+    "linear": {"attention": "linear"},
+    "linear-local": {"window": _window, "side": "linear"},
+    "conv-local": {"window": _window, "side": "convolution"},
+    "xl": {"attention": "relative", "segment": _segment, "cache": cache},
+    "recurrent-slots": {"segment": _slot_segment, "recurrent_slots": recurrent_slots},
+    "tensor": {"side": "tensor"},
+    "tensor-local": {"window": _window, "side": "tensor"},
+    "tensor-xl": {
+        "attention": "relative",
+        "segment": _segment,
+        "cache": _no_cache,
+        "side": "tensor",
+    },
+    "tensor-depth": {"side": "tensor", "thread_depth": True},
+}
+"""What a method changes; see `StackConfig`."""
+
+NOT_ROTARY = ("linear", "recurrent-slots", "xl", "tensor-xl")
+"""Methods whose attention is not softmax over tokens alone."""
 
 
 class LanguageModel(Model):

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tensor_memory_lab.models.attention import check_heads, merge_heads, split_heads
-from tensor_memory_lab.models.side import SideMemory, State
-from tensor_memory_lab.wording import counted
+from tensor_memory_lab.models.side import FLOAT_BYTES, SideMemory, State
 
 CHUNK = 64
 EPSILON = 1e-6
@@ -68,6 +67,10 @@ class LinearAttention(nn.Module):
         """An empty state."""
         return {"state": _zeros(rows, self.heads, self.width, self.width, like)}
 
+    def state_bytes(self) -> int:
+        """Bytes that one row carries."""
+        return FLOAT_BYTES * self.heads * self.width * (self.width + 1)
+
 
 class LinearMemory(SideMemory):
     """Linear attention beside softmax attention, its state of a chosen size.
@@ -99,6 +102,10 @@ class LinearMemory(SideMemory):
         """An empty state."""
         return {"state": _zeros(rows, self.heads, self.key, self.value, like)}
 
+    def state_bytes(self) -> int:
+        """Bytes that one row carries."""
+        return FLOAT_BYTES * self.heads * self.key * (self.value + 1)
+
 
 def sizes_for(values: int, heads: int) -> tuple[int, int]:
     """Key and value widths whose state, (heads, key, value + 1), comes nearest below `values`.
@@ -111,8 +118,9 @@ def sizes_for(values: int, heads: int) -> tuple[int, int]:
     area = values // heads
     side = math.isqrt(area)
     if side < 2:
-        many = counted(heads, "head")
-        raise ValueError(f"state: expected at least {4 * heads} values for {many}")
+        raise ValueError(
+            f"state: expected at least {4 * heads} values for {heads} heads, got {values}"
+        )
     keys = range(max(side * 3 // 4, 1), side + 1)
     key = min(reversed(keys), key=lambda key: (area - area // key * key, side - key))
     return key, area // key - 1

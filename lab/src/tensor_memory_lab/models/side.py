@@ -1,28 +1,48 @@
-"""Side paths that are compared with the memory: how one is added, and the shortest of them.
+"""Side paths: what stands beside attention in a layer, behind a norm and a gate of its own.
+
+To compare another mechanism with the memory, write a `SideMemory` and name it in `SIDES` (stack).
+Its state is tensors by name, first dimension the row. The library's memory has a state class of its
+own; `TensorResidual` turns it into named tensors and back.
 
 Letters: B batch, N tokens, d width.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tensor_memory import MemoryConfig, MemoryResidual, MemoryState, TensorMemory
+
 State = dict[str, Tensor]
-"""What a side path carries, by name."""
+"""What a mechanism carries, by name."""
+
+FLOAT_BYTES = 4
+"""What is carried is float32."""
 
 TAPS = 4
 """Tokens that a short convolution sees, itself included."""
 
 
 class SideMemory(nn.Module):
-    """What stands in a side path in the memory's place: `(x, state) -> (m, state)`."""
+    """What stands in a side path in the memory's place."""
 
     dim: int
 
+    def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        """x (B, N, d) -> m (B, N, d), state; None starts from an empty one."""
+        raise NotImplementedError
+
     def zeros(self, rows: int, like: Tensor) -> State:
         """An empty state."""
+        raise NotImplementedError
+
+    def state_bytes(self) -> int:
+        """Bytes that one row carries."""
         raise NotImplementedError
 
 
@@ -50,6 +70,51 @@ class SideResidual(nn.Module):
     def zeros(self, rows: int, like: Tensor) -> State:
         """An empty state."""
         return self.memory.zeros(rows, like)
+
+    def state_bytes(self) -> int:
+        """Bytes that one row carries."""
+        return self.memory.state_bytes()
+
+    def to_tensors(self, state: State, tokens: int, before: State) -> State:
+        """The state as what is carried."""
+        return state
+
+    def from_tensors(self, carried: State, x: Tensor) -> State:
+        """What is carried as the state of a call on x."""
+        return carried
+
+
+class TensorResidual(MemoryResidual):
+    """The library's memory as a side path."""
+
+    def zeros(self, rows: int, like: Tensor) -> MemoryState:
+        """An empty state."""
+        memory = self.memory
+        return MemoryState.zeros(
+            memory.config, memory.dim, rows, dtype=like.dtype, device=like.device
+        )
+
+    def state_bytes(self) -> int:
+        """Bytes of hidden and cell that one row carries."""
+        return memory_bytes(self.memory.config, 1)
+
+    def to_tensors(self, state: MemoryState, tokens: int, before: State) -> State:
+        """The state after `tokens` more than what `before` held.
+
+        An unfinished chunk is carried only where there can be one: a call without it may take the
+        path on which all rows stand at the start of a chunk.
+        """
+        names = ["hidden", "cell"]
+        if tokens % self.memory.config.chunk_size or "fill" in before:
+            names += ["tokens", "fill", "readout"]
+        return {name: getattr(state, name) for name in names}
+
+    def from_tensors(self, carried: State, x: Tensor) -> MemoryState:
+        """The state to start a call on x from."""
+        parts: dict[str, Any] = dict(carried)
+        if "fill" in parts:
+            return MemoryState(**parts)
+        return replace(self.zeros(x.shape[0], x), **parts)
 
 
 class ShortConvolution(SideMemory):
@@ -80,3 +145,33 @@ class ShortConvolution(SideMemory):
     def zeros(self, rows: int, like: Tensor) -> State:
         """No tokens before."""
         return {"tokens": like.new_zeros(rows, TAPS - 1, self.dim)}
+
+    def state_bytes(self) -> int:
+        """Bytes of the three tokens before."""
+        return FLOAT_BYTES * (TAPS - 1) * self.dim
+
+
+def side_residual(memory: TensorMemory | SideMemory, **options: Any) -> nn.Module:
+    """The gated residual around a memory; the options are those of `SideResidual`."""
+    kind: Any = TensorResidual if isinstance(memory, TensorMemory) else SideResidual
+    return kind(memory, **options)
+
+
+def memory_bytes(memory: MemoryConfig, layers: int) -> int:
+    """Bytes of hidden and cell of one row over the layers that hold a memory.
+
+    >>> memory_bytes(MemoryConfig(), 8)  # the paper's language model: 1 MiB
+    1048576
+    """
+    return FLOAT_BYTES * layers * memory.state_values
+
+
+def side_parameters(dim: int, memory: MemoryConfig, layers: int) -> int:
+    """Weights that a shared memory, its norms and its gates add.
+
+    >>> side_parameters(384, MemoryConfig(), 8)
+    2400457
+    """
+    with torch.device("meta"):
+        shared = TensorMemory(dim, memory)
+    return sum(p.numel() for p in shared.parameters()) + layers * (2 * dim + 1)

@@ -14,18 +14,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from tensor_memory_lab.models.repeated import LayerNorm
-
-
-def check_slots(slots: int, method: str) -> int:
-    """The number of slots; without any, a method would be `base` under another name."""
-    if slots < 1:
-        raise ValueError(
-            f"model.slots: expected 1 or more for {method}, got {slots}; name a number, or a "
-            "memory whose bytes hold one"
-        )
-    return slots
-
 
 class Registers(nn.Module):
     """m learned tokens put before the sequence and taken off at the end."""
@@ -57,7 +45,7 @@ class RecurrentSlots(nn.Module):
         self.count, self.segment = slots, segment
         self.empty = nn.Parameter(torch.empty(slots, dim))
         self.write = nn.Parameter(torch.empty(slots, dim))
-        self.norm = LayerNorm(dim)  # else what is carried would grow with every segment
+        self.norm = nn.LayerNorm(dim)  # else what is carried would grow with every segment
 
     def forward(
         self, x: Tensor, layers: Callable[[Tensor], Tensor], slots: Tensor | None = None

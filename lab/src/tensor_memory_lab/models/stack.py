@@ -1,39 +1,30 @@
-"""The layers of a compared model, whatever the method: blocks, their side paths, their state.
+"""The layers of a decoder, whatever the method: blocks, their side paths, their state.
 
-Every method is a choice of attention, of side path and of slots. What a method carries from one
-call to the next is flat, `"3.side.hidden"`, so that a training loop can keep it without knowing
-what it is.
+A method is a choice of attention, of side path and of slots. Attention and side path are modules
+`forward(x, state) -> (x, state)` with `zeros(rows, like)` for an empty state and `state_bytes()`.
+What a method carries from one call to the next is flat, `"3.side.hidden"`, so that a training loop
+can keep it without knowing what it is.
 
 Letters: B batch, N tokens, K tokens per chunk, m slots, d width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from tensor_memory import MemoryConfig, MemoryResidual, MemoryState, TensorMemory
+from tensor_memory import MemoryConfig, TensorMemory
 from tensor_memory_lab.models import Carry
 from tensor_memory_lab.models.attention import SelfAttention
 from tensor_memory_lab.models.block import Block, LayerState, Place
-from tensor_memory_lab.models.linear_attention import (
-    LinearAttention,
-    LinearMemory,
-    sizes_for,
-)
-from tensor_memory_lab.models.matched import FLOAT_BYTES
-from tensor_memory_lab.models.repeated import repeated
-from tensor_memory_lab.models.side import (
-    TAPS,
-    ShortConvolution,
-    SideMemory,
-    SideResidual,
-)
+from tensor_memory_lab.models.linear_attention import LinearAttention, LinearMemory, sizes_for
+from tensor_memory_lab.models.relative_attention import PositionBias, RelativeAttention
+from tensor_memory_lab.models.side import FLOAT_BYTES, ShortConvolution, SideMemory, side_residual
 from tensor_memory_lab.models.slots import RecurrentSlots, Registers
-from tensor_memory_lab.models.xl import PositionBias, RelativeAttention
 
 
 @dataclass(frozen=True)
@@ -57,7 +48,8 @@ class StackConfig:
     """Tokens that relative attention or recurrent slots take at once; None takes a whole call."""
     cache: int = 0
     """Tokens before the segment that relative attention sees."""
-    side: Literal["none", "tensor", "linear", "convolution"] = "none"
+    side: str = "none"
+    """What stands beside attention: none, or a name in `SIDES`."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     """The memory, or for the linear side path the size of its state."""
     side_layers: tuple[int, ...] = ()
@@ -75,6 +67,21 @@ class StackConfig:
     def __post_init__(self) -> None:
         if self.layers < 1:
             raise ValueError(f"layers: expected 1 or more, got {self.layers}")
+        if self.side not in ("none", *SIDES):
+            raise ValueError(f"side: expected none, {', '.join(SIDES)}, got {self.side!r}")
+
+
+def _linear_memory(config: StackConfig) -> LinearMemory:
+    sizes = sizes_for(config.memory.state_values, config.heads)
+    return LinearMemory(config.dim, config.heads, *sizes, gain=config.memory.gain)
+
+
+SIDES: dict[str, Callable[[StackConfig], TensorMemory | SideMemory]] = {
+    "tensor": lambda config: TensorMemory(config.dim, config.memory),
+    "linear": _linear_memory,
+    "convolution": lambda config: ShortConvolution(config.dim),
+}
+"""What a side path may hold, by name: a mechanism to compare is one more line."""
 
 
 class Stack(nn.Module):
@@ -85,18 +92,34 @@ class Stack(nn.Module):
         self.config = config
         if config.attention == "relative":
             self.position_bias = PositionBias(config.dim)
-        self.blocks = nn.ModuleList(self._block() for _ in range(config.layers))
+        self.blocks = nn.ModuleList(
+            Block(
+                config.dim,
+                attention=self._attention(),
+                mlp_ratio=config.mlp_ratio,
+                dropout=config.dropout,
+                side_place=config.side_place,
+                attention_out_norm=config.attention_out_norm,
+            )
+            for _ in range(config.layers)
+        )
         if config.registers:
             self.registers = Registers(config.registers, config.dim)
         if config.recurrent_slots:
             self.slots = RecurrentSlots(config.recurrent_slots, config.dim, config.segment)
         # Last, so that what is above draws the same random numbers for every side path.
         if config.side != "none":
-            shared = self._memory() if config.share_weights else None
+            make = SIDES[config.side]
+            shared = make(config) if config.share_weights else None
             if shared is not None:
                 self.memory = shared
             for layer in config.side_layers:
-                self.blocks[layer].side = self._side(shared)
+                self.blocks[layer].side = side_residual(
+                    make(config) if shared is None else shared,
+                    gate_init=config.gate_init,
+                    dropout=config.dropout,
+                    own_memory=shared is None,
+                )
 
     def forward(
         self, x: Tensor, carry: Carry | None = None, fresh: Tensor | None = None
@@ -111,13 +134,11 @@ class Stack(nn.Module):
             slots = None if carry is None else carry["slots"].to(x.dtype)
             if slots is not None and fresh is not None:
                 slots = torch.where(fresh[:, None, None], self.slots.start(x), slots)
-            with repeated(self, x):
-                x, slots = self.slots(x, lambda y: self._run(y, None)[0], slots)
+            x, slots = self.slots(x, lambda y: self._run(y, None)[0], slots)
             return x, {"slots": slots.detach()} if config.carried else None
-        states = None if carry is None else self._unpack(carry, x)
         N = x.shape[1]
-        x, after = self._run(x, states)
-        return x, self._pack(after, N, carry) if config.carried else None
+        x, after = self._run(x, None if carry is None else self._unpack(carry, x))
+        return x, self._pack(after, N, carry or {}) if config.carried else None
 
     def advance(
         self, x: Tensor, states: list[LayerState] | None = None
@@ -155,40 +176,28 @@ class Stack(nn.Module):
             return {}
         if self.config.recurrent_slots:
             return {"slots": like.new_zeros(rows, self.config.recurrent_slots, self.config.dim)}
-        states: list[LayerState] = []
-        for block in self.blocks:
-            assert isinstance(block, Block)
-            side: Any = block.side
-            if isinstance(side, SideResidual):
-                side = side.zeros(rows, like)
-            elif isinstance(side, MemoryResidual):
-                side = MemoryState.zeros(
-                    self.config.memory, self.config.dim, rows, dtype=like.dtype, device=like.device
-                )
-            attention: Any = block.attention
-            states.append((attention.zeros(rows, like), side))
-        return self._pack(states, 0, None)
+        states = [
+            (attention.zeros(rows, like), None if side is None else side.zeros(rows, like))
+            for attention, side in self._mechanisms()
+        ]
+        return self._pack(states, 0, {})
 
     def state_bytes(self) -> int:
         """Bytes one row carries past what attention sees."""
-        config, width = self.config, self.config.dim
-        layers, heads = config.layers, config.heads
-        values = 0
-        if config.side == "tensor":
-            kept = 1 if config.thread_depth else len(config.side_layers)
-            values += kept * config.memory.state_values
-        if config.side == "linear":
-            key, value = sizes_for(config.memory.state_values, heads)
-            values += len(config.side_layers) * heads * key * (value + 1)
-        if config.side == "convolution":
-            values += len(config.side_layers) * (TAPS - 1) * width
-        if config.attention == "linear":
-            head = width // heads
-            values += layers * heads * head * (head + 1)
-        values += layers * config.cache * width if config.attention == "relative" else 0
-        values += layers * config.registers * width  # each layer holds its own view of them
-        values += config.recurrent_slots * width
-        return FLOAT_BYTES * values
+        config = self.config
+        # Each layer holds its own view of the registers; the slots are beside the layers.
+        tokens = config.layers * config.registers + config.recurrent_slots
+        attention, side = (
+            [part.state_bytes() for part in parts if part is not None]
+            for parts in zip(*self._mechanisms(), strict=True)
+        )
+        if config.thread_depth:
+            side = side[:1]  # one state goes through all layers
+        return FLOAT_BYTES * tokens * config.dim + sum(attention) + sum(side)
+
+    def _mechanisms(self) -> list[tuple[Any, Any]]:
+        """Attention and side path of every layer, None where there is none."""
+        return [(block.attention, block.side) for block in self.blocks]
 
     def _run(self, x: Tensor, states: list[LayerState] | None) -> tuple[Tensor, list[LayerState]]:
         after: list[LayerState] = []
@@ -201,17 +210,6 @@ class Stack(nn.Module):
                 x, state = block(x, state)
                 after.append(state)
         return x, after
-
-    def _block(self) -> Block:
-        config = self.config
-        return Block(
-            config.dim,
-            attention=self._attention(),
-            mlp_ratio=config.mlp_ratio,
-            dropout=config.dropout,
-            side_place=config.side_place,
-            attention_out_norm=config.attention_out_norm,
-        )
 
     def _attention(self) -> nn.Module:
         config = self.config
@@ -226,82 +224,37 @@ class Stack(nn.Module):
                 cache=config.cache,
                 carried=config.carried,
             )
-        slots = config.recurrent_slots
+        slots, length = config.recurrent_slots, config.length
+        segment = (config.segment or length) if slots else length
         return SelfAttention(
             config.dim,
             config.heads,
             window=config.window,
-            length=self._lengths() if slots else config.length,
+            length=(min(segment, length), length % segment or segment),  # the last may be shorter
             read_slots=slots + config.registers,
             write_slots=slots,
             rotary=config.rotary,
         )
 
-    def _lengths(self) -> tuple[int, ...]:
-        """Tokens of the segments of a call: all but the last one are as long."""
-        segment = self.config.segment or self.config.length
-        return min(segment, self.config.length), self.config.length % segment or segment
-
-    def _memory(self) -> TensorMemory | SideMemory:
-        config = self.config
-        if config.side == "tensor":
-            return TensorMemory(config.dim, config.memory)
-        if config.side == "convolution":
-            return ShortConvolution(config.dim)
-        sizes = sizes_for(config.memory.state_values, config.heads)
-        return LinearMemory(config.dim, config.heads, *sizes, gain=config.memory.gain)
-
-    def _side(self, shared: TensorMemory | SideMemory | None) -> nn.Module:
-        config = self.config
-        memory = self._memory() if shared is None else shared
-        kind: Any = MemoryResidual if config.side == "tensor" else SideResidual
-        return kind(
-            memory,
-            gate_init=config.gate_init,
-            dropout=config.dropout,
-            own_memory=shared is None,
-        )
-
-    def _pack(self, states: list[LayerState], N: int, before: Carry | None) -> Carry:
-        """States by name. A chunk that waits is carried only where one can be waiting."""
-        waiting = N % self.config.memory.chunk_size != 0
+    def _pack(self, states: list[LayerState], N: int, before: Carry) -> Carry:
+        """States by name after N tokens more than what `before` held."""
         carry: Carry = {}
-        for index, (cache, side) in enumerate(states):
-            for name, tensor in (cache or {}).items():
-                carry[f"{index}.attention.{name}"] = tensor.detach()
-            if isinstance(side, MemoryState):
-                names = ["hidden", "cell"]
-                if waiting or (before is not None and f"{index}.side.fill" in before):
-                    names += ["tokens", "fill", "readout"]
-                side = {name: getattr(side, name) for name in names}
-            for name, tensor in (side or {}).items():
-                carry[f"{index}.side.{name}"] = tensor.detach()
+        for index, (parts, (_, side)) in enumerate(zip(states, self._mechanisms(), strict=True)):
+            named = {"attention": parts[0] or {}, "side": {}}
+            if parts[1] is not None:
+                held = _inside(before, f"{index}.side.")
+                named["side"] = side.to_tensors(parts[1], N, held)
+            for part, tensors in named.items():
+                carry |= {f"{index}.{part}.{name}": t.detach() for name, t in tensors.items()}
         return carry
 
     def _unpack(self, carry: Carry, x: Tensor) -> list[LayerState]:
         states: list[LayerState] = []
-        for index in range(self.config.layers):
-            cache = _inside(carry, f"{index}.attention.")
-            side: Any = _inside(carry, f"{index}.side.")
-            if side and self.config.side == "tensor":
-                side = self._memory_state(side, x)
-            states.append((cache or None, side or None))
+        for index, (_, side) in enumerate(self._mechanisms()):
+            held = _inside(carry, f"{index}.side.")
+            state = side.from_tensors(held, x) if held else None
+            states.append((_inside(carry, f"{index}.attention.") or None, state))
         return states
-
-    def _memory_state(self, parts: Carry, x: Tensor) -> MemoryState:
-        """Without a waiting chunk all rows stand at the start of one: the scan's fast path."""
-        if "fill" in parts:
-            return MemoryState(**parts, aligned=None)
-        memory, B = self.config.memory, x.shape[0]
-        reads = memory.read_heads * memory.channels if memory.reads == "chunk" else 0
-        return MemoryState(
-            hidden=parts["hidden"],
-            cell=parts["cell"],
-            tokens=x.new_zeros(B, memory.chunk_size, x.shape[2]),
-            fill=torch.zeros(B, dtype=torch.long, device=x.device),
-            readout=parts["hidden"].new_zeros(B, reads),
-            aligned=0,
-        )
 
 
 def _inside(carry: Carry, prefix: str) -> Carry:

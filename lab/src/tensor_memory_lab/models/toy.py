@@ -6,8 +6,8 @@ positions asked for. Letters: B batch, N tokens, Q answers, T frames, d width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,14 +15,16 @@ from torch import Tensor, nn
 
 from tensor_memory import MemoryConfig
 from tensor_memory_lab.models import Carry, Model
-from tensor_memory_lab.models.block import Place, check_memory_layers, initialise
-from tensor_memory_lab.models.matched import (
-    FLOAT_BYTES,
-    memory_bytes,
-    side_parameters,
-    wide_ratio,
+from tensor_memory_lab.models.block import initialise
+from tensor_memory_lab.models.decoder import (
+    DecoderConfig,
+    Method,
+    cache,
+    matched_registers,
+    recurrent_slots,
+    registers,
+    wide,
 )
-from tensor_memory_lab.models.slots import check_slots
 from tensor_memory_lab.models.stack import Stack, StackConfig
 from tensor_memory_lab.tasks import Batch
 from tensor_memory_lab.tasks.binding import WRITE
@@ -33,11 +35,24 @@ ToyMethod = Literal[
     "base", "wide", "slots", "slots-matched", "tensor", "xl", "recurrent-slots", "linear"
 ]
 
-REGISTERS = 8
+METHODS: dict[str, Method] = {
+    "base": {},
+    "wide": {"mlp_ratio": wide},
+    "slots": {"registers": registers},
+    "slots-matched": {"registers": matched_registers},
+    "tensor": {"side": "tensor"},
+    "xl": {"attention": "relative", "cache": cache},
+    "recurrent-slots": {"recurrent_slots": recurrent_slots},
+    "linear": {"side": "linear"},
+}
+"""What a method changes; see `StackConfig`."""
+
+SEGMENTED = ("xl", "recurrent-slots")
+"""Methods that take segments where the others see a window."""
 
 
 @dataclass(frozen=True)
-class ToyModelConfig:
+class ToyModelConfig(DecoderConfig):
     """A causal Transformer for a diagnostic task."""
 
     method: ToyMethod = "base"
@@ -45,53 +60,21 @@ class ToyModelConfig:
     of the memory's bytes; tensor: the memory; xl: relative attention with a cache of the memory's
     bytes; recurrent-slots: tokens of the memory's bytes, carried between segments; linear: a
     linear-attention state of the memory's bytes beside attention."""
-    dim: int = 64
-    """d, width of the tokens."""
-    layers: int = 2
-    """Transformer blocks."""
-    heads: int = 4
-    """Attention heads; a divisor of `dim`."""
-    mlp_ratio: float = 4.0
-    """Width of the MLP over `dim`."""
-    dropout: float = 0.1
-    """On embeddings, and on what attention, MLP and side path add."""
-    window: int | None = None
-    """Tokens that attention sees, itself included; None sees the whole past. xl and
-    recurrent-slots take segments of so many tokens."""
     memory: MemoryConfig = field(
         default_factory=lambda: MemoryConfig(channels=16, grid=(6, 6, 6), chunk_size=1)
     )
     """The memory, whose bytes others are matched to; linear takes its `gain` too."""
-    memory_layers: tuple[int, ...] | None = None
-    """Layers with a side path (tensor, linear); None takes all."""
-    gate_init: float = 0.0
-    """Initial γ of the side paths."""
-    placement: Place = "after_mlp"
-    """Where the side path stands in its block."""
-    share_weights: bool = True
-    """One set of side-path weights for all layers."""
-    slots: int | None = None
-    """Registers or recurrent slots; None takes what the method says."""
-    cache: int | None = None
-    """Tokens in the cache of xl; None takes as many as fill the memory's bytes."""
+    window: int | None = None
+    """Tokens that attention sees, itself included; None sees the whole past. xl and
+    recurrent-slots take segments of so many tokens."""
 
     def __post_init__(self) -> None:
-        if self.method not in get_args(ToyMethod):
-            raise ValueError(
-                f"model.method: expected one of {', '.join(get_args(ToyMethod))}, "
-                f"got {self.method!r}"
-            )
+        super().__post_init__()
         if self.method == "recurrent-slots" and self.window is None:
             raise ValueError(
                 "model.window: expected a number of tokens, got None: recurrent-slots are carried "
                 "from segment to segment, and without a window there is but one"
             )
-        check_memory_layers(self.with_memory, self.layers)
-
-    @property
-    def with_memory(self) -> tuple[int, ...]:
-        """Layers that hold the side path, or whose memory others are matched to."""
-        return tuple(range(self.layers)) if self.memory_layers is None else self.memory_layers
 
     def build(self, task: Any) -> ToyModel:
         """The model for one of the drawn tasks."""
@@ -99,46 +82,8 @@ class ToyModelConfig:
 
     def stack(self, length: int) -> StackConfig:
         """The choices that `method` stands for."""
-        layers = self.with_memory
-        plain = StackConfig(
-            dim=self.dim,
-            layers=self.layers,
-            heads=self.heads,
-            length=length,
-            mlp_ratio=self.mlp_ratio,
-            dropout=self.dropout,
-        )
-        budget = memory_bytes(self.memory, len(layers))
-        changes: dict[str, Any] = {}
-        if self.method not in ("xl", "recurrent-slots"):
-            changes["window"] = self.window
-        if self.method == "wide":
-            extra = side_parameters(self.dim, self.memory, len(layers))
-            changes["mlp_ratio"] = wide_ratio(self.dim, self.layers, self.mlp_ratio, extra)
-        elif self.method == "slots":
-            slots = REGISTERS if self.slots is None else self.slots
-            changes["registers"] = check_slots(slots, self.method)
-        elif self.method == "slots-matched":
-            slots = budget // (FLOAT_BYTES * self.dim * self.layers)
-            changes["registers"] = check_slots(slots, self.method)
-        elif self.method in ("tensor", "linear"):
-            changes |= {
-                "side": self.method,
-                "memory": self.memory,
-                "side_layers": layers,
-                "side_place": self.placement,
-                "gate_init": self.gate_init,
-                "share_weights": self.share_weights,
-            }
-        elif self.method == "xl":
-            matched = budget // (FLOAT_BYTES * self.dim * self.layers)
-            cache = matched if self.cache is None else self.cache
-            changes |= {"attention": "relative", "segment": self.window, "cache": cache}
-        elif self.method == "recurrent-slots":
-            matched = budget // (FLOAT_BYTES * self.dim)
-            slots = check_slots(matched if self.slots is None else self.slots, self.method)
-            changes |= {"segment": self.window, "recurrent_slots": slots}
-        return replace(plain, **changes)
+        name = "segment" if self.method in SEGMENTED else "window"
+        return self.make_stack(METHODS[self.method], length, **{name: self.window})
 
 
 class ToyModel(Model):

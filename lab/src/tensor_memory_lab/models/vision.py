@@ -1,79 +1,94 @@
-"""What the image and the video models share: attention over frames and windows, the memory's place.
+"""What the image and the video model share: config, blocks with the memory, positions.
 
 Letters: B batch, N tokens, d width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tensor_memory import MemoryConfig, MemoryResidual, TensorMemory
-from tensor_memory_lab.models.attention import SelfAttention, merge_heads, split_heads
+from tensor_memory import MemoryResidual, TensorMemory
+from tensor_memory_lab.models import Model
 from tensor_memory_lab.models.block import Block
-from tensor_memory_lab.models.matched import side_parameters, wide_ratio
-
-Scope = Literal["layer", "depth"]
-"""layer: every memory layer has a state of its own. depth: one state goes through the layers, as
-published; a bidirectional encoder may, a causal one would see the future."""
-
-GATE = -2.0
-"""Initial γ of the paper's vision models."""
+from tensor_memory_lab.models.config import TransformerConfig
+from tensor_memory_lab.models.side import FLOAT_BYTES, memory_bytes
 
 
-class FrameAttention(SelfAttention):
-    """Tokens of a frame attend to each other; frames of `tokens` each lie one after the other."""
+@dataclass(frozen=True)
+class VisionConfig(TransformerConfig):
+    """A Transformer over patches; its methods `registers`, `spatial` and `wide` are the same."""
 
-    def __init__(self, dim: int, heads: int, tokens: int) -> None:
-        super().__init__(dim, heads, causal=False)
-        self.tokens = tokens
+    drop_path: float = 0.1
+    """Stochastic depth: how often what a layer adds to a row is dropped in training."""
+    registers: int = 8
+    """Tokens of the method `registers`."""
+    scope: Literal["layer", "depth"] = "layer"
+    """layer: every memory layer has a state of its own. depth: one state goes through the layers,
+    as published; a bidirectional encoder may, a causal one would see the future."""
+    gate_init: float = -2.0
 
-    def forward(self, x: Tensor, cache: Any = None) -> tuple[Tensor, None]:
-        """x (B, T · tokens, d) -> the same shape."""
-        mixed, _ = super().forward(x.reshape(-1, self.tokens, x.shape[2]))
-        return mixed.reshape(x.shape), None
-
-
-class LocalAttention(SelfAttention):
-    """Tokens attend where a mask lets them; the mask goes through the layers as their cache."""
-
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__(dim, heads, causal=False)
-
-    def forward(self, x: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
-        """x (B, N, d), cache (B, 1, N, N) bool, true where the row may see the column."""
-        q, k, v = split_heads(self.qkv(x), 3, self.heads)
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=cache)
-        return self.project(merge_heads(mixed)), cache
+    def state_bytes(self) -> int:
+        """Bytes of the memory, or of the registers, of one row."""
+        if self.method == "spatial":
+            return memory_bytes(self.memory, 1 if self.scope == "depth" else len(self.with_memory))
+        return FLOAT_BYTES * self.registers * self.dim if self.method == "registers" else 0
 
 
-def window_mask(visible: Tensor, columns: int, window: int) -> Tensor:
-    """Which patches see which in a window × window square of the picture; the first token all.
+C = TypeVar("C", bound=VisionConfig)
 
-    Args:
-        visible: (B, v) raster indices of the patches that are there.
-        columns: patches in a row of the picture.
-        window: side of the square, odd: a patch sees (window - 1) / 2 patches to every side.
 
-    Returns:
-        (B, 1, 1 + v, 1 + v) bool.
+class VisionModel(Model, Generic[C]):
+    """A model whose blocks may hold registers or a memory between attention and MLP."""
 
-    >>> window_mask(torch.tensor([[0, 1, 5, 15]]), columns=4, window=3)[0, 0].int()
-    tensor([[1, 1, 1, 1, 1],
-            [1, 1, 1, 1, 0],
-            [1, 1, 1, 1, 0],
-            [1, 1, 1, 1, 0],
-            [1, 0, 0, 0, 1]], dtype=torch.int32)
-    """
-    row, column = visible // columns, visible % columns
-    near = window // 2
-    down = (row[:, :, None] - row[:, None]).abs() <= near
-    across = (column[:, :, None] - column[:, None]).abs() <= near
-    return F.pad(down & across, (1, 0, 1, 0), value=True)[:, None]
+    blocks: nn.ModuleList
+
+    def __init__(self, config: C) -> None:
+        super().__init__()
+        self.config = config
+
+    def make_blocks(self, attention: Callable[[], nn.Module]) -> nn.ModuleList:
+        """The blocks, without the memory."""
+        c = self.config
+        return nn.ModuleList(
+            Block(
+                c.dim,
+                attention=attention(),
+                mlp_ratio=c.wide_ratio if c.method == "wide" else c.mlp_ratio,
+                dropout=c.dropout,
+                drop_path=c.drop_path,
+                side_place="after_attention",
+            )
+            for _ in range(c.layers)
+        )
+
+    def add_mechanism(self, *, drop_path: float) -> None:
+        """Registers, or one shared memory with a norm and a gate per layer.
+
+        Last of all modules, so that the others draw the same random numbers for every method.
+        """
+        c = self.config
+        if c.method == "registers":
+            self.registers = nn.Parameter(torch.empty(c.registers, c.dim))
+        if c.method == "spatial":
+            self.memory = TensorMemory(c.dim, c.memory)
+            for layer in c.with_memory:
+                self.blocks[layer].side = MemoryResidual(
+                    self.memory,
+                    gate_init=c.gate_init,
+                    dropout=c.dropout,
+                    drop_path=drop_path,
+                    own_memory=False,
+                )
+
+    def state_bytes(self) -> int:
+        """Bytes of the memory, or of the registers, of one row."""
+        return self.config.state_bytes()
 
 
 def waves(rows: int, columns: int, dim: int) -> Tensor:
@@ -93,32 +108,6 @@ def waves(rows: int, columns: int, dim: int) -> Tensor:
     angles = [place.reshape(-1, 1) * frequency for place in (row, column)]
     table = torch.cat([wave for angle in angles for wave in (angle.sin(), angle.cos())], dim=1)
     return F.pad(table, (0, dim % 4))
-
-
-def put_memory(
-    blocks: nn.ModuleList,
-    memory: TensorMemory,
-    layers: Sequence[int],
-    *,
-    gate_init: float,
-    dropout: float,
-    drop_path: float,
-) -> None:
-    """One shared memory on these blocks, between attention and MLP; each its own norm and gate."""
-    for layer in layers:
-        block = blocks[layer]
-        assert isinstance(block, Block)
-        block.side_place = "after_attention"
-        block.side = MemoryResidual(
-            memory, gate_init=gate_init, dropout=dropout, drop_path=drop_path, own_memory=False
-        )
-
-
-def matched_ratio(
-    dim: int, layers: int, ratio: float, memory: MemoryConfig, memory_layers: Sequence[int]
-) -> float:
-    """MLP ratio that adds as many weights as the memory would."""
-    return wide_ratio(dim, layers, ratio, side_parameters(dim, memory, len(memory_layers)))
 
 
 def summary_first(summary: Tensor, tokens: Tensor) -> Tensor:

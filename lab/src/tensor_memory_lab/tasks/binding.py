@@ -47,8 +47,6 @@ class BindingConfig(DrawnConfig):
         self._at_least(2, "values")
         if self.noise < 0:
             raise ValueError(f"task.noise: expected 0 or more, got {self.noise}")
-        if self.target not in ("nearest", "source"):
-            raise ValueError(f"task.target: expected 'nearest' or 'source', got {self.target!r}")
 
     def build(self, seed: int) -> Binding:
         """The task; `seed` draws the training rows."""

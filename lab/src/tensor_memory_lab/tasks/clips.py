@@ -260,8 +260,6 @@ def spread_indices(frames: int, count: int) -> list[int]:
 
 def decode_spread(path: Path, count: int, size: tuple[int, int], decoder: Decoder) -> np.ndarray:
     """`count` frames spread over the whole video, (count, H, W, 3) uint8 RGB."""
-    if decoder not in ("pyav", "opencv"):
-        raise ValueError(f"decoder: expected pyav or opencv, got {decoder!r}")
     read = _read_pyav if decoder == "pyav" else _read_opencv
     declared, frames = _pick(read(path), lambda declared: spread_indices(declared, count))
     decoded = len(frames)

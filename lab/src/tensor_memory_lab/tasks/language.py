@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from tensor_memory_lab.choices import check_choices
 from tensor_memory_lab.tasks import Annotations, Batch, Outputs, Sums
 from tensor_memory_lab.tasks.text import Corpus, Level, Protocol, read_corpus
 
@@ -54,6 +55,7 @@ class LanguageTaskConfig:
     tests also predict single tokens from what is before them alone."""
 
     def __post_init__(self) -> None:
+        check_choices(self, "task")
         if self.length < 1:
             raise ValueError(f"task.length: expected 1 or more tokens, got {self.length}")
         if self.leak and self.carried:

@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tensor_memory_lab.choices import check_choices
 from tensor_memory_lab.tasks import Annotations, Batch, Outputs, Sums
 from tensor_memory_lab.tasks.epochs import drawn, epoch_rows
 from tensor_memory_lab.tasks.images import (
@@ -79,8 +80,7 @@ class MaskedImagesConfig:
     """Part of a plain folder that is for testing."""
 
     def __post_init__(self) -> None:
-        if self.layout not in ("cub", "folder"):
-            raise ValueError(f"task.layout: expected cub or folder, got {self.layout!r}")
+        check_choices(self, "task")
         if self.patch < 1 or self.crop % self.patch:
             raise ValueError(
                 f"task.patch: expected a divisor of task.crop = {self.crop}, got {self.patch}"

@@ -55,10 +55,6 @@ class OcclusionConfig(DrawnConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._at_least(1, "frames")
-        if self.protocol not in ("published", "valid"):
-            raise ValueError(
-                f"task.protocol: expected 'published' or 'valid', got {self.protocol!r}"
-            )
         if not 0 <= self.hidden <= self.frames:
             raise ValueError(
                 f"task.hidden: expected 0 to frames = {self.frames}, got {self.hidden}"

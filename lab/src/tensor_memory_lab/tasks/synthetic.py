@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tensor_memory_lab.choices import check_choices
 from tensor_memory_lab.tasks import Batch, Outputs, Sums
 
 
@@ -31,6 +32,7 @@ class DrawnConfig:
     """Rows of "test", the same for every method, seed and budget."""
 
     def __post_init__(self) -> None:
+        check_choices(self, "task")
         self._at_least(1, "valid_rows", "test_rows")
 
     def _at_least(self, least: int, *names: str) -> None:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tensor_memory_lab.choices import check_choices
 from tensor_memory_lab.tasks import Annotations, Batch, Outputs, Sums
 from tensor_memory_lab.tasks.clips import ClipLists, Decoder, VideoStore, load_videos, read_lists
 from tensor_memory_lab.tasks.epochs import drawn, epoch_rows
@@ -69,6 +70,7 @@ class VideoTaskConfig:
     """Where decoded clips lie: on the GPU, or, where they are too many for it, on the host."""
 
     def __post_init__(self) -> None:
+        check_choices(self, "task")
         if self.frames < 1 or self.cached_frames % self.frames:
             raise ValueError(
                 f"task.frames: expected a divisor of task.cached_frames = {self.cached_frames}, "

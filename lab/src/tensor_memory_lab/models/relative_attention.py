@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tensor_memory_lab.models.attention import check_heads, merge_heads, split_heads
+from tensor_memory_lab.models.side import FLOAT_BYTES
 
 SMALLEST_BLOCK = 64
 
@@ -105,6 +106,10 @@ class RelativeAttention(nn.Module):
             "inputs": like.new_zeros(rows, self.cache, self.qkv.in_features),
             "seen": torch.zeros(rows, dtype=torch.long, device=like.device),
         }
+
+    def state_bytes(self) -> int:
+        """Bytes of the cached inputs of one row."""
+        return FLOAT_BYTES * self.cache * self.qkv.in_features
 
     def _bias(self) -> tuple[Tensor, Tensor]:
         bias: PositionBias = self.__dict__["bias"]

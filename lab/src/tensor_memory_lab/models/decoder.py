@@ -1,0 +1,91 @@
+"""What the two kinds of decoder share, of diagnostics and of text: methods made into a stack.
+
+A method is a few changes to a plain stack, `{"side": "tensor"}`. A change may be a function of the
+config, such as the cache that fills the memory's bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tensor_memory_lab.models.block import Place
+from tensor_memory_lab.models.config import TransformerConfig
+from tensor_memory_lab.models.side import FLOAT_BYTES
+from tensor_memory_lab.models.stack import StackConfig
+
+Method = Mapping[str, Any]
+"""Fields of `StackConfig` with their values, or functions of the config that give them."""
+
+
+@dataclass(frozen=True)
+class DecoderConfig(TransformerConfig):
+    """A causal Transformer."""
+
+    placement: Place = "after_mlp"
+    """Where the side path stands in its block."""
+    share_weights: bool = True
+    """One set of side-path weights for all layers."""
+    slots: int | None = None
+    """Registers or recurrent slots; None takes what the method says."""
+    cache: int | None = None
+    """Tokens in the cache of xl; None takes as many as fill the memory's bytes."""
+
+    def make_stack(self, method: Method, length: int, **options: Any) -> StackConfig:
+        """The stack that a method stands for, for windows of `length` tokens."""
+        changes: dict[str, Any] = {"mlp_ratio": self.mlp_ratio}
+        for name, value in method.items():
+            changes[name] = value(self) if callable(value) else value
+        return StackConfig(
+            dim=self.dim,
+            layers=self.layers,
+            heads=self.heads,
+            length=length,
+            dropout=self.dropout,
+            memory=self.memory,
+            side_layers=self.with_memory if "side" in method else (),
+            side_place=self.placement,
+            gate_init=self.gate_init,
+            share_weights=self.share_weights,
+            **changes | options,
+        )
+
+
+def wide(config: DecoderConfig) -> float:
+    """The MLP ratio that has the memory's weights."""
+    return config.wide_ratio
+
+
+def cache(config: DecoderConfig) -> int:
+    """The cache of xl: as many tokens in every layer as fill the memory's bytes, if not named."""
+    return _per_layer(config) if config.cache is None else config.cache
+
+
+def registers(config: DecoderConfig) -> int:
+    """Learned tokens before the sequence: 8, if not named."""
+    return _some(config, 8 if config.slots is None else config.slots)
+
+
+def matched_registers(config: DecoderConfig) -> int:
+    """Learned tokens that fill the memory's bytes; each layer holds its own view of them."""
+    return _some(config, _per_layer(config))
+
+
+def recurrent_slots(config: DecoderConfig) -> int:
+    """Tokens carried between segments: as many as fill the memory's bytes, if not named."""
+    matched = config.memory_bytes // (FLOAT_BYTES * config.dim)
+    return _some(config, matched if config.slots is None else config.slots)
+
+
+def _per_layer(config: DecoderConfig) -> int:
+    return config.memory_bytes // (FLOAT_BYTES * config.dim * config.layers)
+
+
+def _some(config: DecoderConfig, slots: int) -> int:
+    if slots < 1:  # without any, the method would be `base` under another name
+        raise ValueError(
+            f"model.slots: expected 1 or more for {config.method}, got {slots}; name a number, or "
+            "a memory whose bytes hold one"
+        )
+    return slots
