@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from tensor_memory.chunking import aligned_calls, assign, check_marks, check_tokens
 from tensor_memory.config import MemoryConfig
+from tensor_memory.forgetting import warn_of_forgetting
 from tensor_memory.ops import BACKENDS, Steering, memory_read, memory_scan, scan_backend, why_not
 from tensor_memory.state import MemoryState
 
@@ -195,7 +196,7 @@ class TensorMemory(nn.Module):
         reset: Tensor | None = None,
         flush: Tensor | bool | int = False,
     ) -> None:
-        """Raise unless `forward` can take these arguments."""
+        """Raise unless `forward` can take these arguments; warn where nothing can be learned."""
         check_tokens(x, self.dim, self.output.weight)
         if not isinstance(self.mix, nn.Linear):
             raise TypeError(
@@ -207,6 +208,9 @@ class TensorMemory(nn.Module):
         if reason is not None:  # said here too, as a first, unfinished chunk needs no scan
             raise ValueError(f"backend {self.config.backend!r} cannot serve this request: {reason}")
         check_marks(x, mask, reset, flush)
+        learns = self.training and torch.is_grad_enabled() and reset is None
+        if learns and not torch.compiler.is_compiling():
+            warn_of_forgetting(self.config, self.mix.bias, x.shape[1])
         if state is None:
             return
         if not isinstance(state, MemoryState):
