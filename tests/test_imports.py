@@ -17,7 +17,7 @@ import tensor_memory
 
 ROOT = Path(__file__).parents[1]
 LIBRARY, LAB = ROOT / "src", ROOT / "lab" / "src"
-USERS = (LAB, ROOT / "lab" / "studies", ROOT / "examples")
+USERS = (LAB, ROOT / "lab" / "studies", ROOT / "lab" / "examples", ROOT / "examples")
 PUBLIC = {*tensor_memory.__all__, "__file__", "__version__"}
 
 
