@@ -77,6 +77,7 @@ def runs() -> list[Any]:
     return found
 
 
+@pytest.mark.filterwarnings("ignore::tensor_memory.ForgettingWarning")  # the published start
 @pytest.mark.parametrize(("name", "method"), runs())
 def test_two_steps_of_every_recipe(name, method, tmp_path, capsys):
     data(name, tmp_path)
