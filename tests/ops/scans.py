@@ -1,9 +1,10 @@
-"""Scans to test: requests of awkward sizes, what a backend makes of them, and who serves here."""
+"""Scans to test: inputss of awkward sizes, what a backend makes of them, and who serves here."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -76,14 +77,14 @@ class Case:
 
 def near_the_start(case: Case, seed: int = 0) -> ScanInputs:
     """Weights as a memory has them early in training: a long scan of larger ones is chaos."""
-    request = case.make(torch.float32, seed)
+    inputs = case.make(torch.float32, seed)
     identity = torch.tensor([0.0, 1.0, 0.0], device=HERE)
-    return request._replace(
-        taps=None if request.taps is None else 0.7 * identity + 0.2 * request.taps,
-        mix=request.mix * (1 / 3) ** 0.5,
-        bias=0.3 * request.bias,
-        hidden=0.3 * request.hidden,
-        cell=0.3 * request.cell,
+    return inputs._replace(
+        taps=None if inputs.taps is None else 0.7 * identity + 0.2 * inputs.taps,
+        mix=inputs.mix * (1 / 3) ** 0.5,
+        bias=0.3 * inputs.bias,
+        hidden=0.3 * inputs.hidden,
+        cell=0.3 * inputs.cell,
     )
 
 
@@ -108,8 +109,11 @@ def awkward_cases() -> list[Case]:
     return cases
 
 
-def fits_fused(case: Case) -> bool:
-    return case.C % 16 == 0 and len(case.grid) <= 3
+def exhaustive_but(sample: list[Case], cases: list[Case]) -> list[Any]:
+    """All cases as parameters; those outside the sample run with the exhaustive tests alone."""
+    marks = {True: (), False: pytest.mark.exhaustive}
+    unique = dict.fromkeys([*sample, *cases])
+    return [pytest.param(case, marks=marks[case in sample], id=str(case)) for case in unique]
 
 
 Results = dict[str, Tensor]
@@ -120,13 +124,13 @@ def floats(inputs: ScanInputs) -> tuple[Tensor | None, ...]:
     return inputs[:9]
 
 
-def run(request: ScanInputs, backend: str, checkpoint_every: int | None = None) -> Results:
+def run(inputs: ScanInputs, backend: str, checkpoint_every: int | None = None) -> Results:
     """Reads, final state and the gradients of all inputs, by name, for fixed random weights."""
-    leaves = [v if v is None else v.detach().clone().requires_grad_() for v in floats(request)]
+    leaves = [v if v is None else v.detach().clone().requires_grad_() for v in floats(inputs)]
     reads, hidden, cell = memory_scan(
         *leaves,
-        writes=request.writes,
-        resets=request.resets,
+        writes=inputs.writes,
+        resets=inputs.resets,
         backend=backend,
         checkpoint_every=checkpoint_every,
     )
@@ -147,9 +151,9 @@ def run(request: ScanInputs, backend: str, checkpoint_every: int | None = None) 
     return results
 
 
-def as_double(request: ScanInputs) -> ScanInputs:
+def as_double(inputs: ScanInputs) -> ScanInputs:
     return ScanInputs._make(
-        v if v is None or not v.is_floating_point() else v.double() for v in request
+        v if v is None or not v.is_floating_point() else v.double() for v in inputs
     )
 
 

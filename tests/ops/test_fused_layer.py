@@ -259,18 +259,6 @@ def test_a_layer_of_mixed_types_gives_each_weight_what_one_of_float32_gives():
         assert torch.equal(got[name], expected[name].to(parameter.dtype)), name
 
 
-def test_a_call_keeps_no_copy_of_weights_that_need_no_cast():
-    layer, kept = build(SERVED["separate coordinates"]), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
-        layer(tokens(2, 6))
-    memory = layer.memory
-    for head in (memory.write_proj, memory.read_coordinate, memory.output):
-        assert head.weight.data_ptr() in {tensor.data_ptr() for tensor in kept}
-    copies = [t for t in kept if t.shape == memory.write_proj.weight.shape]
-    held = sum(t.untyped_storage().nbytes() for t in copies)
-    assert held == memory.write_proj.weight.nbytes
-
-
 @pytest.mark.parametrize("low", [False, True])
 def test_a_layer_that_keeps_fewer_states_learns_the_same(low):
     x = tokens(1, 9)
@@ -299,42 +287,26 @@ def test_a_layer_drops_in_training_alone():
     assert not gone.all()
 
 
-WATCHED = ["norm", "memory", "memory.content", "memory.output", "memory.coordinate"]
-WAYS_TO_WATCH = {
-    "forward": lambda module: setattr(module, "forward", module.forward),
-    "before": lambda module: module.register_forward_pre_hook(print),
-    "after": lambda module: module.register_forward_hook(print),
-    "before the backward": lambda module: module.register_full_backward_pre_hook(print),
-    "after the backward": lambda module: module.register_full_backward_hook(print),
+WATCHED = {
+    "norm": lambda module, note: module.register_forward_pre_hook(note),
+    "memory": lambda module, note: module.register_forward_hook(note),
+    "memory.content": lambda module, note: module.register_full_backward_hook(note),
+    "memory.output": lambda module, note: module.register_full_backward_pre_hook(note),
+    "memory.coordinate": lambda module, note: setattr(
+        module, "forward", lambda x, forward=module.forward: (note(), forward(x))[1]
+    ),
+    "": lambda _, note: register_module_forward_hook(note),  # on all modules
 }
 
 
 @pytest.mark.parametrize("name", WATCHED)
-def test_a_module_with_a_hook_is_called(name):
+def test_a_module_that_is_watched_in_any_way_is_called(name):
     layer, seen = build(SMALL), []
-    layer.get_submodule(name).register_forward_hook(lambda *_: seen.append(1))
-    layer(tokens(2, 6))
+    handle = WATCHED[name](layer.get_submodule(name), lambda *_: seen.append(1))
+    layer(tokens(2, 6).requires_grad_())[0].sum().backward()
+    if name == "":
+        handle.remove()
     assert seen
-
-
-def test_a_hook_on_all_modules_sees_a_layers_parts():
-    layer, seen = build(SMALL), []
-    handle = register_module_forward_hook(lambda module, *_: seen.append(module))
-    layer(tokens(2, 6))
-    handle.remove()
-    assert layer.norm in seen
-    assert layer.memory.content in seen
-
-
-@pytest.mark.parametrize("way", WAYS_TO_WATCH)
-def test_a_module_that_is_watched_in_any_way_is_not_plain(way):
-    head, norm = nn.Linear(DIM, 2, bias=False), nn.LayerNorm(DIM)
-    assert fused._are_plain_heads([head])
-    assert fused._is_plain_norm(norm, DIM)
-    for module in (head, norm):
-        WAYS_TO_WATCH[way](module)
-    assert not fused._are_plain_heads([head])
-    assert not fused._is_plain_norm(norm, DIM)
 
 
 def test_modules_of_another_kind_are_not_plain():

@@ -27,8 +27,8 @@ from tensor_memory.ops.scan.triton.plan import BACKWARD_SHARE, PROGRAMS, Shape, 
 from tensor_memory.ops.scan.triton.step import (
     arrive,
     gate_slopes,
-    later_on,
     mix_tiles,
+    not_before,
     pair,
     pinned,
     product,
@@ -67,6 +67,7 @@ def slopes_kernel(
 
     A program takes BLOCK · loops voxels, so that the weights are loaded once for many.
     """
+    # The mix, once for all voxels of this program.
     c = tl.arange(0, C)
     kind = slopes.dtype.element_ty
     ui, uf, uo, ug, hi, hf, ho, hg = 0, 0, 0, 0, 0, 0, 0, 0
@@ -78,10 +79,12 @@ def slopes_kernel(
         block = (tl.program_id(0) + loop * tl.num_programs(0)).to(tl.int64)
         v = block * BLOCK + tl.arange(0, BLOCK)
         own = (v < rows)[:, None]
+        # What the gates of these voxels were computed from.
         here = v[:, None] * C + c[None, :]
         u = tl.load(written + here, mask=own, other=0.0)
         z = tl.load(kept_filtered + here, mask=own, other=0.0)
         memory = tl.load(kept_cell + here, mask=own, other=0.0).to(tl.float32)
+        # 1 where the row wrote at this step, else 0.
         live = 1.0
         if WRITES:
             item = v // V
@@ -193,18 +196,17 @@ def backward_kernel(
 ):
     """All steps of a row, last to first. Leaves the gates' gradients in gates[..., :4, :].
 
-    gates (S, B, V, GATES, C) holds the slopes, unless they are recomputed here: INSIDE, from what
-    the forward pass kept. LAST: something arrives for the state after the last step.
+    gates (S, B, V, GATES, C) holds the slopes. With INSIDE they are recomputed here from what the
+    forward pass kept. LAST: something arrives for the state after the last step.
 
-    grad_filtered (S, B, V, C) is what reaches the filtered hidden half of each step; its transpose
-    filter is the only thing neighbours exchange, so that it is stored first. grad_written is what
-    reaches the filtered write.
+    grad_filtered (S, B, V, C) is what reaches the filtered hidden half of each step. Its transpose
+    filter is all that neighbours exchange. grad_written is what reaches the filtered write.
     """
+    # This program's row and range of voxels, as in `forward_kernel`.
     b, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     c = tl.arange(0, C)
     V: tl.constexpr = D * H * W
     kind = gates.dtype.element_ty
-    HOLD: tl.constexpr = INSIDE and kind == tl.bfloat16  # the slopes in half the registers
     ONCE: tl.constexpr = INSIDE and LAST and not WRITES and TILES == 1  # no dh passes a step by
     size = B.to(tl.int64) * (V * C)
     offset = b.to(tl.int64) * (V * C)
@@ -212,6 +214,7 @@ def backward_kernel(
     pass_ring += offset
     arrivals += b
     first = part * (TILES * BLOCK_V)
+    # The transpose of a filter has its taps reversed.
     tx0, tx1, tx2 = axis_taps(taps, AXES - 1, W if FILTERED else 1, True, C)
     ty0, ty1, ty2 = axis_taps(taps, AXES - 2, H if FILTERED else 1, True, C)
     tz0, tz1, tz2 = axis_taps(taps, AXES - 3, D if FILTERED else 1, True, C)
@@ -220,9 +223,11 @@ def backward_kernel(
         ui, uf, uo, ug = mix_tiles(mix, 0, C, PRODUCTS)
         hi, hf, ho, hg = mix_tiles(mix, 1, C, PRODUCTS)
 
+    # What arrives for the last state moves from (C, V) to (V, C). `rest` is the part of ∂h that
+    # goes past a step, of rows that do not write at it.
     rest = tl.zeros([BLOCK_V, C], dtype=tl.float32)
     dc = tl.zeros([BLOCK_V, C], dtype=tl.float32)
-    for tile in range(TILES):  # the gradients move from (C, V) to (V, C)
+    for tile in range(TILES):
         v = first + tile * BLOCK_V + tl.arange(0, BLOCK_V)
         own = (v < V)[:, None]
         given = offset + c[None, :] * V + v[:, None]
@@ -240,6 +245,7 @@ def backward_kernel(
         rest = tl.zeros([BLOCK_V, C], dtype=tl.float32)
 
     for done in range(S):
+        # From the gradient of the state after step s to that of the state before it.
         s = S - 1 - done
         row = b * S + s
         now, then = (done % 2) * size, ((done + 1) % 2) * size
@@ -256,6 +262,7 @@ def backward_kernel(
             here = v[:, None] * C + c[None, :]
             kept = s * size + offset + here
             at = gates + GATES * (s * size + offset) + v[:, None] * (GATES * C) + c[None, :]
+            # Slopes: how the gates' sums move with ∂c and ∂h. Recomputed here, or found.
             if INSIDE:
                 u = tl.load(written + kept, mask=own, other=0.0)
                 z = tl.load(kept_filtered + kept, mask=own, other=0.0)
@@ -271,9 +278,11 @@ def backward_kernel(
                 slope_g = tl.load(at + 3 * C, mask=own, other=0.0)
                 slope_h = tl.load(at + 4 * C, mask=own, other=0.0)
                 slope_c = tl.load(at + 5 * C, mask=own, other=0.0)
-            if HOLD:
+            if INSIDE:
                 i_f, o_g = pair(slope_i, slope_f, PIN), pair(slope_o, slope_g, PIN)
                 h_c = pair(slope_h, slope_c, PIN)
+            # ∂h after step s: what passed by, what the reads of step s + 1 send, what its filtered
+            # hidden half sends through neighbours.
             if TILES > 1:
                 rest = tl.load(pass_ring + now + here, mask=own, other=0.0)
                 dc = tl.load(cell_ring + now + here, mask=own, other=0.0)
@@ -291,28 +300,31 @@ def backward_kernel(
             )  # fmt: skip
             if RESETS:
                 dh, dc = tl.where(empty, 0.0, dh), tl.where(empty, 0.0, dc)
-            dh = pinned(dh, PIN and HOLD)
+            dh = pinned(dh, PIN and INSIDE)
             # Without masks all goes through the gates; a product with zero would be carried along.
             rest = dh * idle if WRITES else tl.zeros([BLOCK_V, C], dtype=tl.float32)
-            if HOLD:
+            if INSIDE:
                 slope_i, slope_f = unpair(i_f)
                 slope_o, slope_g = unpair(o_g)
                 slope_h, slope_c = unpair(h_c)
+            # ∂c and the gradients of the four gates' sums.
             dc += dh * slope_h.to(tl.float32)
             di = (dc * slope_i.to(tl.float32)).to(kind)
             df = (dc * slope_f.to(tl.float32)).to(kind)
             do = (dh * slope_o.to(tl.float32)).to(kind)
             dg = (dc * slope_g.to(tl.float32)).to(kind)
             dc *= slope_c.to(tl.float32)
+            # ∂ĥ: the only thing that neighbours wait for, so it is stored first.
             filtered = back_through_mix(
                 di, df, do, dg, hi, hf, ho, hg, mix, 1, RESIDENT, C, PRODUCTS
             )
             tl.store(grad_filtered + kept, filtered.to(kind), mask=own)
             if TILES == 1:  # what follows, nobody waits for
                 arrive(arrivals, PARTS)
-            if HOLD:
-                di, df = later_on(di, PIN), later_on(df, PIN)
-                do, dg = later_on(do, PIN), later_on(dg, PIN)
+            if INSIDE:
+                di, df = not_before(di, PIN), not_before(df, PIN)
+                do, dg = not_before(do, PIN), not_before(dg, PIN)
+            # The gates' gradients for the mix, and ∂Û for the writes.
             tl.store(at, di, mask=own)
             tl.store(at + C, df, mask=own)
             tl.store(at + 2 * C, do, mask=own)
@@ -327,6 +339,7 @@ def backward_kernel(
         if TILES > 1:
             arrive(arrivals, PARTS)
 
+    # The gradient of the first state: what the first step sends back, as (C, V).
     wait(arrivals, PARTS * S, PARTS)
     if RESETS:
         empty = tl.load(resets + b * S).to(tl.int1)

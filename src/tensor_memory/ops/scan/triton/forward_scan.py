@@ -65,6 +65,7 @@ def read_kernel(
     AXES: tl.constexpr,
 ):
     """One program per read: read_at (B, S, Q, n) -> reads (B, S, Q, C)."""
+    # The grid that this read sees: the state of row b before step s.
     i = tl.program_id(0)
     b, s = i // (S * Q), (i // Q) % S
     volume = volumes + s.to(tl.int64) * step_size + b.to(tl.int64) * row_size
@@ -95,11 +96,13 @@ def written_kernel(
     """The filtered write of every step at once, off the scan's path: written (S, B, V, C).
 
     A program goes through the planes with a piece of one, BLOCK_V voxels. Planes of a single write
-    differ by a factor per channel. It precedes a scan, whose meeting counters it clears.
+    differ by a factor per channel. It runs before a scan and clears the counters where the scan's
+    programs meet.
     """
     item, w = tl.program_id(0), tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     if item < B and tl.program_id(1) == 0:
         tl.store(arrivals + item, 0)
+    # The step and row of this program, and its place in `written`.
     row = (item % B) * S + item // B
     c = tl.arange(0, C)[None, :]
     PLANE: tl.constexpr = H * W
@@ -107,6 +110,7 @@ def written_kernel(
     out = written + item.to(tl.int64) * (D * PLANE * C) + w[:, None] * C + c
     kind = written.dtype.element_ty
     if M == 1:
+        # content · Py · Px once, then times Pz for every plane.
         at = write_at + row * AXES
         _, sharpness = sharpness_of(spread, row, GAUSSIAN)
         what = tl.load(content + row * C + c)
@@ -122,6 +126,7 @@ def written_kernel(
         else:
             tl.store(out, plane.to(kind), mask=own)
     else:
+        # A sum over writes has no common factor: every plane is computed in full.
         for z in range(D):
             u = filtered_write(
                 write_at, spread, content, taps, row, z * PLANE + w, M,
@@ -187,6 +192,7 @@ def forward_kernel(
     weights stay in shared memory: meeting empties the first-level cache, so that others would
     come from afar in every step.
     """
+    # This program's row, and its range of voxels: TILES tiles from `first` on.
     b, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     c = tl.arange(0, C)
     V: tl.constexpr = D * H * W
@@ -196,8 +202,9 @@ def forward_kernel(
     arrivals += b
     first = part * (TILES * BLOCK_V)
 
+    # The state moves from (C, V) to (V, C); hidden into the first slot, for the neighbours.
     memory = tl.zeros([BLOCK_V, C], dtype=tl.float32)
-    for tile in range(TILES):  # the state moves from (C, V) to (V, C)
+    for tile in range(TILES):
         v = first + tile * BLOCK_V + tl.arange(0, BLOCK_V)
         own = (v < V)[:, None]
         given = offset + c[None, :] * V + v[:, None]
@@ -212,6 +219,7 @@ def forward_kernel(
             tl.store(cell_ring + offset + here, memory, mask=own)
     arrive(arrivals, PARTS)
 
+    # Weights that all steps share: taps and bias in registers, the mix where it fits.
     tx0, tx1, tx2 = axis_taps(taps, AXES - 1, W if FILTERED else 1, False, C)
     ty0, ty1, ty2 = axis_taps(taps, AXES - 2, H if FILTERED else 1, False, C)
     tz0, tz1, tz2 = axis_taps(taps, AXES - 3, D if FILTERED else 1, False, C)
@@ -225,6 +233,7 @@ def forward_kernel(
     touched = tl.full([], not WRITES, dtype=tl.int1)
 
     for s in range(S):
+        # Where the state before and after this step lies, and what the masks say of this row.
         row = b * S + s
         now = kept_hidden + (s % ring) * slot_size
         now_cell = cell_ring + offset + (s % 2) * slot_size
@@ -244,6 +253,7 @@ def forward_kernel(
             v = first + tile * BLOCK_V + tl.arange(0, BLOCK_V)
             own = (v < V)[:, None]
             here = v[:, None] * C + c[None, :]
+            # u: the filtered write. It depends on tokens alone, so it comes before the wait.
             if INLINE:
                 u = filtered_write(
                     write_at, spread, content, taps, row, v, M,
@@ -256,6 +266,7 @@ def forward_kernel(
             if KEEP:
                 kept = s * slot_size + offset + here
                 tl.store(kept_cell + kept, memory.to(kept_cell.dtype.element_ty), mask=own)
+            # z: hidden after its filters, from neighbours that other programs have stored.
             if TILES == 1:
                 wait(arrivals, PARTS * (s + 1), PARTS)
             z = neighbours(
@@ -267,17 +278,21 @@ def forward_kernel(
             if C > 32:  # held from step to step they take registers that neighbours need
                 bias_i, bias_f = tl.load(by_c), tl.load(by_c + C)
                 bias_o, bias_g = tl.load(by_c + 2 * C), tl.load(by_c + 3 * C)
+            # c′ = σ(f)·c + σ(i)·tanh(g) and h′ = σ(o)·tanh(c′), one gate after another: four at
+            # once do not fit into registers.
             i = gate_sum(u, z, ui, hi, bias_i, mix, 0, RESIDENT, C, PRODUCTS)
-            new = sigmoid(i, FAST)  # one gate after another: four at once do not fit
+            new = sigmoid(i, FAST)
             g = gate_sum(u, z, ug, hg, bias_g, mix, 3, RESIDENT, C, PRODUCTS)
             new *= tanh(g, FAST)
             f = gate_sum(u, z, uf, hf, bias_f, mix, 1, RESIDENT, C, PRODUCTS)
             new += sigmoid(f, FAST) * memory
             o = gate_sum(u, z, uo, ho, bias_o, mix, 2, RESIDENT, C, PRODUCTS)
             h = sigmoid(o, FAST) * tanh(new, FAST)
+            # A row that does not write keeps what it had.
             if WRITES:
                 h = tl.where(write, h, tl.load(now + here, mask=own, other=0.0).to(tl.float32))
                 new = tl.where(write, new, memory)
+            # The last state goes out as (C, V).
             if s == S - 1:
                 given = offset + c[None, :] * V + v[:, None]
                 final = h
@@ -285,7 +300,8 @@ def forward_kernel(
                     final = tl.where(touched, h, tl.load(hidden + given, mask=own, other=0.0))
                 tl.store(last_hidden + given, final, mask=own)
                 tl.store(last_cell + given, new, mask=own)
-            memory = new  # stays in registers where a program owns a single tile
+            # Store what the next step sees. The cell of a single tile stays in registers.
+            memory = new
             if RESETS:
                 h, memory = tl.where(empty, 0.0, h), tl.where(empty, 0.0, memory)
             if s < S - 1:

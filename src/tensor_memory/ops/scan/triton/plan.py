@@ -1,4 +1,4 @@
-"""What the fused scan can serve, and how one inputs is laid out on the device.
+"""What the fused scan can serve, and how a scan is laid out on the device.
 
 Letters: B batch, S steps, V voxels, C channels, Q reads and M writes per step.
 """
@@ -19,15 +19,20 @@ from tensor_memory.ops.scan.triton.launch import INTERPRETED
 
 MAX_VOXELS = 4096
 MAX_CHANNELS = 128
-SCAN_TILE = {16: 256, 32: 128, 64: 128, 128: 32}  # voxels a program of the scan holds, by C,
-SCAN_WARPS = 8  # with so many warps;
-FORWARD_SHARE = {16: 1, 32: 2, 64: 1, 128: 1}  # such programs per multiprocessor in bfloat16,
-BACKWARD_SHARE = {16: 1, 32: 2, 64: 2, 128: 1}  # all resident at once; float32 has one;
-INSIDE = {16: True, 32: True, 64: True, 128: False}  # bfloat16's gates recomputed in the backward
-INSIDE_FLOAT = {16: False, 32: False, 64: False, 128: False}  # scan, by C; and float32's
-LEAST_VOXELS = 64  # of a row per such program: fewer, and waiting outweighs the work
-BLOCK_WARPS = 4  # the kernels that treat all steps at once are smaller, so that several programs
-BLOCK_BYTES = 4096  # of so many bytes share a multiprocessor and hide each other's loads
+
+# The sequential kernels (the scans), by C.
+SCAN_WARPS = 8
+SCAN_TILE = {16: 256, 32: 128, 64: 128, 128: 32}  # voxels that a program of SCAN_WARPS holds
+FORWARD_SHARE = {16: 1, 32: 2, 64: 1, 128: 1}  # programs per multiprocessor in bfloat16, all
+BACKWARD_SHARE = {16: 1, 32: 2, 64: 2, 128: 1}  # resident at once; in float32 there is one
+LEAST_VOXELS = 64  # of a row per program: with fewer, waiting takes longer than the work
+INSIDE = {16: True, 32: True, 64: True, 128: False}  # whether the backward scan recomputes the
+# gates itself in bfloat16; in float32 `slopes_kernel` does
+
+# The kernels that treat all steps at once: smaller programs, several to a multiprocessor, hide
+# each other's loads.
+BLOCK_WARPS = 4
+BLOCK_BYTES = 4096  # that a program holds of one volume
 TILE_CHOICES = 3  # sizes of a piece of a plane: whole, half, quarter
 PROGRAMS = 132  # that share a sum over all voxels of all steps: one per multiprocessor of an H200
 
@@ -152,7 +157,7 @@ def plan_of(shape: Shape) -> Plan:
         products=mode,
         fast=low and not INTERPRETED,
         resident=(low and C <= 64) or C <= 32,
-        inside=(INSIDE if low else INSIDE_FLOAT)[C],
+        inside=low and INSIDE[C],
         kept=kept,
         alone={} if INTERPRETED else {"num_warps": BLOCK_WARPS, "num_stages": 1},
         streamed={} if INTERPRETED else {"num_warps": 8, "num_stages": 3 if C <= 64 else 2},

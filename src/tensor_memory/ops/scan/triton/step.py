@@ -1,4 +1,4 @@
-"""What every step of a fused scan is made of: activations, products, the mix, meetings."""
+"""What kernels of the fused scan share: activations, products, the mix, how programs wait."""
 
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
@@ -28,10 +28,10 @@ def sigmoid(x, FAST: tl.constexpr):
 
 @triton.jit
 def pinned(x, PIN: tl.constexpr):
-    """x, with its layout settled here.
+    """x, whose layout the compiler may not change before this place.
 
-    Without this the compiler brings each of the 27 neighbours through shared memory into the
-    layout that the product wants, instead of their sum once.
+    Without this it brings each of the 27 neighbours through shared memory into the layout that the
+    product wants, instead of their sum once.
     """
     if PIN:
         return tl.inline_asm_elementwise(
@@ -42,9 +42,9 @@ def pinned(x, PIN: tl.constexpr):
 
 @triton.jit
 def pair(a, b, PIN: tl.constexpr):
-    """a and b rounded to bfloat16, together in 32 bits: half the registers while they wait.
+    """a and b rounded to bfloat16, together in 32 bits: half the registers until they are used.
 
-    Left alone, the compiler holds float32 and rounds where the values are used.
+    The compiler would hold float32 and round where the values are used.
     """
     if PIN:
         return tl.inline_asm_elementwise(
@@ -63,7 +63,7 @@ def unpair(x):
 
 @triton.jit
 def as_float(x, PIN: tl.constexpr):
-    """x in float32. From bfloat16 two values take two instructions, not three as by themselves."""
+    """x in float32. Two bfloat16 values take two instructions here; Triton's cast takes three."""
     if PIN and x.dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x],
@@ -73,8 +73,8 @@ def as_float(x, PIN: tl.constexpr):
 
 
 @triton.jit
-def later_on(x, PIN: tl.constexpr):
-    """x in bfloat16, as of here: what is done to it from now on is not begun before."""
+def not_before(x, PIN: tl.constexpr):
+    """x in bfloat16. The compiler may not move work on the result to before this place."""
     if PIN:
         return tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2
@@ -97,7 +97,7 @@ def product(a, b, total, PRODUCTS: tl.constexpr):
 
 @triton.jit
 def arrive(arrivals, PARTS: tl.constexpr):
-    """Tell the other programs of this row that all stored so far may be read."""
+    """Tell the other programs of this row that they may read all that was stored so far."""
     tl.debug_barrier()
     if PARTS > 1:
         tl.atomic_add(arrivals, 1, sem="release", scope="gpu")
@@ -105,7 +105,7 @@ def arrive(arrivals, PARTS: tl.constexpr):
 
 @triton.jit
 def wait(arrivals, target, PARTS: tl.constexpr):
-    """Wait until the programs of this row have arrived `target` times, all together."""
+    """Wait until the programs of this row have arrived `target` times in sum."""
     if PARTS > 1:
         while tl.atomic_add(arrivals, 0, sem="acquire", scope="gpu") < target:
             pass
@@ -125,6 +125,7 @@ def mix_tile(mix, GATE: tl.constexpr, HALF: tl.constexpr, C: tl.constexpr, PRODU
 
 @triton.jit
 def mix_tiles(mix, HALF: tl.constexpr, C: tl.constexpr, PRODUCTS: tl.constexpr):
+    """The tiles of all four gates."""
     i, f = mix_tile(mix, 0, HALF, C, PRODUCTS), mix_tile(mix, 1, HALF, C, PRODUCTS)
     o, g = mix_tile(mix, 2, HALF, C, PRODUCTS), mix_tile(mix, 3, HALF, C, PRODUCTS)
     return i, f, o, g
@@ -154,6 +155,7 @@ def gate_slopes(u, z, memory, live, ui, uf, uo, ug, hi, hf, ho, hg, mix, bias,
     of i, f, o and g (o by dh, the others by dc), of dc by dh, and of dc by the later dc. A step
     that does not write (live = 0) passes dc on and moves nothing else.
     """
+    # The gates again. c′ grows in `new` as they come; a slope is taken as soon as it can be.
     by_c = bias + tl.arange(0, C)[None, :]
     i = sigmoid(gate_sum(u, z, ui, hi, tl.load(by_c), mix, 0, RESIDENT, C, PRODUCTS), FAST)
     g = tanh(gate_sum(u, z, ug, hg, tl.load(by_c + 3 * C), mix, 3, RESIDENT, C, PRODUCTS), FAST)

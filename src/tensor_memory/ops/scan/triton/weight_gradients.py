@@ -52,6 +52,7 @@ def mix_kernel(
     4C · 2C + 4C): the mix, then the bias. ADD adds up the bias's share voxel by
     voxel; tensor cores find it sooner as a product with ones.
     """
+    # Sums for OUT gates' rows: by the written half, by the hidden half, and for the bias.
     chunk = tl.program_id(0)
     out = tl.program_id(1) * OUT + tl.arange(0, OUT)
     c = tl.arange(0, C)
@@ -66,6 +67,7 @@ def mix_kernel(
         i = (chunk.to(tl.int64) * loops + loop) * BLOCK + tl.arange(0, BLOCK)
         own = (i < rows)[:, None]
         given = tl.load(gates + i[:, None] * (GATES * C) + out[None, :], mask=own, other=0.0)
+        # ∂a zᵀ, a block of voxels at a time.
         d = tl.trans(given)
         here = i[:, None] * C + c[None, :]
         by_write = product(d, tl.load(written + here, mask=own, other=0.0), by_write, PRODUCTS)
@@ -75,6 +77,7 @@ def mix_kernel(
             added += given
         else:
             sums = product(d, ones, sums, PRODUCTS)
+    # The mix's rows, then the bias behind all of them.
     partial += chunk * (4 * C * (2 * C + 1))
     at = partial + out[:, None] * (2 * C) + c[None, :]
     tl.store(at, by_write)
@@ -116,6 +119,7 @@ def taps_kernel(
     gradients of three. The last program axis is the shift along y; the nine shifts along z and x
     are nine sums, kept per voxel until the end. partial (tiles, chunks, 3 along z, y and x, C).
     """
+    # A piece of a plane, shifted along y by this program's dy; what lies outside counts as zero.
     tile, chunk = tl.program_id(0), tl.program_id(1)
     dy = tl.program_id(2) - 1 if H > 1 else 0
     w = tile * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -134,6 +138,7 @@ def taps_kernel(
     same_m, same_o, same_p = down_m, down_m, down_m
     up_m, up_o, up_p = down_m, down_m, down_m
     for item in range(chunk * loops, tl.minimum((chunk + 1) * loops, items)):
+        # The first plane of this step and row.
         plane = size * item
         g_below = tl.zeros([BLOCK_V, C], dtype=grad_filtered.dtype.element_ty)
         g = tl.load(grad_filtered + plane + here, mask=own, other=0.0)
@@ -162,6 +167,7 @@ def taps_kernel(
                 down_o += g_other * h_o
                 down_p += g_other * h_p
                 g_below, g = g, g_above
+    # Sum over the voxels of the piece, and store the nine shifts.
     place_of = (tile * tl.num_programs(1) + chunk) * 27 + (dy + 1) * 3
     out = partial + place_of * C + c
     tl.store(out, tl.sum(down_m, axis=0))
@@ -228,14 +234,14 @@ def sums_kernel(
     mixes: tl.constexpr = (MIX + 4 * C + COLUMNS - 1) // COLUMNS
     writes: tl.constexpr = (WRITES + COLUMNS - 1) // COLUMNS
     shared: tl.constexpr = writes + (27 * C + COLUMNS - 1) // COLUMNS
-    if block < mixes:
+    if block < mixes:  # columns of the mix and its bias
         column = block * COLUMNS + tl.arange(0, COLUMNS)
         own = column < MIX + 4 * C
         total = add_rows(partial_mix, 0, mix_count, MIX + 4 * C, column, own, ROWS, COLUMNS)
         tl.store(grad_mix + column, total, mask=column < MIX)
         column -= MIX
         tl.store(grad_bias + column, total, mask=(column >= 0) & (column < 4 * C))
-    else:
+    else:  # columns of the taps, a share of the rows each
         part, block = (block - mixes) // shared, (block - mixes) % shared
         if block < writes:
             add_share(
@@ -265,6 +271,7 @@ def share_taps_kernel(
     cube (PARTS, 3, 3, 3, C), of which missing axes use the middle alone; written (PARTS, n, 3, C)
     is the written half's gradient; grad_taps and taps (n, 2C, 3).
     """
+    # The gradient of the 3ⁿ-tap filter for sixteen channels.
     c = tl.program_id(0) * 16 + tl.arange(0, 16)
     k, part = tl.arange(0, ALL_PADDED), tl.arange(0, PARTS)
     own = (k < ALL)[:, None]
@@ -274,6 +281,7 @@ def share_taps_kernel(
         at = cube + ((i * 27 + MIDDLE + k)[:, None] * C + c[None, :])
         d += tl.load(at, mask=own, other=0.0)
     for axis in tl.static_range(AXES):
+        # Times the taps of all other axes; then the sum over places with the same tap here.
         rest = d
         for other in tl.static_range(AXES):
             if other != axis:

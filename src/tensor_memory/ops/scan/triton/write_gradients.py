@@ -174,6 +174,7 @@ def writes_kernel(
     The taps' share is left per program. Planes of the grid are folded along z first, so that x and
     y are dealt with once per step.
     """
+    # This program's write: its place, width and content.
     item, m = tl.program_id(0), tl.program_id(1)
     write = ((item % B) * S + item // B) * M + m
     c = tl.arange(0, C)
@@ -185,6 +186,7 @@ def writes_kernel(
     x_at = tl.load(at)
     y_at = tl.load(at + 1) if H > 1 else 0.0
     z_at = tl.load(at + 2) if D > 1 else 0.0
+    # Sums over all voxels.
     taps_x = tl.zeros([16, C], dtype=tl.float32)
     taps_y = tl.zeros([16, C], dtype=tl.float32)
     taps_z = tl.zeros([16, C], dtype=tl.float32)
@@ -195,6 +197,7 @@ def writes_kernel(
     for block in range((PLANE + BLOCK_V - 1) // BLOCK_V):
         w = block * BLOCK_V + tl.arange(0, BLOCK_V)
         own = (w < PLANE)[:, None]
+        # Contract z: what is left is a plane.
         here = volume + w[:, None] * C + c[None, :]
         if D > 1:
             folded, lower, level, upper, moved, sharper = fold(
@@ -203,6 +206,7 @@ def writes_kernel(
             )  # fmt: skip
         else:
             folded = tl.load(here, mask=own, other=0.0).to(tl.float32)
+        # ∂content: the plane with all profiles.
         y, x = w // W, w % W
         px = profile(x, x_at, sharpness, taps, AXES - 1, W, C, GAUSSIAN, FILTERED)
         plane = px
@@ -210,6 +214,7 @@ def writes_kernel(
             py = profile(y, y_at, sharpness, taps, AXES - 2, H, C, GAUSSIAN, FILTERED)
             plane = px * py
         contents += tl.sum(folded * plane, axis=0)[None, :]
+        # Along z: the taps, the coordinate and the sharpness.
         if D > 1:
             plane *= what
             if FILTERED:
@@ -220,6 +225,7 @@ def writes_kernel(
             if GAUSSIAN:
                 d_z += tl.sum(moved * plane) * (2.0 * sharpness)
                 d_sharpness -= tl.sum(sharper * plane)
+        # Along y, then along x: what remains when the other profiles are contracted.
         folded *= what
         if H > 1:
             taps_y, more, sharper = axis_gradient(
@@ -236,6 +242,7 @@ def writes_kernel(
         d_x += more
         d_sharpness += sharper
 
+    # s = 1 / (2σ² + ε) is the sharpness: ∂σ = ∂s · (−4σ s²).
     tl.store(grad_content + write * C + c[None, :], contents)
     tl.store(grad_at + write * AXES, d_x)
     if H > 1:
@@ -269,6 +276,7 @@ def reads_kernel(
     AXES: tl.constexpr,
 ):
     """One program per read: how the sample moves with its coordinate. Shapes as `read_kernel`."""
+    # The eight corners around the read, and ∂r · h at each of them.
     i = tl.program_id(0)
     b, s = i // (S * Q), (i // Q) % S
     volume = volumes + (s * B + b).to(tl.int64) * (D * H * W * C)
@@ -281,6 +289,7 @@ def reads_kernel(
     near = (iz * H + iy) * W + ix
     value = tl.load(volume + near[:, None] * C + c[None, :], mask=exists[:, None], other=0.0)
     d = tl.sum(value.to(tl.float32) * tl.load(grad_reads + i * C + c)[None, :], axis=1)  # (8,)
+    # Along an axis a weight's factor is replaced by its slope.
     tl.store(grad_read_at + i * AXES, tl.sum(d * slope_x * wy * wz))
     if H > 1:
         tl.store(grad_read_at + i * AXES + 1, tl.sum(d * wx * slope_y * wz))
