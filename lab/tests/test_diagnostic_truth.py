@@ -165,7 +165,7 @@ def test_the_drawn_ball_keeps_its_centre_and_its_quadrant():
 
 @pytest.mark.parametrize("hidden", range(9))
 def test_published_occlusion_shows_the_answer_in_its_last_frame_below_eight(hidden):
-    config = OcclusionConfig("published", hidden=hidden)
+    config = OcclusionConfig("published", hidden=hidden, test_rows=2048)
     task = config.build(0)
     assert task.facts()["solvable_from_last_frame"] is (hidden < 8)
     right = 0
@@ -191,13 +191,15 @@ def test_valid_occlusion_draws_the_same_occluder_over_the_last_frames_of_every_c
 
 def test_extrapolation_from_the_visible_frames_alone_ends_where_the_ball_ends():
     for hidden in range(1, 6):
-        assert OcclusionConfig("valid", hidden=hidden).build(0).ceiling("test") == 1.0
+        assert (
+            OcclusionConfig("valid", hidden=hidden, test_rows=2048).build(0).ceiling("test") == 1.0
+        )
     # Two frames cannot always tell a bounce from a slower flight; one tells no velocity at all.
-    assert 0.9 < OcclusionConfig("valid", hidden=6).build(0).ceiling("test") < 1.0
-    assert 0.4 < OcclusionConfig("valid", hidden=7).build(0).ceiling("test") < 0.6
-    assert OcclusionConfig("valid", hidden=8).build(0).ceiling("test") == pytest.approx(
-        0.25, abs=0.02
-    )
+    assert 0.9 < OcclusionConfig("valid", hidden=6, test_rows=2048).build(0).ceiling("test") < 1.0
+    assert 0.4 < OcclusionConfig("valid", hidden=7, test_rows=2048).build(0).ceiling("test") < 0.6
+    assert OcclusionConfig("valid", hidden=8, test_rows=2048).build(0).ceiling(
+        "test"
+    ) == pytest.approx(0.25, abs=0.02)
 
 
 def test_one_visible_frame_is_worth_what_trying_all_velocities_gives():
@@ -209,7 +211,7 @@ def test_one_visible_frame_is_worth_what_trying_all_velocities_gives():
     end = np.where(phase > width, 2 * width - phase, phase) + occlusion.LOW
     high = (end >= 7.5).mean(1)
     one_axis = np.maximum(high, 1 - high).mean()
-    ceiling = OcclusionConfig("valid", hidden=7).build(0).ceiling("test")
+    ceiling = OcclusionConfig("valid", hidden=7, test_rows=2048).build(0).ceiling("test")
     assert ceiling == pytest.approx(one_axis**2, abs=0.02)
 
 
