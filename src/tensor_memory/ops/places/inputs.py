@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tensor_memory.config import MAX_AXES, Rule
+from tensor_memory.ops.inputs import check_tensors, common_dtype
 
 LETTERS = {
     "write_at": "(B, N, H, n)",
@@ -44,8 +44,7 @@ class PlaceInputs(NamedTuple):
     @property
     def dtype(self) -> torch.dtype:
         """The type to compute in: that of the widest input, at least float32."""
-        types = {value.dtype for value in self[:7] if value is not None}
-        return functools.reduce(torch.promote_types, types, torch.float32)
+        return common_dtype(self[:7])
 
     def cast(self) -> PlaceInputs:
         """All floats in the type to compute in."""
@@ -82,28 +81,13 @@ class PlaceInputs(NamedTuple):
         C, N = self.state.shape[-1], self.content.shape[1] if self.content.ndim == 4 else 0
         expected = (
             (B, N, H, n), (B, N, H, n), (B, N, H, C), (B, N, H), (B, N, H), (H,),
-            tuple(self.state.shape), (B, N),
+            self.state.shape, (B, N),
         )  # fmt: skip
-        for (name, letters), shape in zip(LETTERS.items(), expected, strict=True):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if tuple(value.shape) != shape:
-                raise ValueError(
-                    f"place_scan: expected {name} of shape {letters} = {shape} to go with state "
-                    f"{tuple(self.state.shape)} and content {tuple(self.content.shape)}, "
-                    f"got {tuple(value.shape)}"
-                )
-            if value.device != self.state.device:
-                raise ValueError(
-                    f"place_scan: expected {name} on {self.state.device} like state, "
-                    f"got {value.device}; move it with .to()"
-                )
-            if name == "resets":
-                if value.dtype != torch.bool:
-                    raise TypeError(
-                        f"place_scan: expected resets of type bool, got {value.dtype}; "
-                        "convert it with .bool()"
-                    )
-            elif not value.is_floating_point():
-                raise TypeError(f"place_scan: expected {name} of a float type, got {value.dtype}")
+        pairs = zip(LETTERS.items(), expected, strict=True)
+        check_tensors(
+            "place_scan",
+            {name: getattr(self, name) for name in LETTERS},
+            {name: (letters, shape) for (name, letters), shape in pairs},
+            masks=("resets",),
+            beside=("state", "content"),
+        )

@@ -3,7 +3,7 @@
 Python spends more on a dozen functions and their graph than on the launches between them. Where all
 chunks of a call are complete, norm, heads, scan, readout and gated sum therefore run one after
 another inside one function: a training step launched from Python is a quarter shorter with it, a
-captured one a tenth (docs/kernel-log.md).
+captured one a tenth (docs/evidence/kernel-log.md).
 
 Letters: B batch, N tokens, K tokens per chunk, S chunks, d width, C channels, U units: chunks, or
 tokens where every token reads.

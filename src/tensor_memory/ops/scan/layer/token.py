@@ -2,7 +2,7 @@
 
 The first token of a chunk reads; the others use what it read. The token joins the unfinished chunk.
 The caller writes a chunk that is complete. A token decoded with a memory in every layer takes a
-third less time with this (docs/kernel-log.md).
+third less time with this (docs/evidence/kernel-log.md).
 
 Letters: B batch, K tokens per chunk, d width, C channels, n axes, R reads per query.
 """

@@ -2,8 +2,8 @@
 
 Triton derives a kernel's variant from every argument of every launch and asks the driver about
 every pointer. That takes longer than most of our kernels run: a training step launched from Python
-is a fifth longer with it (docs/kernel-log.md). Here a kernel is bound to its constants once
-(`bind`). A launch then looks at types and alignment only, and hands over plain addresses.
+takes a fifth longer with it (docs/evidence/kernel-log.md). Here a kernel is bound to its constants
+once (`bind`). A launch then looks at types and alignment only, and hands over plain addresses.
 
 This goes past Triton's public interface. It is done only where compiled code takes its arguments in
 a way known here; otherwise every launch is an ordinary one. Triton's own launch hooks see only the
