@@ -9,9 +9,12 @@ Expected on one H200: see `expected` of each recipe and docs/diagnostics.md. The
 
 from __future__ import annotations
 
+from typing import Any
+
 from tensor_memory_lab.models.toy import ToyModelConfig
 from tensor_memory_lab.recipes import recipe
 from tensor_memory_lab.run_config import BudgetConfig, OptimizerConfig, RunConfig
+from tensor_memory_lab.tasks import TaskConfig
 from tensor_memory_lab.tasks.binding import BindingConfig
 
 PUBLISHED = OptimizerConfig(
@@ -24,32 +27,41 @@ LONGER = OptimizerConfig(
 )
 """What every method gets where the point is how far it comes, annealed fully."""
 
-Run = RunConfig[BindingConfig, ToyModelConfig]
+Toy = RunConfig[Any, ToyModelConfig]
+
+
+def diagnostic(
+    name: str,
+    task: TaskConfig,
+    model: ToyModelConfig,
+    optimizer: OptimizerConfig,
+    *,
+    steps: int,
+    batch_size: int = 128,
+    evaluate_every: int = 100,
+    evaluation_batch_size: int = 1024,
+) -> Toy:
+    """A run of a diagnostic."""
+    budget = BudgetConfig(
+        steps=steps,
+        batch_size=batch_size,
+        evaluate_every=evaluate_every,
+        evaluation_batch_size=evaluation_batch_size,
+    )
+    return RunConfig(name, task, model, optimizer, budget)
 
 
 @recipe("binding", expected="10 s on one H200, CPU 10 min", settings=("task.writes", "task.noise"))
-def binding() -> Run:
+def binding() -> Toy:
     """Coordinate binding as published: W 20, σ 0.1, 2,000 steps of 128."""
-    return RunConfig(
-        recipe="binding",
-        task=BindingConfig(writes=20, noise=0.1),
-        model=ToyModelConfig(dim=64, layers=2, heads=4, dropout=0.1),
-        optimizer=PUBLISHED,
-        budget=BudgetConfig(
-            steps=2000, batch_size=128, evaluate_every=100, evaluation_batch_size=1024
-        ),
-    )
+    task = BindingConfig(writes=20, noise=0.1)
+    model = ToyModelConfig(dim=64, layers=2, heads=4, dropout=0.1)
+    return diagnostic("binding", task, model, PUBLISHED, steps=2000)
 
 
 @recipe("binding-long", expected="25 s on one H200", settings=("task.writes", "task.noise"))
-def binding_long() -> Run:
+def binding_long() -> Toy:
     """Coordinate binding to convergence: 6,000 steps at 1e-3, annealed, no dropout."""
-    return RunConfig(
-        recipe="binding-long",
-        task=BindingConfig(writes=20, noise=0.1),
-        model=ToyModelConfig(dim=64, layers=2, heads=4, dropout=0.0),
-        optimizer=LONGER,
-        budget=BudgetConfig(
-            steps=6000, batch_size=128, evaluate_every=150, evaluation_batch_size=1024
-        ),
-    )
+    task = BindingConfig(writes=20, noise=0.1)
+    model = ToyModelConfig(dim=64, layers=2, heads=4, dropout=0.0)
+    return diagnostic("binding-long", task, model, LONGER, steps=6000, evaluate_every=150)

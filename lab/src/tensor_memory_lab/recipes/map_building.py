@@ -12,36 +12,23 @@ from __future__ import annotations
 
 from tensor_memory_lab.models.toy import ToyModelConfig
 from tensor_memory_lab.recipes import recipe
-from tensor_memory_lab.recipes.binding import LONGER, PUBLISHED
-from tensor_memory_lab.run_config import BudgetConfig, RunConfig
+from tensor_memory_lab.recipes.binding import LONGER, PUBLISHED, Toy, diagnostic
 from tensor_memory_lab.tasks.map_building import MapConfig
-
-Run = RunConfig[MapConfig, ToyModelConfig]
 
 
 @recipe("map", expected="10 s on one H200", settings=("task.observations",))
-def map_published() -> Run:
+def map_published() -> Toy:
     """Map building as published: T 32, one question, 1,500 steps of 64."""
-    return RunConfig(
-        recipe="map",
-        task=MapConfig(observations=32),
-        model=ToyModelConfig(dim=96, layers=3, heads=4, dropout=0.1),
-        optimizer=PUBLISHED,
-        budget=BudgetConfig(
-            steps=1500, batch_size=64, evaluate_every=100, evaluation_batch_size=1024
-        ),
-    )
+    model = ToyModelConfig(dim=96, layers=3, heads=4, dropout=0.1)
+    task = MapConfig(observations=32)
+    return diagnostic("map", task, model, PUBLISHED, steps=1500, batch_size=64)
 
 
 @recipe("map-long", expected="35 s on one H200", settings=("task.observations",))
-def map_long() -> Run:
+def map_long() -> Toy:
     """Map building to convergence: eight questions per row, 5,000 steps of 64 at 1e-3."""
-    return RunConfig(
-        recipe="map-long",
-        task=MapConfig(observations=32, queries=8),
-        model=ToyModelConfig(dim=96, layers=3, heads=4, dropout=0.0),
-        optimizer=LONGER,
-        budget=BudgetConfig(
-            steps=5000, batch_size=64, evaluate_every=200, evaluation_batch_size=1024
-        ),
+    model = ToyModelConfig(dim=96, layers=3, heads=4, dropout=0.0)
+    task = MapConfig(observations=32, queries=8)
+    return diagnostic(
+        "map-long", task, model, LONGER, steps=5000, batch_size=64, evaluate_every=200
     )

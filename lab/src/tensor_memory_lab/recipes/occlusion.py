@@ -10,47 +10,50 @@ is 100 % up to L 5, chance 25 %. `occlusion-long` gives it three times the steps
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from tensor_memory_lab.models.toy import ToyModelConfig
 from tensor_memory_lab.recipes import recipe
-from tensor_memory_lab.recipes.binding import LONGER, PUBLISHED
-from tensor_memory_lab.run_config import BudgetConfig, RunConfig
+from tensor_memory_lab.recipes.binding import LONGER, PUBLISHED, Toy, diagnostic
 from tensor_memory_lab.tasks.occlusion import OcclusionConfig
-
-Run = RunConfig[OcclusionConfig, ToyModelConfig]
 
 
 @recipe("occlusion-published", expected="25 s on one H200", settings=("task.hidden",))
-def occlusion_published() -> Run:
+def occlusion_published() -> Toy:
     """Occlusion as published, L 4: solvable from the last frame alone."""
-    return RunConfig(
-        recipe="occlusion-published",
-        task=OcclusionConfig("published", frames=8, hidden=4),
-        model=ToyModelConfig(dim=96, layers=3, heads=4, dropout=0.1),
-        optimizer=PUBLISHED,
-        budget=BudgetConfig(
-            steps=1500, batch_size=64, evaluate_every=100, evaluation_batch_size=512
-        ),
+    task = OcclusionConfig("published", frames=8, hidden=4)
+    model = ToyModelConfig(dim=96, layers=3, heads=4, dropout=0.1)
+    return diagnostic(
+        "occlusion-published",
+        task,
+        model,
+        PUBLISHED,
+        steps=1500,
+        batch_size=64,
+        evaluation_batch_size=512,
     )
 
 
 @recipe("occlusion-valid", expected="50 s on one H200", settings=("task.hidden",))
-def occlusion_valid() -> Run:
+def occlusion_valid() -> Toy:
     """Occlusion with the last four frames behind a drawn occluder, 3,000 steps of 64 at 1e-3."""
-    return RunConfig(
-        recipe="occlusion-valid",
-        task=OcclusionConfig("valid", frames=8, hidden=4),
-        model=ToyModelConfig(dim=96, layers=3, heads=4, dropout=0.0),
-        optimizer=LONGER,
-        budget=BudgetConfig(
-            steps=3000, batch_size=64, evaluate_every=150, evaluation_batch_size=512
-        ),
-    )
+    return _valid("occlusion-valid", steps=3000)
 
 
 @recipe("occlusion-long", expected="105 s on one H200", settings=("task.hidden",))
-def occlusion_long() -> Run:
+def occlusion_long() -> Toy:
     """Occlusion with the last four frames hidden, to convergence: 9,000 steps."""
-    short = occlusion_valid()
-    return replace(short, recipe="occlusion-long", budget=replace(short.budget, steps=9000))
+    return _valid("occlusion-long", steps=9000)
+
+
+def _valid(name: str, steps: int) -> Toy:
+    task = OcclusionConfig("valid", frames=8, hidden=4)
+    model = ToyModelConfig(dim=96, layers=3, heads=4, dropout=0.0)
+    return diagnostic(
+        name,
+        task,
+        model,
+        LONGER,
+        steps=steps,
+        batch_size=64,
+        evaluate_every=150,
+        evaluation_batch_size=512,
+    )

@@ -13,20 +13,19 @@ memory has nothing to add.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from tensor_memory import MemoryConfig
 from tensor_memory_lab.models.toy import ToyModelConfig
 from tensor_memory_lab.recipes import recipe
-from tensor_memory_lab.recipes.binding import LONGER, PUBLISHED
-from tensor_memory_lab.run_config import BudgetConfig, RunConfig
+from tensor_memory_lab.recipes.binding import LONGER, Toy, diagnostic
+from tensor_memory_lab.recipes.no_harm import no_harm
+from tensor_memory_lab.recipes.occlusion import occlusion_valid
 from tensor_memory_lab.tasks.binding import BindingConfig
 from tensor_memory_lab.tasks.map_building import MapConfig
 from tensor_memory_lab.tasks.no_harm import NoHarmConfig
-from tensor_memory_lab.tasks.occlusion import OcclusionConfig
 
 
-def out_of_reach(config: RunConfig[Any, ToyModelConfig]) -> RunConfig[Any, ToyModelConfig]:
+def out_of_reach(config: Toy) -> Toy:
     """The config, after a check that no answer lies within the reach of its windows."""
     model, task = config.model, config.task.build(config.seed)
     reach = task.length if model.window is None else model.layers * (model.window - 1)
@@ -43,19 +42,11 @@ def out_of_reach(config: RunConfig[Any, ToyModelConfig]) -> RunConfig[Any, ToyMo
     expected="10 s on one H200",
     settings=("task.writes", "task.noise", "task.gap"),
 )
-def windowed_binding() -> RunConfig[BindingConfig, ToyModelConfig]:
+def windowed_binding() -> Toy:
     """8 writes of 8 values, 4 questions; attention sees a token and the one before, 2 layers."""
-    return out_of_reach(
-        RunConfig(
-            recipe="windowed-binding",
-            task=BindingConfig(writes=8, values=8, noise=0.0, gap=2),
-            model=ToyModelConfig(dim=64, layers=2, heads=4, dropout=0.0, window=2),
-            optimizer=LONGER,
-            budget=BudgetConfig(
-                steps=4000, batch_size=128, evaluate_every=100, evaluation_batch_size=1024
-            ),
-        )
-    )
+    task = BindingConfig(writes=8, values=8, noise=0.0, gap=2)
+    model = ToyModelConfig(dim=64, layers=2, heads=4, dropout=0.0, window=2)
+    return out_of_reach(diagnostic("windowed-binding", task, model, LONGER, steps=4000))
 
 
 @recipe(
@@ -63,87 +54,46 @@ def windowed_binding() -> RunConfig[BindingConfig, ToyModelConfig]:
     expected="40 s on one H200",
     settings=("task.writes", "task.noise", "task.gap"),
 )
-def windowed_binding_long() -> RunConfig[BindingConfig, ToyModelConfig]:
+def windowed_binding_long() -> Toy:
     """20 writes of 32 values, then blanks beyond the reach of a cache of the memory's bytes.
 
     One memory layer: 27,648 bytes are 54 cached tokens in each of the two layers of `xl`, which
     then reaches 2 × (54 + 7) = 122 tokens back.
     """
-    return out_of_reach(
-        RunConfig(
-            recipe="windowed-binding-long",
-            task=BindingConfig(writes=20, values=32, noise=0.05, gap=124),
-            model=ToyModelConfig(
-                dim=64, layers=2, heads=4, dropout=0.0, window=8, memory_layers=(0,)
-            ),
-            optimizer=LONGER,
-            budget=BudgetConfig(
-                steps=4000, batch_size=128, evaluate_every=100, evaluation_batch_size=1024
-            ),
-        )
-    )
+    task = BindingConfig(writes=20, values=32, noise=0.05, gap=124)
+    model = ToyModelConfig(dim=64, layers=2, heads=4, dropout=0.0, window=8, memory_layers=(0,))
+    return out_of_reach(diagnostic("windowed-binding-long", task, model, LONGER, steps=4000))
 
 
 @recipe("windowed-map", expected="30 s on one H200", settings=("task.observations", "task.gap"))
-def windowed_map() -> RunConfig[MapConfig, ToyModelConfig]:
+def windowed_map() -> Toy:
     """32 patches of an 8×8 map, then 8 questions beyond the reach of three windows of 4 tokens."""
-    return out_of_reach(
-        RunConfig(
-            recipe="windowed-map",
-            task=MapConfig(observations=32, queries=8, gap=9),
-            model=ToyModelConfig(dim=96, layers=3, heads=4, dropout=0.0, window=4),
-            optimizer=LONGER,
-            budget=BudgetConfig(
-                steps=4000, batch_size=64, evaluate_every=100, evaluation_batch_size=1024
-            ),
-        )
-    )
+    task = MapConfig(observations=32, queries=8, gap=9)
+    model = ToyModelConfig(dim=96, layers=3, heads=4, dropout=0.0, window=4)
+    return out_of_reach(diagnostic("windowed-map", task, model, LONGER, steps=4000, batch_size=64))
 
 
 @recipe("windowed-occlusion", expected="50 s on one H200", settings=("task.hidden",))
-def windowed_occlusion() -> RunConfig[OcclusionConfig, ToyModelConfig]:
+def windowed_occlusion() -> Toy:
     """The last four of eight frames hidden; a patch sees as far as itself one frame before."""
-    return out_of_reach(
-        RunConfig(
-            recipe="windowed-occlusion",
-            task=OcclusionConfig("valid", frames=8, hidden=4),
-            model=ToyModelConfig(dim=96, layers=3, heads=4, dropout=0.0, window=17),
-            optimizer=LONGER,
-            budget=BudgetConfig(
-                steps=3000, batch_size=64, evaluate_every=150, evaluation_batch_size=512
-            ),
-        )
-    )
+    config = occlusion_valid()
+    model = replace(config.model, window=17)
+    return out_of_reach(replace(config, recipe="windowed-occlusion", model=model))
 
 
 @recipe("windowed-no-harm", expected="10 s on one H200", settings=("task.lag",))
-def windowed_no_harm() -> RunConfig[NoHarmConfig, ToyModelConfig]:
+def windowed_no_harm() -> Toy:
     """No-harm with a window that still holds the symbol asked for: nothing is to be remembered."""
-    return RunConfig(
-        recipe="windowed-no-harm",
-        task=NoHarmConfig(symbols=16, tokens=32, lag=1),
-        model=ToyModelConfig(dim=64, layers=2, heads=4, dropout=0.0, window=2),
-        optimizer=PUBLISHED,
-        budget=BudgetConfig(
-            steps=1500, batch_size=128, evaluate_every=100, evaluation_batch_size=1024
-        ),
-    )
+    config = no_harm()
+    return replace(config, recipe="windowed-no-harm", model=replace(config.model, window=2))
 
 
 @recipe("windowed-delay", expected="20 s on one H200", settings=("task.lag",))
-def windowed_delay() -> RunConfig[NoHarmConfig, ToyModelConfig]:
+def windowed_delay() -> Toy:
     """Repeat the symbol of eight tokens before: a delay line beyond the windows' reach."""
-    return out_of_reach(
-        RunConfig(
-            recipe="windowed-delay",
-            task=NoHarmConfig(symbols=16, tokens=32, lag=8),
-            model=ToyModelConfig(dim=64, layers=2, heads=4, dropout=0.0, window=2),
-            optimizer=LONGER,
-            budget=BudgetConfig(
-                steps=3000, batch_size=128, evaluate_every=100, evaluation_batch_size=1024
-            ),
-        )
-    )
+    task = NoHarmConfig(symbols=16, tokens=32, lag=8)
+    model = ToyModelConfig(dim=64, layers=2, heads=4, dropout=0.0, window=2)
+    return out_of_reach(diagnostic("windowed-delay", task, model, LONGER, steps=3000))
 
 
 @recipe(
@@ -151,48 +101,40 @@ def windowed_delay() -> RunConfig[NoHarmConfig, ToyModelConfig]:
     expected="10 s on one H200",
     settings=("task.writes", "task.noise", "task.gap"),
 )
-def windowed_ablation() -> RunConfig[BindingConfig, ToyModelConfig]:
+def windowed_ablation() -> Toy:
     """What of the memory matters, where all depends on it: W 20, σ 0.05, windows of two tokens."""
-    return out_of_reach(
-        RunConfig(
-            recipe="windowed-ablation",
-            task=BindingConfig(writes=20, values=32, noise=0.05, gap=2),
-            model=ToyModelConfig(method="tensor", dim=64, layers=2, heads=4, dropout=0.0, window=2),
-            optimizer=LONGER,
-            budget=BudgetConfig(
-                steps=3000, batch_size=128, evaluate_every=100, evaluation_batch_size=1024
-            ),
-        )
-    )
+    task = BindingConfig(writes=20, values=32, noise=0.05, gap=2)
+    model = ToyModelConfig(method="tensor", dim=64, layers=2, heads=4, dropout=0.0, window=2)
+    return out_of_reach(diagnostic("windowed-ablation", task, model, LONGER, steps=3000))
 
 
 @recipe(
     "demo", expected="2 min on two CPU cores", settings=("task.writes", "task.noise", "task.gap")
 )
-def demo() -> RunConfig[BindingConfig, ToyModelConfig]:
+def demo() -> Toy:
     """Windowed binding small enough for a CPU: the task of `make demo`, base and tensor.
 
     One memory layer, and a forget gate that starts open: at the paper's bias of 0 it halves what
     it holds at every token and takes twice the steps.
     """
-    return out_of_reach(
-        RunConfig(
-            recipe="demo",
-            task=BindingConfig(
-                writes=8, values=8, noise=0.0, gap=2, valid_rows=512, test_rows=2048
-            ),
-            model=ToyModelConfig(
-                dim=64,
-                layers=2,
-                heads=4,
-                dropout=0.0,
-                window=2,
-                memory=MemoryConfig(channels=16, grid=(6, 6, 6), chunk_size=1, forget_bias=4.0),
-                memory_layers=(0,),
-            ),
-            optimizer=replace(LONGER, warmup=50),
-            budget=BudgetConfig(
-                steps=500, batch_size=32, evaluate_every=25, evaluation_batch_size=512
-            ),
-        )
+    task = BindingConfig(writes=8, values=8, noise=0.0, gap=2, valid_rows=512, test_rows=2048)
+    model = ToyModelConfig(
+        dim=64,
+        layers=2,
+        heads=4,
+        dropout=0.0,
+        window=2,
+        memory=MemoryConfig(channels=16, grid=(6, 6, 6), chunk_size=1, forget_bias=4.0),
+        memory_layers=(0,),
     )
+    config = diagnostic(
+        "demo",
+        task,
+        model,
+        replace(LONGER, warmup=50),
+        steps=500,
+        batch_size=32,
+        evaluate_every=25,
+        evaluation_batch_size=512,
+    )
+    return out_of_reach(config)
