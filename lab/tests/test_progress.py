@@ -28,12 +28,14 @@ def test_a_log_gets_ten_lines_however_small_the_steps():
     assert lines[-1].endswith(", saw 1000")
 
 
-def test_a_terminal_gets_a_bar():
-    shown = work(Terminal())
-    assert "counting" in shown
-    assert "1000/1000" in shown
-    assert "saw 1000" in shown
-    assert "100 %" not in shown
+@pytest.mark.parametrize(("width", "shown"), [(120, 3), (70, 2), (40, 1)])
+def test_a_terminal_gets_a_bar_with_what_it_has_room_for(monkeypatch, width, shown):
+    monkeypatch.setenv("COLUMNS", str(width))
+    text = work(Terminal())
+    assert [words in text for words in ("1000/1000", "saw 1000", "counting")] == [
+        number < shown for number in range(3)
+    ]
+    assert "100 %" not in text
 
 
 def test_a_log_gets_a_line_now_and_then_while_nothing_advances(monkeypatch):

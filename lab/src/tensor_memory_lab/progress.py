@@ -44,19 +44,22 @@ def progress(
 @contextmanager
 def _bar(label: str, total: int, unit: str, start: int, file: TextIO) -> Iterator[Advance]:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
     from rich.progress import TimeRemainingColumn as Remaining
+    from rich.table import Column
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
+    console = Console(file=file)
+    columns: list[ProgressColumn] = [
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
         TextColumn(unit),
         TextColumn("{task.fields[rate]}"),
-        Remaining(elapsed_when_finished=True),
-        TextColumn("{task.fields[note]}"),
-    )
-    with Progress(*columns, console=Console(file=file)) as bars:
+        Remaining(elapsed_when_finished=True, table_column=Column(no_wrap=True)),
+    ]
+    if console.width >= 64:  # what a narrower terminal has no room for
+        columns.append(TextColumn("{task.fields[note]}"))
+    if console.width >= 100:
+        columns = [TextColumn("{task.description}"), BarColumn(20), *columns]
+    with Progress(*columns, console=console) as bars:
         task = bars.add_task(label, total=total, completed=start, note="", rate="")
 
         def advance(amount: int = 1, note: str = "") -> None:
