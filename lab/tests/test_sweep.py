@@ -210,6 +210,17 @@ def test_an_interrupted_sweep_cancels_its_jobs_on_a_cluster():
     assert all(job.cancelled for job in running)
 
 
+def test_a_job_sees_the_gpus_that_its_sweep_sees(monkeypatch):
+    """submitit starts a job with CUDA_VISIBLE_DEVICES empty."""
+    before, seen = signal.getsignal(signal.SIGTERM), []
+    monkeypatch.setattr(jobs, "run_command", lambda _: seen.append(dict(os.environ)) or 0)
+    for given in ("1", None):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        jobs.run_job([], {"CUDA_VISIBLE_DEVICES": given})
+    signal.signal(signal.SIGTERM, before)
+    assert [environment.get("CUDA_VISIBLE_DEVICES") for environment in seen] == ["1", None]
+
+
 def test_a_result_that_cannot_be_copied_costs_its_run_alone(capsys, monkeypatch):
     def done_at_once(found: Any, **_: Any) -> Any:
         for job in found:
