@@ -6,7 +6,7 @@ Letters: B batch, N tokens, d width.
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,6 @@ from tensor_memory.chunking import check_marks, check_tokens
 from tensor_memory.fused_layer import fused_layer
 
 
-@runtime_checkable
 class Memory(Protocol):
     """What `MemoryResidual` needs of a memory; `TensorMemory` and `PlaceMemory` have it."""
 
@@ -66,7 +65,9 @@ class MemoryResidual(nn.Module):
         own_memory: bool = True,
     ) -> None:
         super().__init__()
-        if not isinstance(memory, Memory) or not isinstance(memory, nn.Module):
+        # isinstance() of a protocol does not find submodules in Python 3.12.
+        fits = all(hasattr(memory, name) for name in Memory.__annotations__)
+        if not fits or not isinstance(memory, nn.Module):
             raise TypeError(
                 f"memory: expected a TensorMemory or a PlaceMemory, got {type(memory).__name__}; "
                 "make one with TensorMemory(dim, config)"
