@@ -1,10 +1,13 @@
-"""The README is short, its commands exist, and its first snippet learns what it says."""
+"""The README is short, its first snippet learns, and its numbers are those of the evidence."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def test_the_readme_has_fewer_than_900_words():
@@ -14,4 +17,32 @@ def test_the_readme_has_fewer_than_900_words():
 def test_links_and_pictures_are_absolute_so_that_they_work_on_a_package_index():
     targets = re.findall(r"\]\(([^)\s]+)", README) + re.findall(r"src=\"([^\"]+)", README)
     assert len(targets) > 5
-    assert [target for target in targets if not target.startswith(("https://", "#"))] == []
+    assert [target for target in targets if not target.startswith("https://")] == []
+
+
+def test_the_first_snippet_learns_in_seconds():
+    shown = subprocess.run(
+        [sys.executable, "-c", SNIPPETS[0]], capture_output=True, text=True, check=True
+    ).stdout
+    right = [int(share) for share in re.findall(r"(\d+)% right", shown)]
+    assert right[0] < 30  # chance is one in eight
+    assert right[-1] > 90
+    told = re.search(re.escape(SNIPPETS[0]) + r"```\n\n```\n(.*?)```", README, re.DOTALL).group(1)
+    assert len(told.splitlines()) == len(right)
+
+
+def test_the_other_snippets_use_names_that_exist():
+    import tensor_memory
+
+    called = set(re.findall(r"\b(\w+)\(", "".join(SNIPPETS[1:])))
+    named = {name for name in called if name in dir(tensor_memory)}
+    assert {"MemoryResidual", "TensorMemory", "attach", "detach", "find_leak", "record"} <= named
+
+
+def test_the_numbers_of_a_table_are_in_the_evidence():
+    pages = "".join(path.read_text() for path in (ROOT / "docs" / "evidence").glob("*.md"))
+    known = set(re.findall(r"\d+\.\d+", pages))
+    rows = [line for line in README.splitlines() if line.startswith("|")]
+    numbers = re.findall(r"\d+\.\d+", "".join(rows))
+    assert len(numbers) > 20
+    assert [number for number in numbers if number not in known] == []
