@@ -155,7 +155,7 @@ def test_calls_that_leave_a_chunk_unfinished_run_plain_code(fused_calls):
 
 
 def test_under_autocast_a_fused_layer_is_as_exact_as_the_plain_one(monkeypatch):
-    layer, x = build(SMALL), tokens(2, 6)
+    layer, x = build(SMALL), tokens(1, 6)
     with torch.autocast(HERE.type, torch.bfloat16):
         got = everything(layer, x)
         plainly(monkeypatch)
@@ -184,7 +184,7 @@ def test_a_backward_multiplies_as_its_forward_did_whatever_autocast_says_by_then
 
 
 def test_a_fused_layer_holds_nothing_once_its_backward_has_run():
-    x = tokens(2, 6).requires_grad_()
+    x = tokens(1, 6).requires_grad_()
     out, _ = build(SMALL)(x)
     node = out.grad_fn
     assert type(node).__name__ == "_FusedLayerBackward"
@@ -197,7 +197,7 @@ def test_a_fused_layer_holds_nothing_once_its_backward_has_run():
 
 
 def test_a_fused_layer_can_be_learned_from_through_its_state_alone(monkeypatch):
-    x = tokens(2, 6)
+    x = tokens(1, 6)
 
     def gradients() -> list[Tensor]:
         layer, given = build(SMALL), x.clone().requires_grad_()
@@ -214,7 +214,7 @@ def test_a_fused_layer_can_be_learned_from_through_its_state_alone(monkeypatch):
 
 
 def test_a_second_derivative_of_a_fused_layer_is_refused_with_the_remedy():
-    x = tokens(2, 6).requires_grad_()
+    x = tokens(1, 6).requires_grad_()
     (grad,) = torch.autograd.grad(build(SMALL)(x)[0].square().sum(), x, create_graph=True)
     with pytest.raises(NotImplementedError, match=r'second derivative; use backend="reference"'):
         grad.sum().backward()
@@ -248,7 +248,7 @@ def test_a_layer_sees_its_weights_as_they_are_now(change):
 
 
 def test_a_layer_of_mixed_types_gives_each_weight_what_one_of_float32_gives():
-    mixed, single, x = build(SMALL), build(SMALL), tokens(2, 6)
+    mixed, single, x = build(SMALL), build(SMALL), tokens(1, 6)
     mixed.norm.to(torch.bfloat16)
     single.norm.load_state_dict(mixed.norm.state_dict())  # the same values in float32
     with torch.autocast(HERE.type, torch.bfloat16):
@@ -273,7 +273,7 @@ def test_a_layer_that_keeps_fewer_states_learns_the_same(low):
 def test_a_frozen_memory_passes_gradients_on():
     layer = build(SMALL)
     layer.memory.requires_grad_(False)
-    assert_fused_is_plain(layer, tokens(2, 6))
+    assert_fused_is_plain(layer, tokens(1, 6))
 
 
 def test_a_layer_drops_in_training_alone():
@@ -303,7 +303,7 @@ WATCHED = {
 def test_a_module_that_is_watched_in_any_way_is_called(name):
     layer, seen = build(SMALL), []
     handle = WATCHED[name](layer.get_submodule(name), lambda *_: seen.append(1))
-    layer(tokens(2, 6).requires_grad_())[0].sum().backward()
+    layer(tokens(1, 6).requires_grad_())[0].sum().backward()
     if name == "":
         handle.remove()
     assert seen
