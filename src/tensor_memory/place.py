@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tensor_memory.chunking import check_marks, check_tokens
 from tensor_memory.config import PlaceConfig
 from tensor_memory.ops.inputs import products_dtype
 from tensor_memory.ops.places.inputs import PlaceInputs
@@ -194,7 +195,9 @@ class PlaceMemory(nn.Module):
         reset: Tensor | None,
     ) -> tuple[PlaceInputs, PlaceState]:
         """What the tokens say to the recurrence; in float32 or better even under autocast."""
-        self._check(x, where, mask, reset)
+        check_tokens(x, self.dim, self.output.weight)
+        check_marks(x, mask, reset)
+        self._check_where(x, where)
         config = self.config
         if state is None:
             state = PlaceState.zeros(config, x.shape[0], dtype=x.dtype, device=x.device)
@@ -242,47 +245,6 @@ class PlaceMemory(nn.Module):
     def _learned(self, head: nn.Linear, x: Tensor, given: Tensor | None) -> Tensor:
         place = _float32(head(x)).tanh().unflatten(-1, (self.config.heads, self.config.axes))
         return place if given is None else given + place
-
-    def _check(
-        self, x: Tensor, where: Tensor | None, mask: Tensor | None, reset: Tensor | None
-    ) -> None:
-        if not isinstance(x, Tensor):
-            raise TypeError(
-                f"x: expected a tensor of shape (B, N, {self.dim}), got {type(x).__name__}; "
-                "convert it with torch.as_tensor()"
-            )
-        if x.ndim != 3 or x.shape[-1] != self.dim:
-            raise ValueError(
-                f"x: expected tokens of shape (B, N, {self.dim}), got {tuple(x.shape)}; "
-                f"this memory was built for width {self.dim}"
-            )
-        if not x.is_floating_point():
-            raise TypeError(f"x: expected a float type, got {x.dtype}; embed token ids first")
-        weight = self.output.weight
-        if x.device != weight.device:
-            raise ValueError(
-                f"x: expected device {weight.device} like the memory's weights, got {x.device}; "
-                "move one of them with .to()"
-            )
-        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-            raise TypeError(
-                f"x: expected {weight.dtype} like the memory's weights, got {x.dtype}; "
-                "convert one of them with .to(), or run under torch.autocast"
-            )
-        for name, marks in (("mask", mask), ("reset", reset)):
-            if marks is None:
-                continue
-            if not isinstance(marks, Tensor) or marks.dtype != torch.bool:
-                got = marks.dtype if isinstance(marks, Tensor) else type(marks).__name__
-                raise TypeError(
-                    f"{name}: expected a tensor of bool, got {got}; convert it with .bool()"
-                )
-            if marks.shape != x.shape[:2]:
-                raise ValueError(
-                    f"{name}: expected shape (B, N) = {tuple(x.shape[:2])}, "
-                    f"got {tuple(marks.shape)}"
-                )
-        self._check_where(x, where)
 
     def _check_where(self, x: Tensor, where: Tensor | None) -> None:
         config, wanted = self.config, (*x.shape[:2], self.config.axes)
