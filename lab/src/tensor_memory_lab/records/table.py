@@ -146,9 +146,9 @@ def interval(values: Iterable[float | None]) -> Interval:
     """
     numbers = pd.Series(list(values), dtype=float)
     if len(numbers) < 2 or numbers.isna().any():
-        return Interval(numbers.mean(skipna=False), None)
+        return Interval(float(numbers.mean(skipna=False)), None)
     quantile = stats.t.ppf((1 + CONFIDENCE) / 2, len(numbers) - 1)
-    return Interval(numbers.mean(), float(quantile * numbers.sem()))
+    return Interval(float(numbers.mean()), float(quantile * numbers.sem()))
 
 
 def table(
