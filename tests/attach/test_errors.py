@@ -224,7 +224,11 @@ def test_blocks_of_several_widths_cannot_share_a_memory() -> None:
         (dict(share_weights=1), TypeError, "share_weights: expected True or False, got 1"),
         (dict(gate=1.0), TypeError, "argument 'gate'; expected .* gate_init, norm, dropout"),
         (dict(own_memory=True), TypeError, "argument 'own_memory'; expected layers, every"),
-        (dict(config={"channels": 4}), TypeError, "config: expected a MemoryConfig or a PlaceConfig, got dict"),
+        (
+            dict(config={"channels": 4}),
+            TypeError,
+            "config: expected a MemoryConfig or a PlaceConfig, got dict",
+        ),
     ],
 )
 def test_a_wrong_option_leaves_the_host_alone(
