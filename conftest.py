@@ -29,7 +29,7 @@ settings.register_profile(
     deadline=None,  # a shared machine makes timing a coin toss
     derandomize=True,
     database=None,
-    max_examples=25,
+    max_examples=15,
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("suite")

@@ -222,6 +222,7 @@ def test_a_compiled_loop_is_timed_where_it_agrees(tmp_path, monkeypatch, capsys,
         assert "language, compiled plain loop: RuntimeError: DISAGREES" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at every input's
 def test_a_compiled_loop_gives_what_the_reference_gives(monkeypatch):
     torch._dynamo.reset()

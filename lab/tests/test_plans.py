@@ -43,6 +43,7 @@ def test_a_plan_opens_with_its_command_its_time_and_its_result(plan):
     assert all(line.startswith("#") for line in opening.split("\n") if line)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_runs_of_a_plan_differ(plan):
     runs = runs_of(plan)

@@ -71,7 +71,8 @@ def runs() -> list[Any]:
         default = recipe().model.method
         memory = "spatial" if name.startswith(("cub", "images", "ucf101")) else "tensor"
         memory = default if default.startswith("tensor") else memory
-        found.append(pytest.param(name, memory))
+        again = any(part in name for part in ("-cost", "-long", "-valid"))  # other numbers alone
+        found.append(pytest.param(name, memory, marks=[pytest.mark.exhaustive] if again else []))
         if default != memory:
             found.append(pytest.param(name, default, marks=pytest.mark.exhaustive))
     return found

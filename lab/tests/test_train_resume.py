@@ -66,7 +66,7 @@ def crashed(folder, monkeypatch, config, at, **options):
             run(folder, config, **options)
 
 
-@pytest.mark.parametrize("mode", ["writes", "moments"])
+@pytest.mark.parametrize("mode", ["writes", pytest.param("moments", marks=pytest.mark.exhaustive)])
 def test_runs_killed_again_and_again_end_as_one_that_nobody_killed(tmp_path, mode):
     folder = tmp_path / "killed"
     done = subprocess.run(

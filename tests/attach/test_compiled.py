@@ -44,6 +44,7 @@ def test_a_host_compiled_and_run_before_carries_the_memory_attached_since(
     assert_same(compiled(x), bare)
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_host_has_its_memory_back_after_it_was_disabled() -> None:
     model, x = encoder().double().eval(), torch.randn(1, 7, WIDTH, dtype=torch.float64)
     bare = model(x)

@@ -176,6 +176,7 @@ def test_a_compiled_host_is_one_graph_and_computes_the_same(build: Callable[...,
     torch._dynamo.reset()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("owner", [pytest.param("stream", marks=pytest.mark.exhaustive), "cache"])
 def test_a_compiled_host_follows_the_mask_and_carries_its_state(owner: str) -> None:
     torch._dynamo.reset()
