@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from tensor_memory.chunking import check_marks, check_tokens
 from tensor_memory.config import PlaceConfig
@@ -124,6 +125,7 @@ class PlaceMemory(nn.Module):
         where: Tensor | None = None,
         mask: Tensor | None = None,
         reset: Tensor | None = None,
+        group: ProcessGroup | None = None,
     ) -> tuple[Tensor, PlaceState]:
         """x (B, N, d) -> what the tokens read, m (B, N, d), and the state after.
 
@@ -133,9 +135,19 @@ class PlaceMemory(nn.Module):
             where: (B, N, n) or (B, N, H, n) places in [-1, 1], where the config takes them.
             mask: (B, N) true where a token is real; others change nothing and m is 0 there.
             reset: (B, N) true where a new document starts, on a masked position too.
+            group: processes that hold the parts of one sequence, cut anywhere, in the order of
+                their ranks; x, where, mask and reset are this process' part. Each gets the m of its
+                part and the state after the last part. See below.
+
+        With a group the call equals one of the whole sequence in one process, its gradients too.
+        All processes make the same calls with the state that the last one returned to them, or
+        None, and all run the backward. A gradient is that of the sum of all their losses; that of
+        a state arrives at the first process. Rule "linear" takes one exchange of a constant size,
+        and processes scan at once. Rule "delta" hands the state on from process to process, so
+        that they scan one after the other.
         """
         inputs, state = self._inputs(x, state, where, mask, reset)
-        reads, values = run_places(inputs, self.config.backend, products_dtype(x))
+        reads, values = run_places(inputs, self.config.backend, products_dtype(x), group)
         source = x if mask is None else x.masked_fill(~mask[..., None], 0)
         gate = F.silu(self.gate(source))
         read = self.norm(reads.to(self.norm.weight.dtype)).flatten(2)

@@ -225,15 +225,17 @@ class _Eager(torch.autograd.Function):
         )
 
 
-def no_double_backward(run_backward: Callable[..., Any], *arguments: Any) -> Any:
-    """`run_backward(*arguments)`, whose results refuse to be differentiated."""
+def no_double_backward(
+    run_backward: Callable[..., Any], *arguments: Any, why: str = NO_SECOND_DERIVATIVE
+) -> Any:
+    """`run_backward(*arguments)`, whose results refuse to be differentiated and say why."""
     if not torch.is_grad_enabled():
         return run_backward(*arguments)
     with torch.no_grad():  # create_graph=True: the graph of the backward is kept
         results = run_backward(*arguments)
     places = [i for i, result in enumerate(results) if isinstance(result, Tensor)]
     anchor = torch.zeros((), requires_grad=True)
-    refusing = _Refuse.apply(anchor, *(results[i] for i in places))
+    refusing = _Refuse.apply(why, anchor, *(results[i] for i in places))
     marked = dict(zip(places, refusing, strict=True))
     return tuple(marked.get(i, result) for i, result in enumerate(results))
 
@@ -241,11 +243,12 @@ def no_double_backward(run_backward: Callable[..., Any], *arguments: Any) -> Any
 class _Refuse(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
-        return tuple(tensor.view_as(tensor) for tensor in inputs[1:])
+        ctx.why = inputs[0]
+        return tuple(tensor.view_as(tensor) for tensor in inputs[2:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        _refuse()
+        raise NotImplementedError(ctx.why)
 
 
 def _refuse(*_: Any) -> Any:

@@ -63,10 +63,9 @@ class Chunks(NamedTuple):
 
 def scan(inputs: PlaceInputs) -> tuple[Tensor, Tensor]:
     """-> reads (B, N, H, C), state (B, H, *grid, C)."""
-    N, grid = inputs.content.shape[1], inputs.grid
-    touched = 2 ** len(grid)
-    sparse = inputs.width is None and voxels(grid) >= SPARSE_FROM * touched
+    N = inputs.content.shape[1]
     state = inputs.state.flatten(2, -2)  # (B, H, V, C)
+    sparse = _is_sparse(inputs)
     reads = [inputs.content.new_zeros(inputs.content[:, :0].shape)]
     for start in range(0, N, BLOCK):
         block = _tokens(inputs, start, min(N, start + BLOCK))
@@ -74,6 +73,39 @@ def scan(inputs: PlaceInputs) -> tuple[Tensor, Tensor]:
         read, state = step(block, state)
         reads.append(read)
     return torch.cat(reads, 1), state.view(inputs.state.shape)
+
+
+def read_before(inputs: PlaceInputs, state: Tensor) -> Tensor:
+    """What reads get of a state before the first token, e^{g_t} φ(q_t)ᵀ S: (B, N, H, C).
+
+    It is the share that a scan from an empty state leaves out, under the linear rule.
+    """
+    (B, H), V, N = state.shape[:2], voxels(inputs.grid), inputs.content.shape[1]
+    g = inputs.log_keep.cumsum(1)  # (B, N, H)
+    if inputs.resets is not None:
+        g = g.masked_fill(inputs.resets.cumsum(1)[..., None] > 0, -torch.inf)
+    state = state.flatten(2, -2)  # (B, H, V, C)
+    found = [inputs.content.new_zeros(inputs.content[:, :0].shape)]
+    for start in range(0, N, BLOCK):
+        places = inputs.read_at[:, start : start + BLOCK]
+        if _is_sparse(inputs):
+            index, weight = corners(places, inputs.grid, inputs.wrap)  # (B, N, H, E)
+            row = torch.arange(B * H, device=state.device).view(B, 1, H, 1) * V
+            read = F.embedding_bag(
+                (index + row).flatten(0, 2), state.flatten(0, 2),
+                per_sample_weights=weight.flatten(0, 2), mode="sum",
+            ).view(*index.shape[:3], -1)  # fmt: skip
+        else:
+            address = outer(factors(places, inputs.grid, inputs.width, inputs.wrap))
+            read = torch.einsum("bnhv,bhvc->bnhc", address, state)
+        found.append(read)
+    return g.exp()[..., None] * torch.cat(found, 1)
+
+
+def _is_sparse(inputs: PlaceInputs) -> bool:
+    """Whether to touch the voxels around each place, and not the grid."""
+    grid = inputs.grid
+    return inputs.width is None and voxels(grid) >= SPARSE_FROM * 2 ** len(grid)
 
 
 def _tokens(inputs: PlaceInputs, start: int, stop: int) -> PlaceInputs:

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from tensor_memory.config import Rule
 from tensor_memory.ops import dispatch
 from tensor_memory.ops.inputs import products_dtype
-from tensor_memory.ops.places import chunked, reference
+from tensor_memory.ops.places import across, chunked, reference
 from tensor_memory.ops.places.inputs import PlaceInputs
 
 
@@ -27,6 +28,7 @@ def place_scan(
     wrap: Sequence[bool] | None = None,
     resets: Tensor | None = None,
     backend: str = "auto",
+    group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Write and read a grid by place, token by token in meaning, in parallel in fact.
 
@@ -47,6 +49,8 @@ def place_scan(
         resets: (B, N) bool.
         backend: "reference" (token by token), "torch" (in chunks), "triton" (fused, on a GPU),
             which then serve or raise; "auto" takes the fastest that can serve.
+        group: processes that hold the parts of one sequence, in the order of their ranks; see
+            `PlaceMemory.forward`.
 
     Returns:
         reads (B, N, H, C) and the state after, in float32, or in float64 where an input is.
@@ -63,14 +67,17 @@ def place_scan(
         write_at, read_at, content, rate, log_keep, width, state,
         rule=rule, wrap=wrap, resets=resets,
     )  # fmt: skip
-    return run_places(inputs, backend, products_dtype(content))
+    return run_places(inputs, backend, products_dtype(content), group)
 
 
-def run_places(inputs: PlaceInputs, backend: str, products: torch.dtype) -> tuple[Tensor, Tensor]:
+def run_places(
+    inputs: PlaceInputs, backend: str, products: torch.dtype, group: ProcessGroup | None = None
+) -> tuple[Tensor, Tensor]:
     """`place_scan` of inputs that have been checked; a fused backend multiplies in `products`."""
     inputs, device = inputs.cast(), inputs.state.device
     chosen = dispatch.choose("place_scan", backend, device, lambda: _why_not_fused(inputs))
-    with torch.autocast(device.type, enabled=False):
+
+    def scan(inputs: PlaceInputs) -> tuple[Tensor, Tensor]:
         if inputs.content.numel() == 0:
             return torch.empty_like(inputs.content), inputs.state.clone()
         if chosen == "triton":
@@ -78,6 +85,11 @@ def run_places(inputs: PlaceInputs, backend: str, products: torch.dtype) -> tupl
 
             return fused.scan(inputs, products)
         return (reference if chosen == "reference" else chunked).scan(inputs)
+
+    if group is not None:
+        across.check_group(group)
+    with torch.autocast(device.type, enabled=False):
+        return scan(inputs) if group is None else across.scan_across(inputs, group, scan)
 
 
 def _why_not_fused(inputs: PlaceInputs) -> str | None:

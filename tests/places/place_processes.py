@@ -1,0 +1,214 @@
+"""What each process of a group checks: `test_place_parallel` starts them.
+
+A process makes the whole call too, and compares its own part with it.
+"""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from tensor_memory import MemoryResidual, PlaceConfig, PlaceMemory, PlaceState
+
+DIM, ROWS, TOKENS = 4, 2, 150
+EXACT = 1e-10
+CASES = {
+    "linear": PlaceConfig(grid=(3, 4), channels=2, heads=2, share_places=False, keep_bias=3.0),
+    "delta": PlaceConfig(grid=(3, 4), channels=2, heads=2, rule="delta", keep_bias=3.0),
+    "sparse": PlaceConfig.map(2, grid=(16, 16), channels=2, heads=2, kernel="linear", wrap=True),
+    "sparse delta": PlaceConfig(
+        grid=(16, 16), channels=2, heads=1, kernel="linear", rule="delta", places="offset"
+    ),
+    "reference": PlaceConfig(grid=(5,), channels=2, heads=1, backend="reference"),
+}
+
+
+def run(rank, size, meeting):
+    """Everything that a group of this size must show."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size,
+        timeout=timedelta(seconds=100),
+    )  # fmt: skip
+    group = dist.group.WORLD
+    for config in CASES.values():
+        parts_equal_the_whole(config, group)
+    for rule in ("linear", "delta"):
+        config = PlaceConfig(grid=(3, 4), channels=2, heads=2, rule=rule)
+        a_loss_on_the_second_of_two_calls_reaches_the_first(config, group)
+        states_are_the_same_bits_everywhere(config, group)
+        a_second_derivative_is_refused(config, group)
+        wrapped_models_have_the_gradients_of_one_process(config, group)
+        a_part_of_the_processes_can_be_a_group(config)
+    dist.destroy_process_group()
+
+
+def memory_of(config):
+    torch.manual_seed(1)
+    memory = PlaceMemory(DIM, config).double()
+    with torch.no_grad():
+        for parameter in memory.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+    return memory
+
+
+def tokens(count=TOKENS):
+    return torch.randn(ROWS, count, DIM, dtype=torch.float64)
+
+
+def part_of(count, group):
+    """This process' tokens: parts differ in length, and of four the third has none."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    cuts = {2: [0, 0.3, 1], 4: [0, 0.1, 0.55, 0.55, 1]}[size]
+    return slice(round(cuts[rank] * count), round(cuts[rank + 1] * count))
+
+
+def assert_near(one, other):
+    assert one.shape == other.shape
+    if one.numel():
+        scale = 1 + other.abs().max()
+        assert ((one - other) / scale).abs().max() <= EXACT
+
+
+def gradient_of(tensor):
+    """A process without tokens has none."""
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+
+
+def summed(gradient):
+    total = gradient.clone()
+    dist.all_reduce(total)
+    return total
+
+
+def parts_equal_the_whole(config, group):
+    """Outputs, final state, and the gradients of tokens, places, weights and the state before."""
+    memory, x = memory_of(config), tokens()
+    where = torch.rand(ROWS, TOKENS, config.axes, dtype=torch.float64) * 2 - 1
+    where = None if config.places == "learned" else where
+    values = torch.randn(ROWS, config.heads, *config.grid, config.channels, dtype=torch.float64)
+    origin = torch.rand(ROWS, config.axes, dtype=torch.float64) * 0.1
+    factor = torch.randn(ROWS, TOKENS, DIM, dtype=torch.float64)
+    mask = torch.rand(ROWS, TOKENS) < 0.9
+    early, late = torch.zeros(2, ROWS, TOKENS, dtype=torch.bool)
+    early[0, 20] = True
+    late[:, 20], late[1, 90], late[0, 140] = True, True, True  # of one row and of both
+    share = (1 + dist.get_rank(group)) / sum(range(1, 1 + dist.get_world_size(group)))
+    for reset in (None, early, late):
+        results = []
+        for cut, processes in ((slice(None), None), (part_of(TOKENS, group), group)):
+            memory.zero_grad()
+            leaves = {"x": x[:, cut], "values": values}
+            if where is not None:
+                leaves["where"] = where[:, cut]
+            leaves = {name: leaf.clone().requires_grad_() for name, leaf in leaves.items()}
+            m, after = memory(
+                leaves["x"], PlaceState(leaves["values"], origin, config.wrap),
+                where=leaves.get("where"), mask=mask[:, cut],
+                reset=None if reset is None else reset[:, cut], group=processes,
+            )  # fmt: skip
+            of_state = after.values.square().sum() * (1 if processes is None else share)
+            ((m * factor[:, cut]).sum() + of_state).backward()
+            weights = [gradient_of(weight) for weight in memory.parameters()]
+            gradients = {name: gradient_of(leaf) for name, leaf in leaves.items()}
+            results.append((m, after, gradients, weights))
+        (whole, whole_after, expected, of_whole), (m, after, found, of_parts) = results
+        assert_near(m, whole[:, part_of(TOKENS, group)])
+        assert_near(after.values, whole_after.values)
+        assert torch.equal(after.origin, origin)
+        assert_near(summed(found.pop("values")), expected.pop("values"))
+        for name, gradient in found.items():
+            assert_near(gradient, expected[name][:, part_of(TOKENS, group)])
+        for gradient, of_all in zip(of_parts, of_whole, strict=True):
+            assert_near(summed(gradient), of_all)
+
+
+def a_loss_on_the_second_of_two_calls_reaches_the_first(config, group):
+    """On every process, though the state before counts on the first alone."""
+    memory, x, next_x = memory_of(config), tokens(), tokens()
+    gradients = []
+    for cut, processes in ((slice(None), None), (part_of(TOKENS, group), group)):
+        leaf = x[:, cut].clone().requires_grad_()
+        _, state = memory(leaf, group=processes)
+        m, _ = memory(next_x[:, cut], state, group=processes)
+        m.square().sum().backward()
+        gradients.append(leaf.grad)
+    assert_near(gradients[1], gradients[0][:, part_of(TOKENS, group)])
+
+
+@torch.no_grad()
+def states_are_the_same_bits_everywhere(config, group):
+    _, state = memory_of(config)(tokens()[:, part_of(TOKENS, group)], group=group)
+    first = state.values.clone()
+    dist.broadcast(first, 0)
+    assert torch.equal(first, state.values)
+    assert state.values.any()
+
+
+def a_second_derivative_is_refused(config, group):
+    memory, x = memory_of(config), tokens(8).requires_grad_()
+    m, _ = memory(x, group=group)
+    (gradient,) = torch.autograd.grad(m.square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative; leave group out"):
+        gradient.sum().backward()
+
+
+class Model(nn.Module):
+    """Two layers with a memory each."""
+
+    def __init__(self, config):
+        super().__init__()
+        layers = [MemoryResidual(memory_of(config)) for _ in range(2)]
+        self.layers, self.head = nn.ModuleList(layers).double(), nn.Linear(DIM, 3).double()
+
+    def forward(self, x, group=None):
+        for layer in self.layers:
+            x, _ = layer(x, group=group)
+        return self.head(x)
+
+
+def wrapped_models_have_the_gradients_of_one_process(config, group):
+    """DDP and FSDP2, rows or sequences cut over the processes; both take the mean of gradients."""
+    torch.manual_seed(2)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    x = torch.randn(size, 8 * size, DIM, dtype=torch.float64)
+    plain = Model(config)
+    plain(x).square().mean().backward()
+    for wrap in (DistributedDataParallel, _sharded):
+        for by_rows in (True, False):
+            model = wrap(Model(config))
+            own = slice(rank, rank + 1) if by_rows else slice(None)
+            tokens = slice(None) if by_rows else slice(8 * rank, 8 * rank + 8)
+            for _ in range(2):  # a second step finds what the first has left behind
+                model.zero_grad()
+                out = model(x[own, tokens], group=None if by_rows else group)
+                out.square().mean().backward()
+            for ours, theirs in zip(plain.parameters(), model.parameters(), strict=True):
+                gradient = theirs.grad
+                if wrap is _sharded:
+                    gradient = gradient.full_tensor()
+                assert_near(gradient, ours.grad)
+
+
+def _sharded(model):
+    for layer in model.layers:
+        fully_shard(layer, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+    return fully_shard(model, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def a_part_of_the_processes_can_be_a_group(config):
+    """The last two, in a group of their own with ranks of its own; the others are not in it."""
+    size = dist.get_world_size()
+    last = dist.new_group([size - 2, size - 1])
+    memory, x = memory_of(config), tokens()
+    whole, _ = memory(x)
+    if dist.get_rank() >= size - 2:
+        m, _ = memory(x[:, part_of(TOKENS, last)], group=last)
+        assert_near(m, whole[:, part_of(TOKENS, last)])
+    else:
+        with pytest.raises(TypeError, match=r"a torch.distributed.ProcessGroup that this process"):
+            memory(x, group=last)
