@@ -21,6 +21,8 @@ WEIGHTS, DESCRIPTION = "memory.safetensors", "memory.json"
 _HOW = ("backend", "checkpoint_every")
 """Fields that say how a memory is computed, not what it is."""
 
+_GIVEN = ("given", "offset")
+
 _KIND = "tensor-memory weights"
 _FORMAT = 1
 
@@ -157,6 +159,7 @@ def _require_same(
         raise ValueError(
             f"{folder}: holds a memory of another config: {', '.join(differing)}; attach with "
             "the config it was saved with"
+            + (" and where=, which names its places" if config.get("places") in _GIVEN else "")
         )
 
 

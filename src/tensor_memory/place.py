@@ -216,6 +216,8 @@ class PlaceMemory(nn.Module):
         PlaceState.require(state, config, x)
         if mask is not None:
             x = x.masked_fill(~mask[..., None], 0)  # garbage there must reach no gradient
+            if where is not None:
+                where = where.masked_fill(~mask.view(*mask.shape, *[1] * (where.ndim - 2)), 0)
         write_at, read_at = self._places(x, where)
         origin = state.origin[:, None, None]
         rate = _float32(self.rate(x)).sigmoid()

@@ -223,7 +223,7 @@ def test_blocks_of_several_widths_cannot_share_a_memory() -> None:
         (dict(zero_init="no"), TypeError, "zero_init: expected True or False, got 'no'; leave it"),
         (dict(share_weights=1), TypeError, "share_weights: expected True or False, got 1"),
         (dict(gate=1.0), TypeError, "argument 'gate'; expected .* gate_init, norm, dropout"),
-        (dict(own_memory=True), TypeError, "argument 'own_memory'; expected layers, every"),
+        (dict(own_memory=True), TypeError, "argument 'own_memory'; expected where, layers, every"),
         (
             dict(config={"channels": 4}),
             TypeError,

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 
 from tensor_memory import (
     MemoryConfig,
@@ -84,9 +83,3 @@ def test_the_memory_is_saved_loaded_and_switched_off(llama, tmp_path):
     attach(llama, MemoryConfig(channels=4, grid=(3, 3), chunk_size=2))
     with pytest.raises(ValueError, match="expected the fields of a MemoryConfig"):
         load_memory(llama, tmp_path)
-
-
-def test_places_that_a_host_cannot_name_are_refused():
-    host = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 1)
-    with pytest.raises(ValueError, match=r"config.places: expected 'learned' on a host"):
-        attach(host, PlaceConfig.map(2))

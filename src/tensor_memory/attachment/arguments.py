@@ -9,8 +9,8 @@ Letters: B batch, N tokens, W columns of a mask, at least N.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ class Signature:
     def __init__(self, module: nn.Module) -> None:
         parameters = inspect.signature(module.forward).parameters
         self.places = {name: place for place, name in enumerate(parameters)}
+        self.takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         config = getattr(module, "config", None)
         self.two_sided = {"src_key_padding_mask", "tgt_key_padding_mask"} <= set(parameters) or (
             getattr(config, "is_encoder_decoder", None) is True
@@ -37,6 +38,13 @@ class Signature:
         if name in kwargs:
             return kwargs[name]
         return args[place] if place is not None and place < len(args) else None
+
+    def all_of(
+        self, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Those of the named arguments that were given."""
+        found = {name: self.get(name, args, kwargs) for name in names}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 @dataclass
@@ -67,6 +75,9 @@ class TokenArguments:
     two_sided: bool = False
     """Whether the module holds an encoder and a decoder, so that its parts speak for themselves."""
 
+    named: dict[str, Any] = field(default_factory=dict)
+    """The arguments that places are made of, of those that were given."""
+
     @classmethod
     def read(
         cls,
@@ -74,11 +85,12 @@ class TokenArguments:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         around: TokenArguments | None = None,
+        names: Sequence[str] = (),
     ) -> TokenArguments:
         """Take the 2-D mask and the position ids out of a module's arguments.
 
         `around` is what the module outside was given: a mask of floats that a host makes itself, as
-        Longformer does, is added to its scores.
+        Longformer does, is added to its scores. `names` are kept in `named`.
         """
         mask = _tensor(signature.get("attention_mask", args, kwargs), (2,))
         additive = around is not None and mask is not None and mask.is_floating_point()
@@ -95,6 +107,7 @@ class TokenArguments:
             tokens is not None or not any(isinstance(v, Tensor) for v in (*args, *kwargs.values())),
             additive,
             signature.two_sided,
+            signature.all_of(names, args, kwargs),
         )
 
     @property

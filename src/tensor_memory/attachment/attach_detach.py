@@ -14,6 +14,7 @@ from tensor_memory.attachment.blocks import Block, Layers, find_blocks, placemen
 from tensor_memory.attachment.causal_hosts import LEAK, is_causal
 from tensor_memory.attachment.compiled import refuse_compiled
 from tensor_memory.attachment.hooks import NAME, refuse_carrying
+from tensor_memory.attachment.places import PlaceSource, Where
 from tensor_memory.build import AnyConfig
 from tensor_memory.config import MemoryConfig, PlaceConfig
 
@@ -30,6 +31,7 @@ def attach(
     model: nn.Module,
     config: AnyConfig | None = None,
     *,
+    where: Where | None = None,
     layers: Layers = "auto",
     every: int = 1,
     dim: int | None = None,
@@ -45,8 +47,12 @@ def attach(
 
     Args:
         model: the host, any module with Transformer blocks.
-        config: what the memory is: a `MemoryConfig` (the paper's, by default) or a `PlaceConfig`
-            that learns its places.
+        config: what the memory is: a `MemoryConfig` (the paper's, by default) or a `PlaceConfig`.
+        where: for a `PlaceConfig` whose places are given or offset: the name of the argument of
+            the host's call that holds them, (B, N, n) in [-1, 1], or a function of arguments,
+            which are known by the names of its parameters: `lambda position_ids: ...`. An
+            argument that the host does not know is taken out of the call. One that the caller
+            does not give is taken from the modules inside that are given it.
         layers: "auto" finds the host's row of blocks; otherwise a module path, a list of them, a
             glob such as "encoder.layer.*", or a predicate (path, module) -> bool.
         every: use every Nth of those blocks only.
@@ -85,11 +91,7 @@ def attach(
             f"config: expected a MemoryConfig or a PlaceConfig, got {type(config).__name__}; "
             "MemoryConfig.from_dict() makes one of a dictionary"
         )
-    if isinstance(config, PlaceConfig) and config.places != "learned":
-        raise ValueError(
-            f"config.places: expected 'learned' on a host, got {config.places!r}: a block's call "
-            "names no places; put MemoryResidual(PlaceMemory(...)) into the model and pass where="
-        )
+    place_source = PlaceSource.of(where, config)
     for name, choice in (
         ("batch_first", True if batch_first is None else batch_first),
         ("share_weights", share_weights),
@@ -137,6 +139,7 @@ def attach(
         share_weights=share_weights,
         scope=scope,
         refuse_causal=causal == "auto",
+        place_source=place_source,
         zero_init=zero_init,
         residual=residual,
     )
@@ -168,12 +171,12 @@ def memory_disabled(model: nn.Module) -> Iterator[None]:
     A cache filled inside cannot be continued outside: the memory has not seen its tokens.
     """
     attachment = attachment_of(model, "memory_disabled")
-    was_on = attachment.uninstall()
+    was_on = attachment.disable()
     try:
         yield
     finally:
         if was_on and getattr(model, NAME, None) is attachment:
-            attachment.install()
+            attachment.enable()
 
 
 def attachment_of(model: nn.Module, asker: str = "attachment_of") -> Attachment:
@@ -218,9 +221,9 @@ def _require_residual_options(residual: dict[str, Any]) -> None:
     unknown = sorted(set(residual) - set(_RESIDUAL))
     if unknown:
         raise TypeError(
-            f"attach: unexpected keyword argument '{unknown[0]}'; expected layers, every, dim, "
-            "share_weights, scope, causal, zero_init, freeze_host, or an option of the residual: "
-            + ", ".join(_RESIDUAL)
+            f"attach: unexpected keyword argument '{unknown[0]}'; expected where, layers, every, "
+            "dim, share_weights, scope, causal, zero_init, freeze_host, or an option of the "
+            "residual: " + ", ".join(_RESIDUAL)
         )
     for name, value in residual.items():
         is_bool = isinstance(value, bool)

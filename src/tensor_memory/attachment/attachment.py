@@ -13,6 +13,7 @@ from tensor_memory.attachment.caches import UNTRACED, memory_of
 from tensor_memory.attachment.compiled import guard_hooks
 from tensor_memory.attachment.hooks import BlockHook, EntryHook, modules_around
 from tensor_memory.attachment.host_call import DEPTH, HostCalls
+from tensor_memory.attachment.places import PlaceSource
 from tensor_memory.attachment.stream import Stream
 from tensor_memory.build import AnyConfig, AnyState, build_memory
 from tensor_memory.residual import MemoryResidual
@@ -38,6 +39,7 @@ class Attachment(nn.Module):
         share_weights: bool,
         scope: str,
         refuse_causal: bool,
+        place_source: PlaceSource | None,
         zero_init: bool,
         residual: Mapping[str, Any],
     ) -> None:
@@ -67,8 +69,11 @@ class Attachment(nn.Module):
         self.frozen: list[nn.Parameter] = []
         """The host's parameters that `attach` froze and `detach` gives back."""
         self._handles: list[RemovableHandle] = []
+        self._taking: list[RemovableHandle] = []
         self._unnested: list[nn.Module] = []
-        self._calls = HostCalls(host, self, scope=scope, refuse_causal=refuse_causal)
+        self._calls = HostCalls(
+            host, self, scope=scope, refuse_causal=refuse_causal, place_source=place_source
+        )
         self._entries = [
             EntryHook(self._calls, module, next_to_blocks=next_to_blocks)
             for module, next_to_blocks in modules_around(host, self.paths)
@@ -143,12 +148,28 @@ class Attachment(nn.Module):
         """Take the hooks off; whether there were any."""
         guard_hooks()
         handles, self._handles = self._handles, []
-        for handle in handles:
+        for handle in (*handles, *self._taking):
             handle.remove()
+        self._taking = []
         for module in self._unnested:
             setattr(module, _NESTED, True)
         self._unnested = []
         return bool(handles)
+
+    def disable(self) -> bool:
+        """Let the host run as if detached; whether it ran with the memory before.
+
+        Arguments that the host would not understand are still taken out of its calls.
+        """
+        was_on = self.uninstall()
+        for entry in self._entries:
+            self._taking += entry.install_taking()
+        return was_on
+
+    def enable(self) -> None:
+        """Undo `disable`."""
+        self.uninstall()
+        self.install()
 
     def retire(self) -> None:
         """Take the hooks off for good: no stream of this memory opens any more."""

@@ -31,6 +31,11 @@ class EntryHook:
         self.calls, self.module, self.next_to_blocks = calls, module, next_to_blocks
         self.signature = Signature(module)
         self.streamed = Streamed()
+        source = calls.place_source
+        self.names = source.names if source else ()
+        """The arguments that places are made of."""
+        self.unknown = source.unknown_to(module, self.signature) if source else frozenset()
+        """Those of them that the module would not understand."""
 
     def install(self) -> list[RemovableHandle]:
         """Put the hooks on the module."""
@@ -40,7 +45,23 @@ class EntryHook:
             self.module.register_forward_hook(self.after, always_call=True),
         ]
 
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def install_taking(self) -> list[RemovableHandle]:
+        """Take what the module would not understand out of its call, and do nothing else."""
+        if not self.unknown:
+            return []
+        return [self.module.register_forward_pre_hook(self.taken, with_kwargs=True, prepend=True)]
+
+    def taken(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The call without the arguments that the module would not understand; None: as it is."""
+        if self.unknown.isdisjoint(kwargs):
+            return None
+        return args, {name: value for name, value in kwargs.items() if name not in self.unknown}
+
+    def before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The module is entered."""
         compiling = torch.compiler.is_compiling()
         stream = self.calls.opened.stream
@@ -64,8 +85,11 @@ class EntryHook:
         if not compiling and stream is not None:
             self.streamed.remember(args, kwargs)
         around = call.levels[-1][1] if call.levels else None
-        call.enter(self, TokenArguments.read(self.signature, args, kwargs, around))
+        call.enter(self, TokenArguments.read(self.signature, args, kwargs, around, self.names))
+        if self.calls.place_source is not None:
+            call.make_places(self.calls.place_source)
         self.calls.current = call
+        return self.taken(module, args, kwargs)
 
     def returned(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """The module returned, and did not raise."""
@@ -98,6 +122,7 @@ class BlockHook:
 
     def __init__(self, calls: HostCalls, block: Block, layer: MemoryResidual) -> None:
         self.calls, self.block, self.layer = calls, block, layer
+        self.signature = Signature(block.module)
         self.first_runs = FirstRuns()
 
     def install(self) -> RemovableHandle:
@@ -123,12 +148,16 @@ class BlockHook:
         slot = DEPTH if depth else call.slot(block.path)
         call.require_rows_first(block.path, x)
         mask, reset = call.mask_and_reset(x)
+        source, where = calls.place_source, None
+        if source is not None:
+            of_block = self.signature.all_of(source.names, args, kwargs)
+            where = call.places(source, of_block, x, mask)
         holder = calls.holder(call, x.shape[1], find_cache(args, kwargs))
         state = call.states.get(slot) if depth else None
         if state is None and holder is not None:
             state = holder.get(slot)
 
-        given = Given(state, mask, reset)
+        given = Given(state, mask, reset, where)
         if not torch.compiler.is_compiling() and (torch.is_grad_enabled() or module.training):
             self.first_runs.remember(args, kwargs, given)
         y, state = self._run(x, given)
@@ -151,6 +180,8 @@ class BlockHook:
         options: dict[str, Any] = {"mask": given.mask, "reset": given.reset}
         if self.calls.scope == DEPTH and isinstance(self.layer.memory.config, MemoryConfig):
             options["flush"] = True  # the next layer must find what this one wrote
+        if given.where is not None:
+            options["where"] = given.where
         return self.layer(x, given.state, **options)
 
 

@@ -8,6 +8,7 @@ may lengthen the mask on the way in).
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from tensor_memory.attachment.arguments import TokenArguments, document_starts, last_columns
 from tensor_memory.attachment.caches import UNTRACED, StateHolder
+from tensor_memory.attachment.places import PlaceSource
 from tensor_memory.attachment.stream import OpenStream
 from tensor_memory.build import AnyState
 
@@ -51,6 +53,12 @@ class HostCall:
 
     found_for: tuple[int, int] = (-1, -1)
 
+    made: tuple[int, Any] | None = None
+    """What `where=` made of the arguments of the modules entered; how many levels deep that was."""
+
+    placed: tuple[list[Any], Tensor] | None = None
+    """The places found for the block before, and all that they were found from."""
+
     def inside(self, entry: object) -> bool:
         """Whether that module has been entered and not left."""
         return any(other is entry for other, _ in self.levels)
@@ -60,12 +68,23 @@ class HostCall:
         self.levels.append((entry, arguments))
         self.found = None
 
+    def make_places(self, source: PlaceSource) -> None:
+        """Let `where=` see its arguments before the host changes them, where all are given.
+
+        A cache, say, is longer once the first block has run.
+        """
+        given = self._named()
+        if self.made is None and not source.missing(given):
+            self.made = len(self.levels), source.make(given)
+
     def leave(self, entry: object) -> bool:
         """Whether it was the innermost one, which is then left."""
         if not self.levels or self.levels[-1][0] is not entry:
             return False
         self.levels.pop()
         self.found = None
+        if self.made is not None and len(self.levels) < self.made[0]:
+            self.made = None
         return True
 
     def hand_over(self) -> None:
@@ -103,6 +122,33 @@ class HostCall:
             self.found, self.found_for = (mask, reset), (B, N)
         return self.found
 
+    def places(
+        self,
+        source: PlaceSource,
+        of_block: Mapping[str, Any],
+        x: Tensor,
+        mask: Tensor | None,
+    ) -> Tensor:
+        """The places of hidden states x (B, N, d), from arguments as the caller gave them.
+
+        One that the caller did not give is taken from the next module inwards that was given it,
+        the block last: position ids, say, which a host makes itself.
+        """
+        given = {**of_block, **self._named()}
+        made = list(given.values()) if self.made is None else [self.made[1]]
+        found_from = [*x.shape[:2], x.device, mask, *made]
+        if self.placed is None or not _are_same(self.placed[0], found_from):
+            places = source.make_in_block(given) if self.made is None else self.made[1]
+            self.placed = found_from, source.checked(places, x, mask)
+        return self.placed[1]
+
+    def _named(self) -> dict[str, Any]:
+        """The arguments that places are made of; an outer module's come before an inner one's."""
+        found: dict[str, Any] = {}
+        for _, given in reversed(self.levels):
+            found |= given.named
+        return found
+
     def _innermost(self, name: str) -> Tensor | None:
         """What the innermost level says, or one around it that was given the same tokens.
 
@@ -127,9 +173,15 @@ class HostCalls:
     """The calls of one host: the one under way, and who keeps the state between calls."""
 
     def __init__(
-        self, host: nn.Module, memory: nn.Module, *, scope: str, refuse_causal: bool
+        self,
+        host: nn.Module,
+        memory: nn.Module,
+        *,
+        scope: str,
+        refuse_causal: bool,
+        place_source: PlaceSource | None,
     ) -> None:
-        self.host, self.memory = host, memory
+        self.host, self.memory, self.place_source = host, memory, place_source
         self.scope, self.refuse_causal = scope, refuse_causal
         self.opened = OpenStream()
         self._threads = _CallOfThread()
@@ -154,6 +206,14 @@ class HostCalls:
                 "with one attends causally; use scope='layer'"
             )
         return UNTRACED.hold(cache, stream, tokens, call.caches)
+
+
+def _are_same(one: list[Any], other: list[Any]) -> bool:
+    """Equal numbers and devices, and the same objects."""
+    return len(one) == len(other) and all(
+        a is b or (isinstance(a, int | torch.device) and a == b)
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 @dataclass

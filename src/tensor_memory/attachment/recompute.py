@@ -24,6 +24,7 @@ class Given:
     state: AnyState | None
     mask: Tensor | None
     reset: Tensor | None
+    where: Tensor | None = None
 
 
 @dataclass
@@ -125,8 +126,8 @@ def _storages(args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[StorageWeakR
 
 
 def _is_same(one: Given, other: Given) -> bool:
-    """The same state, and marks of the same values: a padded batch of the epoch before."""
-    marks = ((one.mask, other.mask), (one.reset, other.reset))
+    """The same state, and marks and places of the same values: a batch of the epoch before."""
+    marks = ((one.mask, other.mask), (one.reset, other.reset), (one.where, other.where))
     return one.state is other.state and all(_are_equal(*pair) for pair in marks)
 
 
