@@ -154,7 +154,7 @@ class PlaceMemory(nn.Module):
         m = self.output(read.to(gate.dtype) * gate)
         if mask is not None:
             m = m.masked_fill(~mask[..., None], 0)
-        return m, replace(state, values=values)
+        return m, state.with_values(values)
 
     def resized(self, grid: Sequence[int]) -> PlaceMemory:
         """A copy with the same weights on another grid; `state.resized` takes a state along."""
@@ -235,7 +235,7 @@ class PlaceMemory(nn.Module):
             rate,
             log_keep,
             width,
-            state.values,
+            state.dequantized().values,
             rule=config.rule,
             wrap=config.wrap,
             resets=reset,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,9 @@ from tensor_memory.files import load_tensors, save_tensors
 from tensor_memory.state import at_least_float32, chosen_rows, readable_bytes, row_index
 
 _KIND = "tensor-memory place state"
+
+_LEVELS = {torch.bfloat16: 1, torch.float16: 1, torch.int8: 127}
+"""What stands for a voxel's largest value in each type that a state can be quantized to."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -33,13 +36,16 @@ class PlaceState:
     """
 
     values: Tensor
-    """(B, H, *grid, C), what the voxels hold; float32 or better."""
+    """(B, H, *grid, C), what the voxels hold; float32 or better, unless the state is quantized."""
 
     origin: Tensor
     """(B, n) what `moved` has left over: less than a voxel, added to every place."""
 
     wrap: tuple[bool, ...]
     """Which axes are circles, in grid order."""
+
+    scale: Tensor | None = None
+    """(B, H, *grid, 1) the largest magnitude in each voxel of a quantized state, else None."""
 
     @classmethod
     def zeros(
@@ -74,9 +80,10 @@ class PlaceState:
 
     def __repr__(self) -> str:
         heads, *grid, channels = self.values.shape[1:]
+        kind = "" if self.scale is None else f", {str(self.values.dtype).removeprefix('torch.')}"
         return (
             f"PlaceState(rows={self.batch_size}, heads={heads}, grid={'x'.join(map(str, grid))}, "
-            f"channels={channels}, {readable_bytes(self.nbytes)}, {self.values.device})"
+            f"channels={channels}{kind}, {readable_bytes(self.nbytes)}, {self.values.device})"
         )
 
     @property
@@ -92,7 +99,7 @@ class PlaceState:
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return self.values.nbytes + self.origin.nbytes
+        return sum(tensor.nbytes for tensor in _tensors(self).values())
 
     def detach(self) -> PlaceState:
         """The same values cut off from the graph, for truncated back-propagation."""
@@ -103,11 +110,55 @@ class PlaceState:
         device: torch.device | str | torch.dtype | None = None,
         dtype: torch.dtype | None = None,
     ) -> PlaceState:
-        """Move, or change the type; it stays at float32 or better."""
+        """Move, or change the type; it stays at float32 or better.
+
+        Values of a quantized state keep their type: `quantized` and `dequantized` change it.
+        """
         if isinstance(device, torch.dtype):
             device, dtype = None, device
-        dtype = at_least_float32(dtype or self.values.dtype)
-        return self._map(lambda tensor: tensor.to(device=device, dtype=dtype))
+        held = self.values if self.scale is None else self.scale
+        dtype = at_least_float32(dtype or held.dtype)
+        values = self.values.to(device, dtype if self.scale is None else self.values.dtype)
+        return replace(self._map(lambda tensor: tensor.to(device, dtype)), values=values)
+
+    def quantized(self, dtype: torch.dtype) -> PlaceState:
+        """The same state in fewer bytes: values in bfloat16, float16 or int8, a scale per voxel.
+
+        A memory that is given such a state returns one of the same type: it computes in float32
+        and rounds to the nearest value when the call ends. So the error depends on where a
+        sequence is cut into calls, and grows with their number. A voxel that a call leaves alone,
+        or that only fades, is not rounded again. No gradient goes through a quantized state.
+
+        >>> state = PlaceState.zeros(PlaceConfig.map(axes=2), batch_size=1)
+        >>> state.nbytes, state.quantized(torch.int8).nbytes
+        (32776, 9224)
+        """
+        if dtype not in _LEVELS:
+            raise TypeError(
+                "PlaceState.quantized: expected torch.bfloat16, torch.float16 or torch.int8, got "
+                f"{dtype}; dequantized() goes back to float32"
+            )
+        values = self.dequantized().values.detach()
+        # The largest value of a voxel stands in the scale, exactly. So a voxel that has only been
+        # multiplied by a factor gets the same values again, and one that is unchanged the same
+        # scale too.
+        scale = values.abs().amax(-1, keepdim=True)
+        values = values / scale.clamp(min=torch.finfo(scale.dtype).tiny) * _LEVELS[dtype]
+        values = values.round() if dtype == torch.int8 else values
+        origin = self.origin.detach()
+        return replace(self, values=values.to(dtype), origin=origin, scale=scale)
+
+    def dequantized(self) -> PlaceState:
+        """A quantized state in float32 or better; any other as it is."""
+        if self.scale is None:
+            return self
+        values = self.values.to(self.scale.dtype) / _LEVELS[self.values.dtype] * self.scale
+        return replace(self, values=values, scale=None)
+
+    def with_values(self, values: Tensor) -> PlaceState:
+        """This state with other values (B, H, *grid, C), quantized where this one is."""
+        state = replace(self, values=values, scale=None)
+        return state if self.scale is None else state.quantized(self.values.dtype)
 
     def select(self, rows: Tensor | Sequence[int]) -> PlaceState:
         """The rows named by index, in that order, repeats allowed: beam reordering."""
@@ -131,10 +182,10 @@ class PlaceState:
                 f"PlaceState.resized: expected a grid of {len(self.grid)} axes like {self.grid}, "
                 f"got {tuple(grid)}"
             )
-        values = self.values
+        values = self.dequantized().values
         for axis, (new, wraps) in enumerate(zip(size, self.wrap, strict=True)):
             values = _resampled(values, axis + 2, new, wraps)
-        return replace(self, values=values)
+        return self.with_values(values)
 
     def moved(self, shift: Tensor | Sequence[float], *, empty: bool = True) -> PlaceState:
         """The agent's frame moves by `shift` (n) or (B, n), in the units of places.
@@ -155,16 +206,16 @@ class PlaceState:
         total = self.origin + moved
         voxel = total.new_tensor([2 / (size - 1) for size in reversed(self.grid)])
         steps = (total / voxel).detach().round()
-        values = self.values
+        rolled = {name: t for name, t in _tensors(self).items() if name != "origin"}
         for axis, wraps in enumerate(self.wrap):
             step = steps[:, axes - 1 - axis].long()
-            values = _rolled(values, axis + 2, step, empty=empty or not wraps)
-        return replace(self, values=values, origin=total - steps * voxel)
+            for name, tensor in rolled.items():
+                rolled[name] = _rolled(tensor, axis + 2, step, empty=empty or not wraps)
+        return replace(self, **rolled, origin=total - steps * voxel)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state as safetensors, whole or not at all."""
-        wrap = torch.tensor(self.wrap)
-        save_tensors(path, {"values": self.values, "origin": self.origin, "wrap": wrap}, kind=_KIND)
+        save_tensors(path, {**_tensors(self), "wrap": torch.tensor(self.wrap)}, kind=_KIND)
 
     @classmethod
     def load(
@@ -172,12 +223,13 @@ class PlaceState:
     ) -> PlaceState:
         """Read what `save` wrote."""
         tensors = load_tensors(path, kind=_KIND)
-        if set(tensors) != {"values", "origin", "wrap"}:
+        if set(tensors) - {"scale"} != {"values", "origin", "wrap"}:
             raise ValueError(
-                f"{path}: expected the tensors values, origin, wrap, got {', '.join(tensors)}"
+                f"{path}: expected the tensors values, origin, wrap, and scale of a quantized "
+                f"state, got {', '.join(tensors)}"
             )
-        wrap = tuple(bool(w) for w in tensors["wrap"].tolist())
-        return cls(tensors["values"], tensors["origin"], wrap).to(device)
+        wrap = tuple(bool(w) for w in tensors.pop("wrap").tolist())
+        return cls(**tensors, wrap=wrap).to(device)
 
     def require(self, config: PlaceConfig, x: Tensor) -> None:
         """Raise unless this state can continue with tokens `x` (B, N, d) under `config`."""
@@ -186,11 +238,14 @@ class PlaceState:
                 f"state: expected a PlaceState, got {type(self).__name__}; "
                 "pass what the memory's last call returned"
             )
-        shape = (x.shape[0], config.heads, *config.grid, config.channels)
-        for name, tensor, expected in (
-            ("values", self.values, shape),
-            ("origin", self.origin, (x.shape[0], config.axes)),
-        ):
+        voxels = (x.shape[0], config.heads, *config.grid)
+        shapes = {
+            "values": (*voxels, config.channels),
+            "origin": (x.shape[0], config.axes),
+            "scale": (*voxels, 1),
+        }
+        for name, tensor in _tensors(self).items():
+            expected = shapes[name]
             if tuple(tensor.shape) != expected:
                 raise ValueError(
                     f"state.{name}: expected shape {expected} for this memory and input "
@@ -209,7 +264,7 @@ class PlaceState:
             )
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> PlaceState:
-        return replace(self, values=change(self.values), origin=change(self.origin))
+        return replace(self, **{name: change(tensor) for name, tensor in _tensors(self).items()})
 
 
 def _resampled(values: Tensor, axis: int, size: int, wraps: bool) -> Tensor:
@@ -242,19 +297,30 @@ def _rolled(values: Tensor, axis: int, step: Tensor, *, empty: bool) -> Tensor:
     return rolled
 
 
+def _tensors(state: PlaceState) -> dict[str, Tensor]:
+    """The tensors of a state by name."""
+    found = {"values": state.values, "origin": state.origin}
+    return found if state.scale is None else {**found, "scale": state.scale}
+
+
 def _children(state: PlaceState) -> tuple[list[Tensor], tuple[bool, ...]]:
-    return [state.values, state.origin], state.wrap
+    return list(_tensors(state).values()), state.wrap
 
 
 def _named_children(state: PlaceState) -> tuple[list[tuple[Any, Tensor]], tuple[bool, ...]]:
-    keys = (pytree.GetAttrKey("values"), pytree.GetAttrKey("origin"))
-    return list(zip(keys, (state.values, state.origin), strict=True)), state.wrap
+    named = [(pytree.GetAttrKey(name), tensor) for name, tensor in _tensors(state).items()]
+    return named, state.wrap
+
+
+def _from_children(tensors: Iterable[Tensor], wrap: tuple[bool, ...]) -> PlaceState:
+    values, origin, *scale = tensors
+    return PlaceState(values, origin, wrap, *scale)
 
 
 pytree.register_pytree_node(
     PlaceState,
     _children,
-    lambda tensors, wrap: PlaceState(*tensors, wrap=wrap),
+    _from_children,
     serialized_type_name="tensor_memory.PlaceState",
     flatten_with_keys_fn=_named_children,
 )
