@@ -6,7 +6,9 @@ import importlib.util
 import inspect
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -50,21 +52,30 @@ def pytest_collection_finish() -> None:
 
 
 def quicken_interpreter() -> None:
-    """Let Triton's interpreter look for its builtins once, not at every call within a kernel.
+    """Let Triton's interpreter prepare its language once per launch, not at every call in a kernel.
 
-    It goes through all members of the language each time; which of them are builtins does not
-    change. Nor let it check every sum of places for 32 bits: these scans count to little, and a
-    test of its own looks at the addresses of a large one.
+    Each function that a kernel calls goes through all members of the language again, and each
+    value through a table of types built anew. Nor let it check every sum of places for 32 bits:
+    these scans count to little, and a test of its own looks at the addresses of a large one.
     """
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
     from triton.runtime import interpreter
 
-    if not {"_patch_attr", "_patch_builtin", "interpreter_builder"} <= vars(interpreter).keys():
+    used = {"_patch_attr", "_patch_builtin", "_patch_lang", "_LangPatchScope", "_get_np_dtype"}
+    if not used | {"interpreter_builder"} <= vars(interpreter).keys():
         return  # a version of Triton that goes about it in another way
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
-    is_builtin, patch = interpreter.tl.core.is_builtin, interpreter._patch_attr
+    language, is_builtin = interpreter.tl, interpreter.tl.core.is_builtin
+    patch_attr, patch_language = interpreter._patch_attr, interpreter._patch_lang
+    find_type, types = interpreter._get_np_dtype, {}
+
+    def numpy_type(kind: Any) -> object:
+        name = kind.scalar.name
+        if name not in types:
+            types[name] = find_type(kind.scalar)
+        return types[name]
 
     @functools.cache
     def builtins(package: object) -> list[str]:  # at first sight, before any of them is replaced
@@ -74,9 +85,21 @@ def quicken_interpreter() -> None:
         for name in builtins(package):
             member = getattr(package, name)
             if is_builtin(member):
-                patch(package, name, member, *how)
+                patch_attr(package, name, member, *how)
 
+    @functools.cache
+    def languages(function: Callable[..., object]) -> list[Any]:
+        values = function.__globals__.values()
+        return [value for value in values if value is language or value is language.core]
+
+    def patch_once(function: Callable[..., object]) -> object:
+        if any(is_builtin(found.load) for found in languages(function)):
+            return patch_language(function)
+        return interpreter._LangPatchScope()  # the launch that this call is part of has done it
+
+    interpreter._get_np_dtype = numpy_type
     interpreter._patch_builtin = patch_builtin
+    interpreter._patch_lang = patch_once
 
 
 def pytest_unconfigure() -> None:
