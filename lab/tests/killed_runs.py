@@ -1,24 +1,18 @@
-"""Runs a tiny config in child processes that die by SIGKILL until one of them finishes.
+"""A tiny run in processes that die by SIGKILL until one of them finishes.
 
-python killed_runs.py FOLDER writes    the n-th child dies at its n-th change of a file
-python killed_runs.py FOLDER moments   each child dies at a random time
-
-A run that finished before it went on from three different checkpoints is begun anew, so that the
-speed of the machine decides nothing. The neighbour `whole` gets the run that nobody kills, which
-also spares the children the imports. Prints how many children died.
+Each dies at a change of a file, one change later than the one before, or at a random time. A run
+that finished before it went on from three different checkpoints is begun anew, so that the speed of
+the machine decides nothing.
 """
 
-import gc
 import os
 import random
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 
-import torch
-
+import forked
 from tensor_memory_lab.train import RunOptions, train
 from tiny_runs import tiny_run
 
@@ -49,33 +43,28 @@ def die_at_change(number):
             setattr(owner, name, count(getattr(owner, name)))
 
 
+def train_or_die(folder, config=CONFIG, change=None):
+    if change is not None:
+        die_at_change(change)
+    train(config, RunOptions(folder, resume=True, device="cpu", quiet=True))
+
+
 def attempt(folder, change=None, moment=None):
-    """One child, killed at its change of a file, or by us after some seconds; did it finish?"""
-    child = os.fork()
-    if child == 0:
-        if change is not None:
-            die_at_change(change)
-        train(CONFIG, RunOptions(folder, resume=True, device="cpu", quiet=True))
-        os._exit(0)
+    """One process, killed at its change of a file, or by us after some seconds; did it finish?"""
+    process = forked.start(train_or_die, folder, CONFIG, change, folder=folder.parent)
     if moment is not None:
         time.sleep(moment)
-        os.kill(child, signal.SIGKILL)  # one that has finished waits to be asked, and feels nothing
-    _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status):
-        assert os.WTERMSIG(status) == signal.SIGKILL, status
-        return False
-    assert os.WEXITSTATUS(status) == 0, status
-    return True
+        process.kill()
+    process.join()
+    assert process.exitcode in (0, -signal.SIGKILL), (folder.parent / "err").read_text()
+    return process.exitcode == 0
 
 
-def main():
-    folder, mode, draw = Path(sys.argv[1]), sys.argv[2], random.Random(0)
-    torch.set_num_threads(1)
-    train(CONFIG, RunOptions(folder.with_name("whole"), device="cpu", quiet=True))
-    gc.freeze()  # a run collects garbage first; its child need not look through the imports
+def killed_again_and_again(folder, mode):
+    """Train in a folder; how many processes died."""
     started = time.monotonic()
     assert attempt(folder.with_name("timed"))
-    alive, died, stood = time.monotonic() - started, 0, set()
+    alive, draw, died, stood = time.monotonic() - started, random.Random(0), 0, set()
     while len(stood) < 3:
         shutil.rmtree(folder, ignore_errors=True)
         died, stood = 0, set()
@@ -87,8 +76,4 @@ def main():
             died += 1
             stood.add(max((p.name for p in folder.glob("checkpoints/step-*")), default=None))
             assert died < 200, stood
-    print(died)
-
-
-if __name__ == "__main__":
-    main()
+    return died

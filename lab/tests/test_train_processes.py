@@ -3,38 +3,47 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
+import forked
+from tensor_memory_lab.cli import main
 from tensor_memory_lab.train import RunOptions, load_run, step, train
 from tensor_memory_lab.train.checkpoint import RunFolder
 from tiny_runs import long_run, shared_run
 from tolerances import assert_same
 
-HERE = Path(__file__).parent
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-ACCELERATE = (sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=1")
+LAUNCHERS = {
+    "torchrun": "torch.distributed.run --standalone --nproc_per_node=2",
+    "accelerate": "accelerate.commands.launch --cpu --num_processes=1",
+}
 
 
 def command(recipe, folder, *flags):
-    words = ("run", recipe, "--device", "cpu", "--output", folder, *flags)
-    return ["-m", "tensor_memory_lab.cli", *words]
+    return ["run", f"tiny_runs:{recipe}", "--device", "cpu", "--output", str(folder), *flags]
 
 
-def launch(*words):
-    done = subprocess.run(
-        words, cwd=HERE, env=ENVIRONMENT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done
+def joined(command, folder, count=2):
+    """The same command in several processes that know of each other as a launcher tells them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count)}
+    started = [
+        forked.start(main, command, folder=folder / rank, RANK=rank, LOCAL_RANK=rank, **group)
+        for rank in map(str, range(count))
+    ]
+    for process in started:
+        process.join()
+    assert [process.exitcode for process in started] == [0] * count
+    return "".join((folder / str(rank) / "out").read_text() for rank in range(count))
 
 
 def lines(folder):
@@ -43,8 +52,8 @@ def lines(folder):
 
 def test_two_processes_give_the_loss_curve_of_one(tmp_path):
     alone = train(shared_run(), RunOptions(tmp_path / "one", device="cpu", quiet=True))
-    done = launch(*TORCHRUN, *command("tiny_runs:shared_run", tmp_path / "two"))
-    assert done.stdout.count("result.json") == 1  # one process speaks
+    told = joined(command("shared_run", tmp_path / "two"), tmp_path / "each")
+    assert told.count("result.json") == 1  # one process speaks
     one, two = lines(tmp_path / "one"), lines(tmp_path / "two")
     assert len(one) == len(two) == 20
     for ours, theirs in zip(one, two, strict=True):
@@ -63,17 +72,15 @@ def test_two_processes_give_the_loss_curve_of_one(tmp_path):
 
 def test_ctrl_c_saves_says_how_to_go_on_and_ends_with_130_and_no_result(tmp_path):
     folder, kept = tmp_path / "run", tmp_path / "kept.jsonl"
-    words = [sys.executable, *command("tiny_runs:long_run", folder, "--results", kept)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(words, cwd=HERE, env=ENVIRONMENT, **pipes)
-    with process, ExitStack() as leaving:
-        leaving.callback(process.kill)  # by then it has ended, unless the test has failed
-        while not (folder / "metrics.jsonl").exists():
-            assert process.poll() is None
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        out, told = (text.decode() for text in process.communicate())
-        assert process.returncode == 130, told
+    words = command("long_run", folder, "--results", str(kept))
+    process = forked.start(main, words, folder=tmp_path)
+    while not (folder / "metrics.jsonl").exists():
+        assert process.is_alive()
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGINT)
+    process.join()
+    out, told = ((tmp_path / name).read_text() for name in ("out", "err"))
+    assert process.exitcode == 130, told
     step = RunFolder(folder).steps()[-1]
     assert f"SIGINT: saved step {step} of 3000000 in {folder}; continue by adding --resume" in told
     assert out == ""
@@ -83,9 +90,16 @@ def test_ctrl_c_saves_says_how_to_go_on_and_ends_with_130_and_no_result(tmp_path
     assert not model.training
 
 
-@pytest.mark.exhaustive  # torchrun above says the same in other variables of the environment
-def test_accelerate_launch_runs_a_recipe(tmp_path):
-    launch(*ACCELERATE, *command("tiny_runs:shared_run", tmp_path / "run", "--quiet"))
+@pytest.mark.exhaustive  # the two processes above are told what launchers tell theirs
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_launcher_runs_a_recipe(tmp_path, launcher):
+    words = ["-m", *LAUNCHERS[launcher].split(), "-m", "tensor_memory_lab.cli"]
+    subprocess.run(
+        [sys.executable, *words, *command("shared_run", tmp_path / "run", "--quiet")],
+        cwd=Path(__file__).parent,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=True,
+    )
     assert json.loads((tmp_path / "run" / "result.json").read_text())["finished"]
 
 

@@ -1,21 +1,18 @@
 """A run that was stopped anywhere ends where an uninterrupted one ends, bit for bit."""
 
 import json
-import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 
+import forked
+from killed_runs import CONFIG, killed_again_and_again, train_or_die
 from tensor_memory_lab.records import config_dict
 from tensor_memory_lab.train import RunOptions, load_run, step, train
 from tensor_memory_lab.train.checkpoint import RunFolder
 from tiny_runs import TinyTask, tiny_run
 
-HERE = Path(__file__).parent
 TIMES = ("seconds", "wall_seconds", "steps_per_second", "step_ms", "peak_memory_bytes")
 PLACES = ("date", "commit", "dirty")  # somebody may commit between two runs
 
@@ -68,17 +65,9 @@ def crashed(folder, monkeypatch, config, at, **options):
 
 @pytest.mark.parametrize("mode", ["writes", pytest.param("moments", marks=pytest.mark.exhaustive)])
 def test_runs_killed_again_and_again_end_as_one_that_nobody_killed(tmp_path, mode):
-    folder = tmp_path / "killed"
-    done = subprocess.run(
-        [sys.executable, HERE / "killed_runs.py", folder, mode],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) >= 3
-    assert_same_runs(tmp_path / "whole", folder)
+    run(tmp_path / "whole", CONFIG)
+    assert killed_again_and_again(tmp_path / "killed", mode) >= 3
+    assert_same_runs(tmp_path / "whole", tmp_path / "killed")
 
 
 CRASHES = {
@@ -109,29 +98,21 @@ def test_a_crashed_run_is_continued(tmp_path, monkeypatch, steps, changes):
     assert_same_runs(tmp_path / "whole", tmp_path / "cut")
 
 
-ENDLESS = """
-import sys
-from tiny_runs import tiny_run
-from tensor_memory_lab.train import RunOptions, train
-train(tiny_run(budget={"steps": 10**9}), RunOptions(sys.argv[1], device="cpu", quiet=True))
-"""
-
-
 def test_a_run_is_left_to_the_process_that_trains_it_until_that_is_killed(tmp_path, monkeypatch):
     folder, config = tmp_path / "run", tiny_run(budget={"steps": 10**9})
-    other = subprocess.Popen([sys.executable, "-c", ENDLESS, folder], cwd=HERE)
+    other = forked.start(train_or_die, folder, config, folder=tmp_path)
     try:
         while not RunFolder(folder).steps():
-            assert other.poll() is None
-            time.sleep(0.05)
+            assert other.is_alive()
+            time.sleep(0.02)
         with monkeypatch.context() as patch:
             patch.setattr(RunFolder, "resume", None)  # it may be replaced while it is read
             with pytest.raises(ValueError, match="expected a run that nobody is training"):
                 run(folder, config, resume=True)
-        assert other.poll() is None
+        assert other.is_alive()
     finally:
         other.kill()
-        other.wait()
+        other.join()
     last = RunFolder(folder).steps()[-1]
     crashed(folder, monkeypatch, config, last, resume=True)  # it had gone on
 
