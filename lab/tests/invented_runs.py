@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -25,7 +26,7 @@ class SignTaskConfig:
     """Numbers per row."""
     noise: float = 0.0
     data_dir: str | None = None
-    trouble: Literal["none", "raise", "die", "sleep"] = "none"
+    trouble: Literal["none", "raise", "die", "sleep", "wait"] = "none"
 
     def __post_init__(self) -> None:
         if self.numbers < 1:
@@ -39,7 +40,7 @@ class SignTaskConfig:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.trouble == "sleep":
             time.sleep(600)
-        return SignTask(self.numbers, seed)
+        return SignTask(self.numbers, seed, waits=self.trouble == "wait")
 
 
 class SignTask:
@@ -51,13 +52,15 @@ class SignTask:
     test_splits = ("test",)
     carries = False
 
-    def __init__(self, numbers: int, seed: int) -> None:
-        self.numbers, self.seed = numbers, seed
+    def __init__(self, numbers: int, seed: int, waits: bool) -> None:
+        self.numbers, self.seed, self.waits = numbers, seed, waits
 
     def to(self, device: torch.device) -> SignTask:
         return self
 
     def batch(self, split: str, index: int, size: int) -> dict[str, Tensor]:
+        while self.waits and index == 3 and not Path("go").exists():
+            time.sleep(0.02)
         number = {"train": self.seed * 1000 + index, "valid": -1 - index, "test": -100 - index}
         random = torch.Generator().manual_seed(10_000 + number[split])
         x = torch.randn(size, self.numbers, generator=random)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
+import threading
 import time
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import forked
 from invented_runs import record, sign
 from tensor_memory_lab.cli import main
 from tensor_memory_lab.commands import jobs
@@ -29,36 +29,6 @@ def in_empty_folder(tmp_path, monkeypatch):
     places = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, places)))  # for the jobs
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
-@pytest.fixture
-def start():
-    """Starts the command in a process group of its own, which does not outlive the test."""
-    started: list[subprocess.Popen[str]] = []
-
-    def begin(*command: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tensor_memory_lab.cli", *command],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        started.append(process)
-        return process
-
-    yield begin
-    for process in started:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-
-
-def wait_for(process: subprocess.Popen[str], pattern: str, count: int = 1) -> None:
-    """Wait until a living process has made so many files, however slow the machine is."""
-    while len(list(Path().glob(pattern))) < count:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.02)
 
 
 def test_a_sweep_runs_its_grid_skips_what_is_done_and_reports_failures(capsys):
@@ -120,43 +90,53 @@ def test_a_run_that_takes_too_long_is_ended(capsys):
     assert "its time was over; the same command with a longer" in capsys.readouterr().err
 
 
-LONG = [
-    "sweep",
-    SIGN,
-    "--device",
-    "cpu",
-    "--budget.steps",
-    "3000",
-    "--budget.evaluate-every",
-    "100",
-]
-LONG += ["--budget.checkpoint-every", "3000"]
+def do_jobs_here(found: Any, **_: Any) -> Any:
+    """What a sweep does of its jobs, in this process: theirs would import torch again."""
+    for job in found:
+        assert jobs.run_command([*job.arguments, "--device", "cpu"]) == 0
+        yield jobs.Ended(job, 1.0, job.folder / "none", killed=False)
 
 
-def test_ctrl_c_saves_the_runs_and_the_same_command_continues_them(start, capsys):
-    process = start(*LONG)
-    wait_for(process, "runs/*/metrics.jsonl")
+def test_ctrl_c_saves_the_runs_and_the_same_command_continues_them(tmp_path, monkeypatch, capsys):
+    command = ["sweep", SIGN, "--device", "cpu", "--over", "task.trouble=wait"]
+    process = forked.start(main, command, folder=tmp_path, PYTHONPATH=os.environ["PYTHONPATH"])
+    while not list(Path().glob("runs/*/metrics.jsonl")):  # it waits in its fourth step
+        assert process.is_alive(), Path("err").read_text()
+        time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)  # what a terminal does: every process gets it
-    _, error = process.communicate()
-    assert process.returncode == 130
+    Path("go").touch()
+    process.join()
+    error = Path("err").read_text()
+    assert process.exitcode == 130, error
     assert error.endswith("sweep: interrupted; the same command continues it\n")
     (log,) = Path().glob("runs/*/log/*.out")
     assert "saved step" in log.read_text()
     assert "Traceback" not in error + log.read_text()
     assert not list(Path().glob("runs/*/result.json"))
-    assert main([*LONG, "--dry-run"]) == 0
+    assert main([*command, "--dry-run"]) == 0
     assert "\nunfinished " in capsys.readouterr().out
-    assert main(LONG) == 0
-    texts = [path.read_text() for path in Path().glob("runs/*/log/*.out")]
-    assert sum("continuing after step" in text for text in texts) == 1
+    monkeypatch.setattr("tensor_memory_lab.commands.sweep_runs.do_jobs", do_jobs_here)
+    assert main(command) == 0
+    assert "continuing after step" in capsys.readouterr().err
 
 
-def test_a_time_limit_of_the_sweep_ends_runs_that_have_not_begun(start):
-    process = start("sweep", SIGN, "--over", "seed=0,1", "--jobs", "2", "--device", "cpu")
-    wait_for(process, "runs/*/log/*.out", count=2)
-    process.send_signal(signal.SIGTERM)  # to the sweep alone; the jobs are importing now
-    _, error = process.communicate()
-    assert process.returncode == 130
+def test_a_time_limit_of_the_sweep_ends_runs_that_have_not_begun(capsys):
+    over = threading.Event()
+
+    def end_when_begun() -> None:
+        while not over.wait(0.02):
+            if list(Path().glob("runs/*/log/*.out")):  # the job is importing now
+                os.kill(os.getpid(), signal.SIGTERM)  # to the sweep alone
+                return
+
+    ending = threading.Thread(target=end_when_begun)
+    ending.start()
+    try:
+        assert main(["sweep", SIGN, "--device", "cpu"]) == 130
+    finally:
+        over.set()
+        ending.join()
+    error = capsys.readouterr().err
     assert error.endswith("sweep: interrupted; the same command continues it\n")
     assert "Traceback" not in error
 
