@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from tensor_memory import TensorMemory, memory_scan
+from tensor_memory import MemoryConfig, TensorMemory, memory_scan
 from tensor_memory_lab import bench
 from tensor_memory_lab.bench import decode, hosts, report, scan, shapes, stream, timing, train_step
 from tensor_memory_lab.bench.shapes import PUBLISHED, ScanShape, draw_inputs, work
@@ -101,6 +101,35 @@ def test_a_stream_leaves_state_and_resident_memory_flat(tmp_path):
     assert result["state_bytes_first"] == result["state_bytes_last"]
     assert result["growth"] <= result["growth_limit"] == 16 * report.MIB
     assert result["tokens_per_second"] > 0
+
+
+def test_a_stream_of_places_leaves_state_and_resident_memory_flat(tmp_path):
+    options = ["--memory", "place", "--grid", "3", "3", "--tokens", "20000", "--block", "500"]
+    status, result = run_quick(tmp_path, "stream", *options)
+    assert status == 0
+    assert result["state_bytes_first"] == result["state_bytes_last"] == 4 * (4 * 9 * 32 + 2)
+    assert result["growth"] <= result["growth_limit"]
+
+
+def test_an_option_of_the_other_memory_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["stream", "--quick", "--memory", "place", "--chunk-size", "4"])
+    assert "--chunk-size: not an option of --memory place" in capsys.readouterr().err
+
+
+def test_a_quick_quantize_writes_an_error_for_every_way(tmp_path, capsys):
+    options = ["--calls", "1", "50", "--keep-biases", "6", "--grid", "3", "3", "--dim", "8"]
+    status, result = run_quick(tmp_path, "quantize", *options)
+    assert status == 0
+    errors = {
+        (e["rule"], e["tokens_per_call"], e["way"]): e["state_error"] for e in result["errors"]
+    }
+    assert len(errors) == 2 * 2 * 6
+    for rule in ("linear", "delta"):
+        at_each_token = [errors[rule, 1, way] for way in ("float16", "bfloat16", "int8")]
+        assert 0 < at_each_token[0] < at_each_token[1] < at_each_token[2] < 0.1
+        assert errors[rule, 50, "int8"] < errors[rule, 1, "int8"]
+    assert "error of the state" in capsys.readouterr().out
 
 
 @pytest.mark.gpu
@@ -363,7 +392,7 @@ class Growing(TensorMemory):
     ("memory", "said"), [(Hoarder, "MiB after the warm-up, more than"), (Growing, "the state grew")]
 )
 def test_a_memory_that_grows_is_caught(monkeypatch, capsys, memory, said):
-    monkeypatch.setattr(stream, "TensorMemory", memory)
+    monkeypatch.setitem(stream.KINDS, "tensor", (MemoryConfig, memory))
     arguments = ["--tokens", "100", "--block", "10", "--growth-limit", "8", "--quick"]
     assert bench.main(["stream", *STREAM, *arguments]) == 1
     assert said in capsys.readouterr().err

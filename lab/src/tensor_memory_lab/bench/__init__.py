@@ -10,6 +10,7 @@ COMMANDS = {
     "scan": "the scan alone: times, memory, shares of ceilings",
     "train-step": "a model's step with and without memory",
     "decode": "one token at a time: latency and bytes",
+    "quantize": "a place memory's state in fewer bytes: errors along a stream",
 }
 
 

@@ -1,9 +1,10 @@
 """A long stream through one memory: tokens per second, and that nothing grows.
 
     tensor-memory-lab bench stream --tokens 1000000
+    tensor-memory-lab bench stream --memory place
 
-Random tokens, made block by block, go through one `TensorMemory` without gradients; only the
-state is carried over. The status is 1 if the state's size changed, or if the process's resident
+Random tokens, made block by block, go through one memory without gradients; only the state is
+carried over. The status is 1 if the state's size changed, or if the process's resident
 memory grew beyond `--growth-limit` after the warm-up.
 """
 
@@ -19,11 +20,25 @@ from typing import Any
 
 import torch
 
-from tensor_memory import MemoryConfig, MemoryState, TensorMemory
+from tensor_memory import (
+    MemoryConfig,
+    MemoryState,
+    PlaceConfig,
+    PlaceMemory,
+    PlaceState,
+    TensorMemory,
+)
 from tensor_memory_lab.bench import report
 from tensor_memory_lab.progress import progress
 
 STATM = Path("/proc/self/statm")
+
+KINDS: dict[str, tuple[Any, Any]] = {
+    "tensor": (MemoryConfig, TensorMemory),
+    "place": (PlaceConfig, PlaceMemory),
+}
+CHOICES = ("channels", "grid", "chunk_size", "reads", "heads", "rule", "kernel")
+"""Options that are fields of a config."""
 
 
 def resident_bytes() -> int:
@@ -37,12 +52,16 @@ def resident_bytes() -> int:
 
 
 @torch.inference_mode()
-def run_stream(memory: TensorMemory, options: argparse.Namespace) -> dict[str, Any]:
+def run_stream(memory: TensorMemory | PlaceMemory, options: argparse.Namespace) -> dict[str, Any]:
     """Stream random tokens block by block; what is measured begins after the warm-up."""
     weight = memory.output.weight
     like = {"dtype": weight.dtype, "device": weight.device}
     generator = torch.Generator(weight.device).manual_seed(options.seed)
-    state = MemoryState.zeros(memory.config, memory.dim, options.batch, **like)
+    state: Any  # the memory's own kind
+    if isinstance(memory, PlaceMemory):
+        state = PlaceState.zeros(memory.config, options.batch, **like)
+    else:
+        state = MemoryState.zeros(memory.config, memory.dim, options.batch, **like)
     first, done, began = state.nbytes, 0, 0.0
     held: list[int] = []  # after the warm-up and after every block since
     with progress("stream", options.tokens, unit="tokens") as advance:
@@ -94,16 +113,20 @@ def main(argv: list[str]) -> int:
     parser = report.make_parser(
         "stream", "Stream random tokens through one memory and watch speed and size."
     )
-    add, paper = parser.add_argument, MemoryConfig()
+    add = parser.add_argument
     parser.set_defaults(device="cpu")
     add("--tokens", type=int, default=1_000_000, help="per row")
     add("--block", type=int, default=4096, help="tokens per call")
     add("--batch", type=int, default=1, help="rows")
     add("--dim", type=int, default=64, help="width of the tokens")
-    add("--channels", type=int, default=paper.channels, help="features per voxel")
-    add("--grid", type=int, nargs="+", default=paper.grid, help="voxels along each axis")
-    add("--chunk-size", type=int, default=paper.chunk_size, help="tokens per write")
-    add("--reads", default=paper.reads, help="chunk or token")
+    add("--memory", choices=("tensor", "place"), default="tensor", help="the paper's, or ours")
+    add("--channels", type=int, help="features per voxel (default: the config's, as of all below)")
+    add("--grid", type=int, nargs="+", help="voxels along each axis")
+    add("--chunk-size", type=int, help="tokens per write of the tensor memory")
+    add("--reads", help="of the tensor memory: chunk or token")
+    add("--heads", type=int, help="of the place memory")
+    add("--rule", help="of the place memory: linear or delta")
+    add("--kernel", help="of the place memory: gaussian or linear")
     add("--warm-up", type=int, help="tokens before measuring begins (a tenth, at most 50,000)")
     add("--growth-limit", type=float, default=16.0, help="MiB of resident memory that may be added")
     options, device = report.parse(parser, argv)
@@ -118,11 +141,18 @@ def main(argv: list[str]) -> int:
         parser.error(
             f"--warm-up: expected fewer than the {options.tokens} --tokens, got {options.warm_up}"
         )
-    names = {field.name for field in fields(MemoryConfig)}
+    chosen = {name: getattr(options, name) for name in CHOICES}
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    kind, module = KINDS[options.memory]
+    foreign = sorted(chosen.keys() - {field.name for field in fields(kind)})
+    if foreign:
+        parser.error(
+            f"--{foreign[0].replace('_', '-')}: not an option of --memory {options.memory}"
+        )
     try:
-        config = MemoryConfig(**{k: v for k, v in vars(options).items() if k in names})
+        config = kind(**chosen, backend=options.backend)
         torch.manual_seed(options.seed)
-        memory = TensorMemory(options.dim, config).to(device)
+        memory = module(options.dim, config).to(device)
     except ValueError as error:
         parser.error(str(error))
     result = run_stream(memory, options)
