@@ -184,7 +184,7 @@ class PlaceMemory(nn.Module):
         rest that the state before gave, add up to the read.
         """
         inputs, _ = self._inputs(x, state, where, mask, reset)
-        inputs = inputs.cast()
+        inputs = inputs.prepared()
         at = torch.as_tensor(reads, device=x.device)
         N = x.shape[1]
         if at.ndim != 1 or at.is_floating_point() or at.dtype == torch.bool:

@@ -70,7 +70,7 @@ def test_a_new_length_compiles_nothing():
 
 def test_this_triton_takes_addresses():
     """Slow and right without: every launch would be an ordinary one."""
-    from tensor_memory.ops.scan.triton import launch
+    from tensor_memory.ops import launch
 
     run_in(torch.bfloat16, near_the_start(Case(B=2, S=5, C=16, Q=1, M=1)))
     variants = [v for bound in launch._bound.values() for v in bound.variants.values()]

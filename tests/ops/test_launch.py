@@ -15,8 +15,9 @@ from tensor_memory.ops import why_not
 if why_not("triton", HERE) is not None:
     pytest.skip(f"triton: {why_not('triton', HERE)}", allow_module_level=True)
 
-from tensor_memory.ops.scan.triton import launch, plan
-from tensor_memory.ops.scan.triton.launch import BoundKernel, bind
+from tensor_memory.ops import launch
+from tensor_memory.ops.launch import BoundKernel, bind
+from tensor_memory.ops.scan.triton import plan
 from tensor_memory.ops.scan.triton.plan import Shape, layout
 from tensor_memory.ops.scan.triton.weight_gradients import taps_launch
 from tensor_memory.ops.scan.triton.write_gradients import writes_launch

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tensor_memory.ops.places import chunked
-from tensor_memory.ops.places.place_scan import place_inputs
-from tolerances import RMS_RATIO, assert_same_rms
+from tensor_memory import PlaceConfig, PlaceMemory
+from tensor_memory.ops.places.place_scan import PLACES, place_inputs, run_places
+from tolerances import RMS_RATIO, assert_same, assert_same_rms
 
 fused = pytest.importorskip(
     "tensor_memory.ops.places.triton", reason="the fused backend needs triton"
@@ -22,7 +22,7 @@ CASES = {  # grid, channels, tokens, rule, Gaussian, resets, wrap, one place for
 }
 
 
-def results(case, products, dtype, scan):
+def results(case, products, dtype, backend):
     grid, C, N, rule, gaussian, resets, wrap, same = case
     draw, n, B, H = torch.Generator().manual_seed(0), len(grid), 2, 2
 
@@ -44,7 +44,7 @@ def results(case, products, dtype, scan):
     }
     marks = (rand(B, N) < 0.1).to(DEVICE) if resets else None
     inputs = place_inputs(**given, rule=rule, wrap=(wrap,) * n, resets=marks)
-    reads, after = scan(inputs, products) if products else scan(inputs)
+    reads, after = run_places(inputs, backend, products)
     loss = (reads * torch.randn(reads.shape, generator=draw).to(reads)).sum()
     loss = loss + (after * torch.randn(after.shape, generator=draw).to(after)).sum()
     names = [name for name, leaf in given.items() if leaf is not None]
@@ -53,8 +53,8 @@ def results(case, products, dtype, scan):
 
 
 def check(name, products):
-    got = results(CASES[name], products, torch.float32, fused.scan)
-    expected = results(CASES[name], None, torch.float64, chunked.scan)
+    got = results(CASES[name], products, torch.float32, "triton")
+    expected = results(CASES[name], torch.float64, torch.float64, "torch")
     for part in expected:
         assert_same_rms(part, got[part], expected[part], products)
 
@@ -86,15 +86,43 @@ def test_the_fused_places_agree_on_a_gpu(name, products):
 
 
 def test_a_planted_wrong_gradient_is_noticed(monkeypatch):
-    run = fused._backward
+    run = fused.backward
 
-    def wrong(*arguments):
-        by_write_at, *others = run(*arguments)
-        return by_write_at * (1 + 100 * RMS_RATIO[torch.float32]), *others
+    def wrong(*arguments, **options):
+        found = run(*arguments, **options)
+        return found._replace(write_at=found.write_at * (1 + 100 * RMS_RATIO[torch.float32]))
 
-    monkeypatch.setattr(fused, "_backward", wrong)
+    monkeypatch.setattr(fused, "backward", wrong)
     with pytest.raises(AssertionError, match="write_at"):
         check("a single token", torch.float32)
+
+
+@pytest.mark.parametrize("rule", ["linear", "delta"])
+def test_the_operator_tells_compilers_the_truth(rule):
+    draw = torch.Generator().manual_seed(0)
+    at = (torch.rand(2, 5, 1, 2, generator=draw, device="cpu") * 2 - 1).to(DEVICE)
+    content = torch.randn(2, 5, 1, 3, generator=draw).to(DEVICE)
+    rate = torch.rand(2, 5, 1, generator=draw).to(DEVICE)
+    tensors = (at, None, content, rate, -rate, rate[0, 0], content.new_zeros(2, 1, 3, 4, 3))
+    leaves = [t if t is None else t.clone().requires_grad_() for t in tensors]
+    options = (True, 0, torch.float32, "triton")
+    torch.library.opcheck(PLACES.operator, (*leaves, None, rule, [True, False], *options))
+
+
+def test_a_compiled_memory_runs_the_fused_places():
+    torch.manual_seed(0)
+    config = PlaceConfig(grid=(3, 4), channels=4, heads=2, backend="triton")
+    memory = PlaceMemory(8, config).to(DEVICE)
+    x = torch.randn(2, 5, 8, device=DEVICE)
+    expected, _ = memory(x)
+    expected.square().sum().backward()
+    by_hand = memory.content.weight.grad.clone()
+    memory.zero_grad()
+    compiled = torch.compile(memory, fullgraph=True, backend="aot_eager")
+    m, _ = compiled(x)
+    m.square().sum().backward()
+    assert_same(m, expected)
+    assert_same(memory.content.weight.grad, by_hand)
 
 
 def test_what_the_kernels_cannot_hold_is_refused_by_name():

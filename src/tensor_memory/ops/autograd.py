@@ -66,17 +66,17 @@ class Recurrence:
 
     Args:
         name: of its operators.
-        inputs: its named tuple, with STEPWISE, SHARED and STATE, `steps(start, stop)`, `length` and
-            `empty_reads()`. An optional tensor is annotated `Tensor | None`.
+        inputs: its named tuple, with STATE, `empty_reads()` and, where it takes checkpoints,
+            STEPWISE, SHARED, `steps(start, stop)` and `length`. An optional tensor is annotated
+            `Tensor | None`. CHOICES names what is no tensor, which comes last.
         backend: the backend of a name. "reference" has `scan(*inputs)`, the others are `Backend`s.
     """
 
     def __init__(self, name: str, inputs: type[Any], backend: Callable[[str], Any]) -> None:
         self.name, self.inputs, self.backend = name, inputs, backend
-        optional = typing.get_type_hints(inputs)
-        tensors = ", ".join(
-            f"Tensor{'' if optional[field] is Tensor else '?'} {field}" for field in inputs._fields
-        )
+        self.tensors = len(inputs._fields) - len(getattr(inputs, "CHOICES", ()))
+        kinds = typing.get_type_hints(inputs)
+        tensors = ", ".join(f"{_schema_type(kinds[field])} {field}" for field in inputs._fields)
         results = ("reads", *inputs.STATE)
         grads = ", ".join(f"Tensor? grad_{result}" for result in results)
         outputs = ", ".join("Tensor" for _ in results)
@@ -100,8 +100,9 @@ class Recurrence:
 
     def run(self, inputs: Any, options: Options) -> tuple[Tensor, ...]:
         """What is read and the state after the last step, for prepared inputs."""
-        keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-        if not is_plain_eager(inputs):
+        tensors = inputs[: self.tensors]
+        keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+        if not is_plain_eager(tensors):
             return self.operator(*inputs, keep, *options)[:-1]
         if keep:
             return _Eager.apply(self, options, *inputs)  # type: ignore[return-value]
@@ -163,12 +164,23 @@ class Recurrence:
         return [empty(t.shape if _is_float(t) else 0) for t in inputs]
 
     def _save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        tensors, (keep, *options) = by_name(inputs, self.inputs)
+        named, (keep, *options) = by_name(inputs, self.inputs)
         *_, kept = output
-        ctx.save_for_backward(*tensors, *kept)
+        self.save(ctx, named, kept)
         ctx.mark_non_differentiable(*kept)
-        ctx.set_materialize_grads(False)  # no zeros for all that was kept
         ctx.keep, ctx.options = keep, options
+
+    def save(self, ctx: Any, inputs: Any, kept: list[Tensor]) -> None:
+        """For `saved`."""
+        ctx.save_for_backward(*inputs[: self.tensors], *kept)
+        ctx.choices = inputs[self.tensors :]
+        ctx.set_materialize_grads(False)  # no zeros for all that was kept
+
+    def saved(self, ctx: Any) -> tuple[Any, list[Tensor]]:
+        """The inputs, and what was kept."""
+        tensors = ctx.saved_tensors
+        inputs = self.inputs._make((*tensors[: self.tensors], *ctx.choices))
+        return inputs, list(tensors[self.tensors :])
 
     def _differentiate(self, ctx: Any, *grads: Any) -> Any:
         if not ctx.keep:
@@ -176,7 +188,7 @@ class Recurrence:
                 f"tensor_memory::{self.name}: a backward needs what a forward with keep=True has "
                 "kept"
             )
-        inputs, kept = by_name(ctx.saved_tensors, self.inputs)
+        inputs, kept = self.saved(ctx)
         *wanted, _ = (g if not isinstance(g, Tensor) else g.contiguous() for g in grads)
         found = self.backward_operator(*wanted, *inputs, kept, *ctx.options)
         by_input = (g if _is_float(t) else None for g, t in zip(found, inputs, strict=True))
@@ -198,8 +210,17 @@ def _state(inputs: Any) -> list[Any]:
     return [getattr(inputs, name) for name in inputs.STATE]
 
 
-def _is_float(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.is_floating_point()
+def _is_float(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _schema_type(kind: Any) -> str:
+    """A field's type in the language of operators."""
+    if kind is Tensor:
+        return "Tensor"
+    if kind == Tensor | None:
+        return "Tensor?"
+    return "bool[]" if kind == tuple[bool, ...] else "str"
 
 
 class _Eager(torch.autograd.Function):
@@ -210,14 +231,13 @@ class _Eager(torch.autograd.Function):
         recurrence, options, *tensors = arguments
         inputs = recurrence.inputs._make(tensors)
         *results, kept = recurrence.run_forward(inputs, True, options)
-        ctx.save_for_backward(*inputs, *kept)
-        ctx.set_materialize_grads(False)
+        recurrence.save(ctx, inputs, kept)
         ctx.recurrence, ctx.options = recurrence, options
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        inputs, kept = by_name(ctx.saved_tensors, ctx.recurrence.inputs)
+        inputs, kept = ctx.recurrence.saved(ctx)
         return (
             None,
             None,

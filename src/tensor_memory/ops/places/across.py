@@ -83,10 +83,7 @@ def _gather(inputs: PlaceInputs, group: Any, scan: Scan) -> tuple[Tensor, Tensor
 def _hand_on(inputs: PlaceInputs, group: Any, scan: Scan) -> tuple[Tensor, Tensor]:
     anchor = torch.zeros((), requires_grad=True)
     received = _Receive.apply(group, anchor, *inputs[:7])
-    part = PlaceInputs(*received, *inputs[7:])  # type: ignore[misc]
-    if inputs.read_at is inputs.write_at:
-        part = part._replace(read_at=part.write_at)
-    reads, after = scan(part)
+    reads, after = scan(PlaceInputs(*received, *inputs[7:]))  # type: ignore[misc]
     return _Send.apply(after, reads, group)  # type: ignore[return-value]
 
 

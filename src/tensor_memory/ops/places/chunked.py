@@ -112,7 +112,7 @@ def _tokens(inputs: PlaceInputs, start: int, stop: int) -> PlaceInputs:
     cut = slice(start, stop)
     return inputs._replace(
         write_at=inputs.write_at[:, cut],
-        read_at=inputs.read_at[:, cut],
+        read_at=None if inputs.read_at is None else inputs.read_at[:, cut],
         content=inputs.content[:, cut],
         rate=inputs.rate[:, cut],
         log_keep=inputs.log_keep[:, cut],
@@ -188,7 +188,7 @@ def _sparse_segment(segment: PlaceInputs, state: Tensor) -> tuple[Tensor, Tensor
     N = segment.content.shape[1]
     chunks = _chunks(segment)
     write_index, write_weight = corners(segment.write_at, segment.grid, segment.wrap)
-    read_index, read_weight = corners(segment.read_at, segment.grid, segment.wrap)
+    read_index, read_weight = corners(segment.asked_at, segment.grid, segment.wrap)
     given = chunks.rate * chunks.value
     solve = None
     if segment.rule == "delta":
@@ -329,7 +329,7 @@ def _chunks(block: PlaceInputs) -> Chunks:
     gap = g[..., :, None] - g[..., None, :]
     write_parts = factors(block.write_at, block.grid, block.width, block.wrap)
     read_parts = write_parts
-    if block.read_at is not block.write_at:
+    if block.read_at is not None:
         read_parts = factors(block.read_at, block.grid, block.width, block.wrap)
     return Chunks(
         [_by_chunk(part, L) for part in write_parts],

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tensor_memory.config import MAX_AXES, Rule
-from tensor_memory.ops.inputs import check_tensors, common_dtype
+from tensor_memory.ops.inputs import check_tensors, common_dtype, prepared
 
 LETTERS = {
     "write_at": "(B, N, H, n)",
@@ -23,10 +23,10 @@ LETTERS = {
 
 
 class PlaceInputs(NamedTuple):
-    """The arguments of `place_scan`, in its order."""
+    """The arguments of `place_scan`, in its order; also their gradients."""
 
     write_at: Tensor
-    read_at: Tensor
+    read_at: Tensor | None
     content: Tensor
     rate: Tensor
     log_keep: Tensor
@@ -35,6 +35,14 @@ class PlaceInputs(NamedTuple):
     resets: Tensor | None
     rule: Rule
     wrap: tuple[bool, ...]
+
+    STATE = ("state",)
+    CHOICES = ("rule", "wrap")
+
+    @property
+    def asked_at(self) -> Tensor:
+        """Where the tokens read: where they write, unless they say otherwise."""
+        return self.write_at if self.read_at is None else self.read_at
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -46,11 +54,14 @@ class PlaceInputs(NamedTuple):
         """The type to compute in: that of the widest input, at least float32."""
         return common_dtype(self[:7])
 
-    def cast(self) -> PlaceInputs:
-        """All floats in the type to compute in."""
+    def prepared(self) -> PlaceInputs:
+        """All floats in the type to compute in, everything contiguous."""
         dtype = self.dtype
-        floats = (None if value is None else value.to(dtype) for value in self[:7])
-        return PlaceInputs(*floats, *self[7:])  # type: ignore[arg-type]
+        return PlaceInputs._make((*(prepared(t, dtype) for t in self[:8]), *self[8:]))
+
+    def empty_reads(self) -> Tensor:
+        """Uninitialised reads (B, N, H, C)."""
+        return self.content.new_empty(self.content.shape)
 
     def check(self) -> None:
         """Raise unless the shapes, types and devices fit together."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,9 +11,22 @@ from torch.distributed import ProcessGroup
 
 from tensor_memory.config import Rule
 from tensor_memory.ops import dispatch
+from tensor_memory.ops.autograd import Options, Recurrence, no_autocast
 from tensor_memory.ops.inputs import products_dtype
 from tensor_memory.ops.places import across, chunked, reference
 from tensor_memory.ops.places.inputs import PlaceInputs
+
+
+def _backend(name: str) -> Any:
+    """The module of a backend. Triton is imported only where the fused backend is chosen."""
+    if name == "triton":
+        from tensor_memory.ops.places import triton as triton_backend
+
+        return triton_backend
+    return reference if name == "reference" else chunked
+
+
+PLACES = Recurrence("places", PlaceInputs, _backend)
 
 
 def place_scan(
@@ -74,28 +88,23 @@ def run_places(
     inputs: PlaceInputs, backend: str, products: torch.dtype, group: ProcessGroup | None = None
 ) -> tuple[Tensor, Tensor]:
     """`place_scan` of inputs that have been checked; a fused backend multiplies in `products`."""
-    inputs, device = inputs.cast(), inputs.state.device
-    chosen = dispatch.choose("place_scan", backend, device, lambda: _why_not_fused(inputs))
+    inputs, device = inputs.prepared(), inputs.state.device
+    chosen = dispatch.choose(
+        "place_scan", backend, device, lambda: PLACES.backend("triton").why_not(inputs)
+    )
 
     def scan(inputs: PlaceInputs) -> tuple[Tensor, Tensor]:
         if inputs.content.numel() == 0:
-            return torch.empty_like(inputs.content), inputs.state.clone()
+            return inputs.empty_reads(), inputs.state.clone()
         if chosen == "triton":
-            from tensor_memory.ops.places import triton as fused
-
-            return fused.scan(inputs, products)
-        return (reference if chosen == "reference" else chunked).scan(inputs)
+            reads, state = PLACES.run(inputs.prepared(), Options(0, products, chosen))
+            return reads, state
+        return PLACES.backend(chosen).scan(inputs)
 
     if group is not None:
         across.check_group(group)
-    with torch.autocast(device.type, enabled=False):
+    with no_autocast(device):
         return scan(inputs) if group is None else across.scan_across(inputs, group, scan)
-
-
-def _why_not_fused(inputs: PlaceInputs) -> str | None:
-    from tensor_memory.ops.places import triton as fused  # asked only where Triton is installed
-
-    return fused.why_not(inputs)
 
 
 def place_inputs(
@@ -114,8 +123,8 @@ def place_inputs(
     """The arguments of `place_scan` by name, checked."""
     axes = state.ndim - 3 if isinstance(state, Tensor) else 0
     inputs = PlaceInputs(
-        write_at, write_at if read_at is None else read_at, content, rate, log_keep, width, state,
-        resets, rule, (False,) * axes if wrap is None else tuple(wrap),
+        write_at, read_at, content, rate, log_keep, width, state, resets, rule,
+        (False,) * axes if wrap is None else tuple(wrap),
     )  # fmt: skip
     inputs.check()
     return inputs

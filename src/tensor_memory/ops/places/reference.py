@@ -15,7 +15,7 @@ from tensor_memory.ops.places.inputs import PlaceInputs
 def scan(inputs: PlaceInputs) -> tuple[Tensor, Tensor]:
     """Every token in turn: reset, keep, write, read. -> reads (B, N, H, C), state."""
     state = inputs.state.flatten(2, -2)  # (B, H, V, C)
-    wrote, read = address(inputs, inputs.write_at), address(inputs, inputs.read_at)
+    wrote, read = address(inputs, inputs.write_at), address(inputs, inputs.asked_at)
     reads = []
     for t in range(inputs.content.shape[1]):
         if inputs.resets is not None:

@@ -24,7 +24,7 @@ def shares(inputs: PlaceInputs, reads: Tensor) -> tuple[Tensor, Tensor]:
     """
     B, N, H, _ = inputs.content.shape
     wrote = address(inputs, inputs.write_at)  # (B, N, H, V)
-    asked = address(inputs, inputs.read_at[:, reads])  # (B, R, H, V)
+    asked = address(inputs, inputs.asked_at[:, reads])  # (B, R, H, V)
     a = torch.zeros_like(asked)
     found = inputs.content.new_zeros(B, len(reads), N, H)
     for s in reversed(range(N)):

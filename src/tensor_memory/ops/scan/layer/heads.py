@@ -20,9 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tensor_memory.ops.inputs import prepared
+from tensor_memory.ops.launch import BoundKernel, bind, or_else
 from tensor_memory.ops.scan.inputs import ScanInputs, Steering
 from tensor_memory.ops.scan.layer.weights import HeadRows, Packed
-from tensor_memory.ops.scan.triton.launch import BoundKernel, bind, or_else
 from tensor_memory.ops.scan.triton.step import tanh
 
 HEADS_BLOCK = 512  # values per program

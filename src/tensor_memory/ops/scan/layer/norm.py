@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tensor_memory.ops.inputs import prepared
-from tensor_memory.ops.scan.triton.launch import BoundKernel, bind
+from tensor_memory.ops.launch import BoundKernel, bind
 from tensor_memory.ops.scan.triton.plan import power_of_2
 
 NORM_VALUES = 2048  # per program

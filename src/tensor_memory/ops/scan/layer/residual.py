@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tensor_memory.ops.scan.triton.launch import BoundKernel, bind
+from tensor_memory.ops.launch import BoundKernel, bind
 from tensor_memory.ops.scan.triton.plan import power_of_2
 
 

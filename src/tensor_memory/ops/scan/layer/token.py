@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tensor_memory.ops.inputs import prepared
+from tensor_memory.ops.launch import bind
 from tensor_memory.ops.scan.layer.weights import LayerWeights
 from tensor_memory.ops.scan.triton.addressing import read_place
-from tensor_memory.ops.scan.triton.launch import bind
 from tensor_memory.ops.scan.triton.plan import power_of_2, sizes_of, why_not_read
 from tensor_memory.ops.scan.triton.step import tanh
 

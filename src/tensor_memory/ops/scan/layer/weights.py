@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tensor_memory.ops.scan.triton.launch import BoundKernel, bind, or_else
+from tensor_memory.ops.launch import BoundKernel, bind, or_else
 from tensor_memory.ops.scan.triton.plan import power_of_2
 
 COPIED = 1024  # values per program

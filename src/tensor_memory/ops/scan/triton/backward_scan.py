@@ -19,10 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tensor_memory.ops.launch import INTERPRETED, BoundKernel, Grid, bind, or_else
 from tensor_memory.ops.scan.inputs import ScanInputs
 from tensor_memory.ops.scan.triton.filter import axis_taps, neighbours, place
 from tensor_memory.ops.scan.triton.forward_scan import Kept, filtered_writes
-from tensor_memory.ops.scan.triton.launch import INTERPRETED, BoundKernel, Grid, bind, or_else
 from tensor_memory.ops.scan.triton.plan import BACKWARD_SHARE, PROGRAMS, Shape, layout, plan_of
 from tensor_memory.ops.scan.triton.step import (
     arrive,

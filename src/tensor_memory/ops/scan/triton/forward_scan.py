@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tensor_memory.ops.launch import INTERPRETED, BoundKernel, Grid, bind, or_else
 from tensor_memory.ops.scan.inputs import ScanInputs
 from tensor_memory.ops.scan.triton.addressing import (
     filtered_write,
@@ -34,7 +35,6 @@ from tensor_memory.ops.scan.triton.addressing import (
     written_plane,
 )
 from tensor_memory.ops.scan.triton.filter import axis_taps, neighbours
-from tensor_memory.ops.scan.triton.launch import INTERPRETED, BoundKernel, Grid, bind, or_else
 from tensor_memory.ops.scan.triton.plan import (
     FORWARD_SHARE,
     Shape,

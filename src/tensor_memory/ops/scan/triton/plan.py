@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tensor_memory.ops.launch import INTERPRETED
 from tensor_memory.ops.scan.inputs import ScanInputs
-from tensor_memory.ops.scan.triton.launch import INTERPRETED
 
 MAX_VOXELS = 4096
 MAX_CHANNELS = 128

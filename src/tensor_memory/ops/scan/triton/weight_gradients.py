@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tensor_memory.ops.launch import INTERPRETED, BoundKernel, Grid, bind
 from tensor_memory.ops.scan.inputs import ScanInputs
 from tensor_memory.ops.scan.triton.forward_scan import Kept
-from tensor_memory.ops.scan.triton.launch import INTERPRETED, BoundKernel, Grid, bind
 from tensor_memory.ops.scan.triton.plan import PROGRAMS, Shape, plan_of, plane_tile, power_of_2
 from tensor_memory.ops.scan.triton.step import as_float, product
 

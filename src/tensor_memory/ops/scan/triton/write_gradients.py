@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tensor_memory.ops.launch import INTERPRETED, BoundKernel, bind, or_else
 from tensor_memory.ops.scan.inputs import ScanInputs
 from tensor_memory.ops.scan.triton.addressing import (
     corner,
@@ -21,7 +22,6 @@ from tensor_memory.ops.scan.triton.addressing import (
     sharpness_of,
     write_taps,
 )
-from tensor_memory.ops.scan.triton.launch import INTERPRETED, BoundKernel, bind, or_else
 from tensor_memory.ops.scan.triton.plan import Shape, plan_of, plane_tile
 from tensor_memory.ops.scan.triton.step import as_float, product
 

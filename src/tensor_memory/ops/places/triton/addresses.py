@@ -1,0 +1,227 @@
+"""Kernels from places to addresses φ, and back from their gradients.
+
+An address is the product of one factor per axis, so that exponentials are taken along the axes
+alone. A grid of n < 4 axes has further axes of one voxel here.
+
+Letters: B batch, N tokens, H heads, T tokens per program, V voxels, n axes, P an axis' voxels
+padded to a power of two.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportAssignmentType=false
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tensor_memory.ops.launch import bind, or_else
+from tensor_memory.ops.places.inputs import PlaceInputs
+
+MOST_VALUES = 2048
+"""Of addresses that a program holds, which decides T."""
+
+
+@triton.jit
+def factor(
+    places, token, real, width, A: tl.constexpr, n: tl.constexpr, SIZE: tl.constexpr,
+    WRAP: tl.constexpr, P: tl.constexpr, GAUSSIAN: tl.constexpr,
+):  # fmt: skip
+    """An axis' factor (T, P) of unit length, and its slopes by the place and by the width.
+
+    Coordinate 0 of a place addresses the last axis.
+    """
+    voxel = tl.arange(0, P)
+    if n <= A:
+        one = tl.full([real.shape[0], P], 1.0, tl.float32)
+        return one, one * 0.0, one * 0.0
+    place = tl.load(places + token * n + (n - 1 - A), mask=real, other=0.0).to(tl.float32)
+    at = (place + 1.0) * ((SIZE - 1) / 2)
+    unit = tl.full(at.shape, (SIZE - 1) / 2, tl.float32)  # voxels per unit of place
+    if WRAP:
+        at -= tl.floor(at / SIZE) * SIZE
+    else:  # a place beyond the border moves nothing
+        unit = tl.where((at >= 0.0) & (at <= SIZE - 1.0), unit, 0.0)
+        at = tl.minimum(tl.maximum(at, 0.0), SIZE - 1.0)
+    d = at[:, None] - voxel[None, :].to(tl.float32)
+    if WRAP:
+        d += SIZE / 2
+        d -= tl.floor(d / SIZE) * SIZE + SIZE / 2
+    if GAUSSIAN:
+        nearest = at - tl.floor(at + 0.5)  # whose weight is 1, so that no sum is zero
+        e = tl.exp(-0.5 * (d * d - (nearest * nearest)[:, None]) / (width * width))
+        slope = -e * d / (width * width)
+    else:
+        e = tl.maximum(1.0 - tl.abs(d), 0.0)
+        slope = tl.where(d > 0, -1.0, tl.where(d < 0, 1.0, 0.0))
+        slope = tl.where(tl.abs(d) <= 1.0, slope, 0.0)
+    e = tl.where((voxel < SIZE)[None, :], e, 0.0)
+    slope = tl.where((voxel < SIZE)[None, :], slope, 0.0)
+    squares = tl.sum(e * e, axis=1)
+    scale = tl.rsqrt(squares)[:, None]
+    by_place = (slope - e * (tl.sum(e * slope, axis=1) / squares)[:, None]) * scale
+    spread = tl.sum(e * e * d * d, axis=1) / squares
+    by_width = e * scale * (d * d - spread[:, None]) / (width * width * width)
+    return e * scale, by_place * unit[:, None], by_width
+
+
+@triton.jit
+def offsets(
+    token, real, V: tl.constexpr, G0: tl.constexpr, G1: tl.constexpr, G2: tl.constexpr,
+    G3: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr, P3: tl.constexpr,
+):  # fmt: skip
+    """Where the addresses of some tokens are in memory, (T, P0, P1, P2, P3), and which exist."""
+    i0 = tl.arange(0, P0)[None, :, None, None, None]
+    i1 = tl.arange(0, P1)[None, None, :, None, None]
+    i2 = tl.arange(0, P2)[None, None, None, :, None]
+    i3 = tl.arange(0, P3)[None, None, None, None, :]
+    voxel = ((i0 * G1 + i1) * G2 + i2) * G3 + i3
+    exist = (i0 < G0) & (i1 < G1) & (i2 < G2) & (i3 < G3)
+    where = token[:, None, None, None, None] * V + voxel
+    return where, real[:, None, None, None, None] & exist
+
+
+@triton.jit
+def along(values, A: tl.constexpr):
+    """(T, P0, P1, P2, P3) summed over all axes but one: (T, P)."""
+    if A != 3:
+        values = tl.sum(values, axis=4)
+    if A != 2:
+        values = tl.sum(values, axis=3)
+    if A != 1:
+        values = tl.sum(values, axis=2)
+    if A != 0:
+        values = tl.sum(values, axis=1)
+    return values
+
+
+@triton.jit
+def store_gradient(
+    by_places, by_factor, by_place, by_width, token, real, A: tl.constexpr, n: tl.constexpr
+):
+    """Store what an axis' coordinate receives; return what the width does, (T)."""
+    tl.store(by_places + token * n + (n - 1 - A), tl.sum(by_factor * by_place, axis=1), mask=real)
+    return tl.sum(by_factor * by_width, axis=1)
+
+
+@triton.jit(do_not_specialize=["N"])
+def address_kernel(
+    write_at, read_at, width, phi, psi, N,
+    H: tl.constexpr, V: tl.constexpr, T: tl.constexpr, n: tl.constexpr, GAUSSIAN: tl.constexpr,
+    G0: tl.constexpr, G1: tl.constexpr, G2: tl.constexpr, G3: tl.constexpr,
+    P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr, P3: tl.constexpr,
+    W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, W3: tl.constexpr,
+):  # fmt: skip
+    """Addresses (B, N, H, V) of some tokens of a row and head, of writes or of reads."""
+    program = tl.program_id(0).to(tl.int64)
+    t = tl.program_id(1) * T + tl.arange(0, T)
+    real = t < N
+    token = (program // H * N + t) * H + program % H
+    w = 1.0
+    if GAUSSIAN:
+        w = tl.load(width + program % H).to(tl.float32)
+    places, found = write_at, phi
+    if tl.program_id(2) == 1:
+        places, found = read_at, psi
+    f0, _, _ = factor(places, token, real, w, 0, n, G0, W0, P0, GAUSSIAN)
+    f1, _, _ = factor(places, token, real, w, 1, n, G1, W1, P1, GAUSSIAN)
+    f2, _, _ = factor(places, token, real, w, 2, n, G2, W2, P2, GAUSSIAN)
+    f3, _, _ = factor(places, token, real, w, 3, n, G3, W3, P3, GAUSSIAN)
+    address = f0[:, :, None, None, None] * f1[:, None, :, None, None]
+    address = address * (f2[:, None, None, :, None] * f3[:, None, None, None, :])
+    where, exist = offsets(token, real, V, G0, G1, G2, G3, P0, P1, P2, P3)
+    tl.store(found + where, address, mask=exist)
+
+
+@triton.jit(do_not_specialize=["N"])
+def address_backward_kernel(
+    write_at, read_at, width, by_phi, by_psi, by_write_at, by_read_at, by_width, N,
+    H: tl.constexpr, V: tl.constexpr, T: tl.constexpr, n: tl.constexpr, GAUSSIAN: tl.constexpr,
+    G0: tl.constexpr, G1: tl.constexpr, G2: tl.constexpr, G3: tl.constexpr,
+    P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr, P3: tl.constexpr,
+    W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, W3: tl.constexpr,
+):  # fmt: skip
+    """What places and width receive of the gradient of addresses; the width's in parts."""
+    program = tl.program_id(0).to(tl.int64)
+    t = tl.program_id(1) * T + tl.arange(0, T)
+    real = t < N
+    token = (program // H * N + t) * H + program % H
+    w = 1.0
+    if GAUSSIAN:
+        w = tl.load(width + program % H).to(tl.float32)
+    places, by_address, by_places = write_at, by_phi, by_write_at
+    if tl.program_id(2) == 1:
+        places, by_address, by_places = read_at, by_psi, by_read_at
+    where, exist = offsets(token, real, V, G0, G1, G2, G3, P0, P1, P2, P3)
+    given = tl.load(by_address + where, mask=exist, other=0.0).to(tl.float32)
+    f0, slope0, wider0 = factor(places, token, real, w, 0, n, G0, W0, P0, GAUSSIAN)
+    f1, slope1, wider1 = factor(places, token, real, w, 1, n, G1, W1, P1, GAUSSIAN)
+    f2, slope2, wider2 = factor(places, token, real, w, 2, n, G2, W2, P2, GAUSSIAN)
+    f3, slope3, wider3 = factor(places, token, real, w, 3, n, G3, W3, P3, GAUSSIAN)
+    f0, f1 = f0[:, :, None, None, None], f1[:, None, :, None, None]
+    f2, f3 = f2[:, None, None, :, None], f3[:, None, None, None, :]
+    by_0 = along(given * (f1 * (f2 * f3)), 0)
+    by_w = store_gradient(by_places, by_0, slope0, wider0, token, real, 0, n)
+    if n > 1:
+        by_1 = along(given * (f0 * (f2 * f3)), 1)
+        by_w += store_gradient(by_places, by_1, slope1, wider1, token, real, 1, n)
+    if n > 2:
+        by_2 = along(given * (f0 * (f1 * f3)), 2)
+        by_w += store_gradient(by_places, by_2, slope2, wider2, token, real, 2, n)
+    if n > 3:
+        by_3 = along(given * (f0 * (f1 * f2)), 3)
+        by_w += store_gradient(by_places, by_3, slope3, wider3, token, real, 3, n)
+    if GAUSSIAN:
+        part = (program * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2)
+        tl.store(by_width + part + tl.program_id(2), tl.sum(tl.where(real, by_w, 0.0)))
+
+
+def _constants(inputs: PlaceInputs) -> dict[str, Any]:
+    grid, wrap = inputs.grid, inputs.wrap
+    sizes = (*grid, 1, 1, 1)[:4]
+    padded = [triton.next_power_of_2(size) for size in sizes]
+    return {
+        "H": inputs.content.shape[2],
+        "V": math.prod(grid),
+        "T": max(1, MOST_VALUES // math.prod(padded)),
+        "n": len(grid),
+        "GAUSSIAN": inputs.width is not None,
+        **{f"G{axis}": size for axis, size in enumerate(sizes)},
+        **{f"P{axis}": size for axis, size in enumerate(padded)},
+        **{f"W{axis}": wraps for axis, wraps in enumerate((*wrap, False, False, False)[:4])},
+    }
+
+
+def write_addresses(inputs: PlaceInputs, phi: Tensor, psi: Tensor | None) -> None:
+    """Fill φ (B, N, H, V) of the writes, and of the reads where they have places of their own."""
+    (B, N, H, _), constants = inputs.content.shape, _constants(inputs)
+    bind(address_kernel, **constants)(
+        (B * H, triton.cdiv(N, constants["T"]), 1 if psi is None else 2),
+        (inputs.write_at, inputs.asked_at, or_else(inputs.width, phi), phi, or_else(psi, phi)),
+        (N,),
+    )
+
+
+def addresses_backward(
+    inputs: PlaceInputs, by_phi: Tensor, by_psi: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """What write_at, read_at and width receive; `by_psi` is None where they share places."""
+    (B, N, H, _), constants = inputs.content.shape, _constants(inputs)
+    by_write_at = torch.empty_like(inputs.write_at)
+    by_read_at = None if by_psi is None else torch.empty_like(inputs.asked_at)
+    grid = (B * H, triton.cdiv(N, constants["T"]), 1 if by_psi is None else 2)
+    by_width = inputs.write_at.new_empty(B, H, *grid[1:])
+    bind(address_backward_kernel, **constants)(
+        grid,
+        (
+            inputs.write_at, inputs.asked_at, or_else(inputs.width, by_width), by_phi,
+            or_else(by_psi, by_phi), by_write_at, or_else(by_read_at, by_write_at), by_width,
+        ),
+        (N,),
+    )  # fmt: skip
+    return by_write_at, by_read_at, None if inputs.width is None else by_width.sum((0, 2, 3))

@@ -1,0 +1,376 @@
+"""Kernels over chunks: what `chunked` does, given addresses.
+
+Only the state goes from chunk to chunk, in kernels that do nothing else; everything within a chunk
+runs for all chunks at once. Rule "delta" solves its triangular system before the state moves.
+
+Letters: B batch, N tokens, H heads, S chunks of L tokens, V voxels, C channels. A program is one
+row and head, or a chunk of them. `from`, `to` and `carry` are the decays from the state before a
+chunk to a token, from a token to the state after, and from state to state; 0 across a reset.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+L = 32
+"""Tokens per chunk. From 64 on products take Hopper's wide instructions, and Triton 3.6 then writes
+astray."""
+TILE = 32
+"""Voxels and channels that a program of a kernel over the state holds, where they are independent.
+"""
+
+
+@triton.jit
+def product(a, b, MODE: tl.constexpr):
+    """a @ b with float32 sums; operands in bfloat16, in (three) TF32 products, or as they are."""
+    if MODE == "bf16":
+        found = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
+    elif MODE == "bf16-emulated":  # the interpreter multiplies bfloat16 wrongly
+        a, b = a.to(tl.bfloat16).to(tl.float32), b.to(tl.bfloat16).to(tl.float32)
+        found = tl.dot(a, b, input_precision="ieee")
+    else:
+        found = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=MODE)
+    return found
+
+
+@triton.jit
+def rows(pointer, index, real, column, WIDTH: tl.constexpr):
+    """Rows of a matrix of this width at some columns: (index, column), zeros where not real."""
+    inside = real[:, None] & (column < WIDTH)[None, :]
+    where = pointer + index[:, None] * WIDTH + column[None, :]
+    return tl.load(where, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_rows(pointer, index, real, column, WIDTH: tl.constexpr, values):
+    """The other way."""
+    inside = real[:, None] & (column < WIDTH)[None, :]
+    tl.store(pointer + index[:, None] * WIDTH + column[None, :], values, mask=inside)
+
+
+@triton.jit
+def tokens_of(program, s, N, H: tl.constexpr, L: tl.constexpr):
+    """A chunk's tokens as rows of (B, N) and of (B, N, H), and which of them are real."""
+    t = s * L + tl.arange(0, L)
+    row_token = program // H * N + t
+    return row_token, row_token * H + program % H, (t >= 0) & (t < N)
+
+
+@triton.jit
+def of_tokens(pointer, token, real):
+    """One number per token, (L)."""
+    return tl.load(pointer + token, mask=real, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def decays(keep, resets, row_token, real, HAS_RESETS: tl.constexpr, L: tl.constexpr):
+    """log α (L) -> g (L) within the chunk, the part (L) between resets, and the three decays."""
+    g = tl.cumsum(keep, axis=0)
+    last = tl.arange(0, L) == L - 1
+    total = tl.sum(tl.where(last, g, 0.0))
+    part = tl.zeros([L], tl.int32)
+    from_state, to_state, carry = tl.exp(g), tl.exp(total - g), tl.exp(total)
+    if HAS_RESETS:
+        part = tl.cumsum(tl.load(resets + row_token, mask=real, other=0).to(tl.int32), axis=0)
+        parts = tl.sum(tl.where(last, part, 0))
+        from_state = tl.where(part == 0, from_state, 0.0)
+        to_state = tl.where(part == parts, to_state, 0.0)
+        carry = tl.where(parts == 0, carry, 0.0)
+    return g, part, from_state, to_state, carry
+
+
+@triton.jit
+def decay_between(g, part, L: tl.constexpr):
+    """e^{g_t − g_s} where s ≤ t and no reset lies between, else 0: (L, L)."""
+    i = tl.arange(0, L)
+    earlier = (i[:, None] >= i[None, :]) & (part[:, None] == part[None, :])
+    return tl.where(earlier, tl.exp(tl.where(earlier, g[:, None] - g[None, :], 0.0)), 0.0)
+
+
+@triton.jit
+def overlap(left, right, token, real, V: tl.constexpr, VB: tl.constexpr, L: tl.constexpr,
+            MODE: tl.constexpr):  # fmt: skip
+    """The inner products of two addresses of a chunk: (L, L)."""
+    found = tl.zeros([L, L], tl.float32)
+    for start in range(0, V, VB):
+        voxel = start + tl.arange(0, VB)
+        a, b = rows(left, token, real, voxel, V), rows(right, token, real, voxel, V)
+        found += product(a, tl.trans(b), MODE)
+    return found
+
+
+@triton.jit(do_not_specialize=["N"])
+def state_kernel(
+    address, value, rate, log_keep, resets, start, between, end, N,
+    H: tl.constexpr, V: tl.constexpr, C: tl.constexpr, VB: tl.constexpr, CB: tl.constexpr,
+    L: tl.constexpr, BACKWARD: tl.constexpr, HAS_START: tl.constexpr, HAS_RESETS: tl.constexpr,
+    MODE: tl.constexpr,
+):  # fmt: skip
+    """Rule "linear": the state through all chunks, S ← carry S + (to φ)ᵀ (β v); (V, C) in tiles.
+
+    BACKWARD: its gradient from the last to the first, dS ← carry dS + (from φ(q))ᵀ dr. The states
+    met on the way, before a chunk or after it, go to `between` (B, H, S, V, C).
+    """
+    program = tl.program_id(0).to(tl.int64)
+    voxel = tl.program_id(1) * VB + tl.arange(0, VB)
+    channel = tl.program_id(2) * CB + tl.arange(0, CB)
+    S = tl.zeros([VB, CB], tl.float32)
+    if HAS_START:
+        S += rows(start + program * V * C, voxel, voxel < V, channel, C)
+    chunks = tl.cdiv(N, L)
+    s, way = 0, 1
+    if BACKWARD:
+        s, way = chunks - 1, -1
+    row_token, token, real = tokens_of(program, s, N, H, L)
+    phi, v = rows(address, token, real, voxel, V), rows(value, token, real, channel, C)
+    beta, keep = of_tokens(rate, token, real), of_tokens(log_keep, token, real)
+    for _ in range(chunks):
+        store_rows(between + (program * chunks + s) * V * C, voxel, voxel < V, channel, C, S)
+        _, _, from_state, to_state, carry = decays(keep, resets, row_token, real, HAS_RESETS, L)
+        scale = from_state if BACKWARD else to_state * beta
+        added = product(tl.trans(phi), scale[:, None] * v, MODE)
+        # What the next chunk needs is on its way while this one is added.
+        s += way
+        row_token, token, real = tokens_of(program, s, N, H, L)
+        phi, v = rows(address, token, real, voxel, V), rows(value, token, real, channel, C)
+        beta, keep = of_tokens(rate, token, real), of_tokens(log_keep, token, real)
+        S = carry * S + added
+    store_rows(end + program * V * C, voxel, voxel < V, channel, C, S)
+
+
+@triton.jit(do_not_specialize=["N"])
+def read_kernel(
+    phi, psi, written, rate, log_keep, resets, before, reads, N,
+    H: tl.constexpr, V: tl.constexpr, C: tl.constexpr, VB: tl.constexpr, CB: tl.constexpr,
+    L: tl.constexpr, DELTA: tl.constexpr, HAS_RESETS: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    """What a chunk's tokens read: of its own writes u, and of the state before it.
+
+    `written` is u for rule "delta", and v otherwise.
+    """
+    program, s = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    channel = tl.arange(0, CB)
+    row_token, token, real = tokens_of(program, s, N, H, L)
+    g, part, from_state, _, _ = decays(
+        of_tokens(log_keep, token, real), resets, row_token, real, HAS_RESETS, L
+    )
+    S_at = before + (program * tl.num_programs(0) + s) * V * C
+    near, held = tl.zeros([L, L], tl.float32), tl.zeros([L, CB], tl.float32)
+    for start in range(0, V, VB):
+        voxel = start + tl.arange(0, VB)
+        q = rows(psi, token, real, voxel, V)
+        near += product(q, tl.trans(rows(phi, token, real, voxel, V)), MODE)
+        held += product(q, rows(S_at, voxel, voxel < V, channel, C), MODE)
+    u = rows(written, token, real, channel, C)
+    if not DELTA:
+        u = u * of_tokens(rate, token, real)[:, None]
+    r = product(near * decay_between(g, part, L), u, MODE) + from_state[:, None] * held
+    store_rows(reads, token, real, channel, C, r)
+
+
+@triton.jit(do_not_specialize=["N"])
+def gradient_kernel(
+    phi, psi, content, written, rate, log_keep, resets, before, by_after, by_reads, by_right,
+    by_phi, by_psi, by_content, by_rate, by_log_keep, N,
+    H: tl.constexpr, V: tl.constexpr, C: tl.constexpr, VB: tl.constexpr, CB: tl.constexpr,
+    L: tl.constexpr, DELTA: tl.constexpr, SAME: tl.constexpr, HAS_RESETS: tl.constexpr,
+    MODE: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """The gradients of a chunk, given the state before it and the gradient of the state after."""
+    program, s = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    channel, i = tl.arange(0, CB), tl.arange(0, L)
+    row_token, token, real = tokens_of(program, s, N, H, L)
+    g, part, from_state, to_state, carry = decays(
+        of_tokens(log_keep, token, real), resets, row_token, real, HAS_RESETS, L
+    )
+    within = decay_between(g, part, L)
+    grid_at = (program * tl.num_programs(0) + s) * V * C
+    v = rows(content, token, real, channel, C).to(tl.float32)
+    beta = of_tokens(rate, token, real)
+    dr = rows(by_reads, token, real, channel, C).to(tl.float32)
+    # What needs the whole grid: overlaps, what addresses meet in the states before and after.
+    near, among = tl.zeros([L, L], tl.float32), tl.zeros([L, L], tl.float32)
+    phi_dS, was = tl.zeros([L, CB], tl.float32), tl.zeros([L, CB], tl.float32)
+    kept = 0.0
+    for start in range(0, V, VB):
+        voxel = start + tl.arange(0, VB)
+        p, q = rows(phi, token, real, voxel, V), rows(psi, token, real, voxel, V)
+        S = rows(before + grid_at, voxel, voxel < V, channel, C)
+        dS = rows(by_after + grid_at, voxel, voxel < V, channel, C)
+        near += product(q, tl.trans(p), MODE)
+        phi_dS += product(p, dS, MODE)
+        kept += tl.sum(S.to(tl.float32) * dS.to(tl.float32))
+        if DELTA:
+            among += product(p, tl.trans(p), EXACT)
+            was += product(p, S, EXACT)
+    attention = near * within
+    u = rows(written, token, real, channel, C).to(tl.float32) if DELTA else beta[:, None] * v
+    # Through the state after the chunk, S' = carry S + (to φ)ᵀ u, and through the reads.
+    moved = to_state * tl.sum(u * phi_dS, axis=1)
+    dtotal = tl.sum(moved) + carry * kept
+    by_attention = product(dr, tl.trans(u), MODE)
+    by_gap = by_attention * attention
+    dg = tl.sum(by_gap, axis=1) - tl.sum(by_gap, axis=0) - moved
+    by_near = by_attention * within
+    by_was = tl.zeros([L, CB], tl.float32)
+    by_among = tl.zeros([L, L], tl.float32)
+    if DELTA:
+        # u = solved β (v − from φᵀS): the triangular system run the other way.
+        right = rows(by_right, token, real, channel, C).to(tl.float32)
+        dv = beta[:, None] * right
+        by_system = tl.where(
+            i[:, None] > i[None, :], -product(right, tl.trans(u), EXACT) * within, 0.0
+        )
+        dbeta = tl.sum(right * (v - from_state[:, None] * was), axis=1)
+        dbeta += tl.sum(by_system * among, axis=1)
+        by_among = by_system * beta[:, None]
+        by_gap = by_among * among
+        dg += tl.sum(by_gap, axis=1) - tl.sum(by_gap, axis=0)
+        by_was = -from_state[:, None] * dv
+        dg += tl.sum(by_was * was, axis=1)
+        by_among += tl.trans(by_among)
+    else:
+        du = product(tl.trans(attention), dr, MODE) + to_state[:, None] * phi_dS
+        dbeta = tl.sum(du * v, axis=1)
+        dv = beta[:, None] * du
+    store_rows(by_content, token, real, channel, C, dv)
+    tl.store(by_rate + token, dbeta, mask=real)
+    # And the addresses.
+    u_to, dr_from = u * to_state[:, None], dr * from_state[:, None]
+    for start in range(0, V, VB):
+        voxel = start + tl.arange(0, VB)
+        p, q = rows(phi, token, real, voxel, V), rows(psi, token, real, voxel, V)
+        S = rows(before + grid_at, voxel, voxel < V, channel, C)
+        dS = rows(by_after + grid_at, voxel, voxel < V, channel, C)
+        dr_S = product(dr_from, tl.trans(S), MODE)
+        dg += tl.sum(q.to(tl.float32) * dr_S, axis=1)
+        dpsi = product(by_near, p, MODE) + dr_S
+        dphi = product(tl.trans(by_near), q, MODE) + product(u_to, tl.trans(dS), MODE)
+        if DELTA:
+            dphi += product(by_among, p, EXACT) + product(by_was, tl.trans(S), EXACT)
+        if SAME:
+            dphi += dpsi
+        else:
+            store_rows(by_psi, token, real, voxel, V, dpsi)
+        store_rows(by_phi, token, real, voxel, V, dphi)
+    # Every log α is in g from its token on, and in the chunk's total.
+    later = tl.sum(dg) - tl.cumsum(dg, axis=0) + dg
+    tl.store(by_log_keep + token, later + dtotal, mask=real)
+
+
+@triton.jit
+def inverse(system, L: tl.constexpr, STEPS: tl.constexpr, MODE: tl.constexpr):
+    """(I + T)⁻¹ of a strictly lower T: (I − T)(I + T²)(I + T⁴)…, since T to the L is zero."""
+    i = tl.arange(0, L)
+    power = -system
+    found = tl.where(i[:, None] == i[None, :], 1.0, 0.0) + power
+    for _ in tl.static_range(STEPS - 1):
+        power = product(power, power, MODE)
+        found += product(found, power, MODE)
+    return found
+
+
+@triton.jit(do_not_specialize=["N"])
+def solve_kernel(
+    phi, rate, log_keep, resets, solved, N,
+    H: tl.constexpr, V: tl.constexpr, VB: tl.constexpr, L: tl.constexpr, STEPS: tl.constexpr,
+    HAS_RESETS: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Rule "delta": (I + T)⁻¹ of a chunk, to rows (B, N, H, L)."""
+    program, s = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    i = tl.arange(0, L)
+    row_token, token, real = tokens_of(program, s, N, H, L)
+    g, part, _, _, _ = decays(
+        of_tokens(log_keep, token, real), resets, row_token, real, HAS_RESETS, L
+    )
+    among = overlap(phi, phi, token, real, V, VB, L, EXACT) * decay_between(g, part, L)
+    beta = of_tokens(rate, token, real)
+    system = tl.where(i[:, None] > i[None, :], beta[:, None] * among, 0.0)
+    store_rows(solved, token, real, i, L, inverse(system, L, STEPS, EXACT))
+
+
+@triton.jit(do_not_specialize=["N"])
+def delta_state_kernel(
+    phi, content, rate, log_keep, resets, solved, start, written, between, end, N,
+    H: tl.constexpr, V: tl.constexpr, C: tl.constexpr, VB: tl.constexpr, CB: tl.constexpr,
+    L: tl.constexpr, HAS_RESETS: tl.constexpr, MODE: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Rule "delta": the state through all chunks; u = solved β (v − from φᵀ S) on the way."""
+    program = tl.program_id(0).to(tl.int64)
+    voxel, i = tl.arange(0, VB), tl.arange(0, L)
+    channel = tl.program_id(1) * CB + tl.arange(0, CB)
+    S = rows(start + program * V * C, voxel, voxel < V, channel, C).to(tl.float32)
+    chunks = tl.cdiv(N, L)
+    for s in range(chunks):
+        store_rows(between + (program * chunks + s) * V * C, voxel, voxel < V, channel, C, S)
+        row_token, token, real = tokens_of(program, s, N, H, L)
+        _, _, from_state, to_state, carry = decays(
+            of_tokens(log_keep, token, real), resets, row_token, real, HAS_RESETS, L
+        )
+        p = rows(phi, token, real, voxel, V)
+        beta = of_tokens(rate, token, real)
+        error = rows(content, token, real, channel, C) - from_state[:, None] * product(p, S, EXACT)
+        u = product(rows(solved, token, real, i, L), beta[:, None] * error, EXACT)
+        store_rows(written, token, real, channel, C, u)
+        S = carry * S + product(tl.trans(p), to_state[:, None] * u, MODE)
+    store_rows(end + program * V * C, voxel, voxel < V, channel, C, S)
+
+
+@triton.jit(do_not_specialize=["N"])
+def delta_written_kernel(
+    phi, psi, log_keep, resets, by_reads, by_written, N,
+    H: tl.constexpr, V: tl.constexpr, C: tl.constexpr, VB: tl.constexpr, CB: tl.constexpr,
+    L: tl.constexpr, HAS_RESETS: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    """Rule "delta": what u receives of the reads of its own chunk."""
+    program, s = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    channel = tl.arange(0, CB)
+    row_token, token, real = tokens_of(program, s, N, H, L)
+    g, part, _, _, _ = decays(
+        of_tokens(log_keep, token, real), resets, row_token, real, HAS_RESETS, L
+    )
+    attention = overlap(psi, phi, token, real, V, VB, L, MODE) * decay_between(g, part, L)
+    du = product(tl.trans(attention), rows(by_reads, token, real, channel, C), MODE)
+    store_rows(by_written, token, real, channel, C, du)
+
+
+@triton.jit(do_not_specialize=["N"])
+def delta_state_backward_kernel(
+    phi, psi, rate, log_keep, resets, solved, by_reads, by_written, start, by_right, between,
+    end, N,
+    H: tl.constexpr, V: tl.constexpr, C: tl.constexpr, VB: tl.constexpr, CB: tl.constexpr,
+    L: tl.constexpr, HAS_START: tl.constexpr, HAS_RESETS: tl.constexpr, MODE: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """Rule "delta": the gradient of the state from the last chunk to the first.
+
+    On the way what the right-hand sides β (v − from φᵀ S) receive, solvedᵀ du.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    voxel, i = tl.arange(0, VB), tl.arange(0, L)
+    channel = tl.program_id(1) * CB + tl.arange(0, CB)
+    dS = tl.zeros([VB, CB], tl.float32)
+    if HAS_START:
+        dS += rows(start + program * V * C, voxel, voxel < V, channel, C)
+    chunks = tl.cdiv(N, L)
+    for step in range(chunks):
+        s = chunks - 1 - step
+        store_rows(between + (program * chunks + s) * V * C, voxel, voxel < V, channel, C, dS)
+        row_token, token, real = tokens_of(program, s, N, H, L)
+        _, _, from_state, to_state, carry = decays(
+            of_tokens(log_keep, token, real), resets, row_token, real, HAS_RESETS, L
+        )
+        p, q = rows(phi, token, real, voxel, V), rows(psi, token, real, voxel, V)
+        beta = of_tokens(rate, token, real)
+        du = rows(by_written, token, real, channel, C)
+        du = du + to_state[:, None] * product(p, dS, MODE)
+        right = product(tl.trans(rows(solved, token, real, i, L)), du, EXACT)
+        store_rows(by_right, token, real, channel, C, right)
+        dr = from_state[:, None] * rows(by_reads, token, real, channel, C)
+        by_was = -(from_state * beta)[:, None] * right
+        dS = carry * dS + product(tl.trans(q), dr, MODE) + product(tl.trans(p), by_was, EXACT)
+    store_rows(end + program * V * C, voxel, voxel < V, channel, C, dS)
