@@ -87,7 +87,7 @@ def read_before(inputs: PlaceInputs, state: Tensor) -> Tensor:
     state = state.flatten(2, -2)  # (B, H, V, C)
     found = [inputs.content.new_zeros(inputs.content[:, :0].shape)]
     for start in range(0, N, BLOCK):
-        places = inputs.read_at[:, start : start + BLOCK]
+        places = inputs.asked_at[:, start : start + BLOCK]
         if _is_sparse(inputs):
             index, weight = corners(places, inputs.grid, inputs.wrap)  # (B, N, H, E)
             row = torch.arange(B * H, device=state.device).view(B, 1, H, 1) * V
