@@ -97,7 +97,7 @@ def test_reading_in_parts_gives_the_logits_of_whole_windows(method, positions, s
 @pytest.mark.parametrize("method", METHODS)
 def test_a_model_without_a_carried_state_slides(method):
     model = decoder(method, carried=False)
-    ids = torch.randint(WORDS, (3 * LENGTH,)).tolist()
+    ids = torch.randint(WORDS, (2 * LENGTH,)).tolist()
     stream = TextStream(model)
     for place, number in enumerate(ids):
         logits = stream.read([number])
@@ -107,16 +107,18 @@ def test_a_model_without_a_carried_state_slides(method):
         assert_same(logits, teacher_forced(model, stream.window)[-1].float())
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("carried", [True, False])
+@pytest.mark.parametrize(
+    ("method", "carried"),
+    [*((method, True) for method in METHODS), ("base", False), ("tensor-local", False)],
+)
 def test_memory_does_not_grow_with_the_text(method, carried):
     stream = TextStream(decoder(method, carried=carried))
     sizes = []
-    for number in torch.randint(WORDS, (12 * LENGTH,)).tolist():
+    for number in torch.randint(WORDS, (5 * LENGTH,)).tolist():
         stream.read([number])
         sizes.append(stream.nbytes)
     assert max(sizes[2 * LENGTH :]) <= max(sizes[: 2 * LENGTH])
-    assert sizes[3 * LENGTH : 6 * LENGTH] == sizes[6 * LENGTH : 9 * LENGTH]
+    assert max(sizes[4 * LENGTH :]) == max(sizes[3 * LENGTH : 4 * LENGTH])
 
 
 def test_local_attention_keeps_what_its_window_can_see():
