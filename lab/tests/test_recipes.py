@@ -46,7 +46,7 @@ SMALL = {
 DRAWN = "--task.valid-rows 4 --task.test-rows 4"
 """Of recipes that need no data."""
 OTHER_NUMBERS = ("-cost", "-long", "-valid", "-published")
-"""In names of recipes that differ from another in sizes alone, most of which are made small here."""
+"""In names of recipes that differ from another in sizes, most of which are made small here."""
 
 
 def data(name: str, folder: Path) -> None:

@@ -1,5 +1,6 @@
 """A browser for the viewer: Debian's chromium, headless, opening pages from disk."""
 
+import functools
 import shutil
 
 import pytest
@@ -32,36 +33,55 @@ def browser():
         launched.close()
 
 
-@pytest.fixture
-def opened(browser, tmp_path):
-    """Opens the page of a recording; in the end no page has complained or asked for anything."""
-    contexts, complaints, requests = [], [], []
+@pytest.fixture(scope="module")
+def windows(browser):
+    """An empty page by its size, scheme and touch, with what it complains of and asks for.
 
-    def open_page(recording: Recording, *, size=DESKTOP, scheme="light", touch=False, **options):
-        path = tmp_path / f"{len(contexts)}.html"
-        recording.save_page(path, **options)
-        context = browser.new_context(
-            viewport={"width": size[0], "height": size[1]},
+    A new one takes longer than most tests; a page that is opened in it starts anew.
+    """
+
+    @functools.cache
+    def window(size, scheme, touch):
+        width, height = size
+        page = browser.new_context(
+            viewport={"width": width, "height": height},
             color_scheme=scheme,
             has_touch=touch,
             is_mobile=touch,
-        )
-        contexts.append(context)
-        page = context.new_page()
+        ).new_page()
         page.set_default_timeout(PATIENCE)
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("request", lambda request: requests.append(request.url))
+        return page
+
+    complaints, requests = [], []
+    return window, complaints, requests
+
+
+@pytest.fixture
+def opened(windows, tmp_path):
+    """Opens the page of a recording; in the end no page has complained or asked for anything."""
+    window, complaints, requests = windows
+    count = 0
+    complaints.clear()
+    requests.clear()
+
+    def open_page(recording: Recording, *, size=DESKTOP, scheme="light", touch=False, **options):
+        nonlocal count
+        count += 1
+        path = tmp_path / f"{count}.html"
+        recording.save_page(path, **options)
+        page = window(size, scheme, touch)
+        page.emulate_media(color_scheme=scheme)
         page.goto(path.as_uri())
         settle(page)
         return page
 
     yield open_page
-    for context in contexts:
-        context.close()
     outside = [url for url in requests if not url.startswith(("file:", "data:"))]
     assert (complaints, outside) == ([], [])
-    assert len([url for url in requests if url.startswith("file:")]) == len(contexts)
+    assert len([url for url in requests if url.startswith("file:")]) == count
 
 
 @pytest.fixture(scope="module")
