@@ -1,7 +1,8 @@
 """A `MemoryResidual` in a few launches, where the fused backend serves it.
 
-Two calls are fused: one whose rows stand together and whose chunks are all complete, and one token
-without gradients. Every other call runs the plain code around the scan.
+Of a `TensorMemory` two calls are fused: one whose rows stand together and whose chunks are all
+complete, and one token without gradients. Of a `PlaceMemory` one token without gradients is. Every
+other call runs the plain code around the recurrence.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from torch.nn.modules.module import _has_any_global_hook
 from tensor_memory.chunking import aligned_calls
 from tensor_memory.ops import why_not
 from tensor_memory.ops.autograd import is_plain_eager
+from tensor_memory.place import PlaceMemory
+from tensor_memory.place_state import PlaceState
 from tensor_memory.state import MemoryState
 from tensor_memory.tensor import TensorMemory
 
@@ -26,20 +29,37 @@ def fused_layer(
     gate: Tensor,
     drop: tuple[float, float],
     x: Tensor,
-    state: MemoryState | None,
+    state: Any,
     *,
     mask: Tensor | None = None,
     reset: Tensor | None = None,
-    flush: Tensor | bool | int = False,
     **others: Any,
-) -> tuple[Tensor, MemoryState] | None:
+) -> tuple[Tensor, Any] | None:
     """x + σ(γ)·D(memory(norm(x))) and the state after, or None where plain code must run.
 
     drop: probabilities of dropping single features and whole rows.
     """
-    if mask is not None or reset is not None or isinstance(flush, Tensor) or others:
+    if mask is not None or reset is not None:
         return None
+    if type(memory) is PlaceMemory:
+        return _place_token(memory, norm, gate, drop, x, state, **others)
     if not isinstance(memory, TensorMemory) or type(memory).forward is not TensorMemory.forward:
+        return None
+    return _scan_layer(memory, norm, gate, drop, x, state, **others)
+
+
+def _scan_layer(
+    memory: TensorMemory,
+    norm: nn.Module,
+    gate: Tensor,
+    drop: tuple[float, float],
+    x: Tensor,
+    state: MemoryState | None,
+    *,
+    flush: Tensor | bool | int = False,
+    **others: Any,
+) -> tuple[Tensor, MemoryState] | None:
+    if isinstance(flush, Tensor) or others:
         return None
     ops = _fused_ops(x, memory.config.backend) if isinstance(x, Tensor) else None
     if ops is None or not _is_plain_norm(norm, memory.dim) or _is_hooked(memory):
@@ -60,6 +80,71 @@ def fused_layer(
     if waiting == 0 and (flushed or x.shape[1] % memory.config.chunk_size == 0):
         return _complete_chunks(ops, memory, norm, gate, drop, x, state, frame)
     return None
+
+
+def _place_token(
+    memory: PlaceMemory,
+    norm: nn.Module,
+    gate: Tensor,
+    drop: tuple[float, float],
+    x: Tensor,
+    state: PlaceState | None,
+    *,
+    where: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, PlaceState] | None:
+    """One token through a place memory in one launch."""
+    if others or any(drop) or not isinstance(x, Tensor) or x.ndim != 3 or x.shape[1] != 1:
+        return None
+    config, backend = memory.config, memory.config.backend
+    if backend not in ("auto", "triton") or not (x.is_cuda or backend == "triton"):
+        return None
+    if not is_plain_eager((x,)) or why_not("triton", x.device) is not None:
+        return None
+    if not _is_plain_norm(norm, memory.dim) or not _is_plain_place_memory(memory):
+        return None
+    state = memory.checked_state(x, state, where)
+    from tensor_memory.ops.places.triton import token
+
+    held = None if state.scale is not None else state.values
+    if x.dtype == torch.float64 or held is None or not token.serves_token(held):
+        return None
+    assert isinstance(norm, nn.LayerNorm)
+    learned = config.places != "given"
+    weights = token.PlaceWeights(
+        norm=norm.weight,
+        norm_bias=norm.bias,
+        residual_gate=gate,
+        write_place=memory.write_place.weight if learned else None,
+        read_place=memory.read_place.weight if learned and not config.share_places else None,
+        content=memory.content.weight,
+        rate=memory.rate.weight,
+        rate_bias=memory.rate.bias,
+        keep=memory.keep.weight,
+        keep_bias=memory.keep.bias,
+        log_width=memory.log_width if config.kernel == "gaussian" else None,
+        gate=memory.gate.weight,
+        read_norm=memory.norm.weight,
+        output=memory.output.weight,
+    )
+    tensors = (x, held, where, *weights)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        return None
+    if where is not None:
+        where = where[:, 0] if where.ndim == 4 else where.expand(-1, config.heads, -1)
+    assert isinstance(config.wrap, tuple)
+    assert memory.norm.eps is not None
+    out, values = token.token_forward(
+        x, weights, norm.eps, memory.norm.eps, where, state.origin, held, config.rule, config.wrap
+    )
+    return out, state.with_values(values)
+
+
+def _is_plain_place_memory(memory: PlaceMemory) -> bool:
+    """Whether its parts are those it was built with, without hooks."""
+    kinds = {nn.Linear, nn.RMSNorm}
+    parts = (memory, *memory.children())
+    return {type(part) for part in parts[1:]} == kinds and not any(map(_is_hooked, parts))
 
 
 def _fused_ops(x: Tensor, backend: str) -> Any | None:

@@ -207,13 +207,8 @@ class PlaceMemory(nn.Module):
         reset: Tensor | None,
     ) -> tuple[PlaceInputs, PlaceState]:
         """What the tokens say to the recurrence; in float32 or better even under autocast."""
-        check_tokens(x, self.dim, self.output.weight)
-        check_marks(x, mask, reset)
-        self._check_where(x, where)
+        state = self.checked_state(x, state, where, mask, reset)
         config = self.config
-        if state is None:
-            state = PlaceState.zeros(config, x.shape[0], dtype=x.dtype, device=x.device)
-        PlaceState.require(state, config, x)
         if mask is not None:
             x = x.masked_fill(~mask[..., None], 0)  # garbage there must reach no gradient
             if where is not None:
@@ -241,6 +236,23 @@ class PlaceMemory(nn.Module):
             resets=reset,
         )
         return inputs, state
+
+    def checked_state(
+        self,
+        x: Tensor,
+        state: PlaceState | None,
+        where: Tensor | None = None,
+        mask: Tensor | None = None,
+        reset: Tensor | None = None,
+    ) -> PlaceState:
+        """The state that a call with these arguments starts from; raise where they do not fit."""
+        check_tokens(x, self.dim, self.output.weight)
+        check_marks(x, mask, reset)
+        self._check_where(x, where)
+        if state is None:
+            state = PlaceState.zeros(self.config, x.shape[0], dtype=x.dtype, device=x.device)
+        PlaceState.require(state, self.config, x)
+        return state
 
     def _places(self, x: Tensor, where: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """p, and q where it is another: each (B, N, H, n)."""

@@ -13,6 +13,7 @@ padded to a power of two.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,18 +30,13 @@ MOST_VALUES = 2048
 
 @triton.jit
 def factor(
-    places, token, real, width, A: tl.constexpr, n: tl.constexpr, SIZE: tl.constexpr,
-    WRAP: tl.constexpr, P: tl.constexpr, GAUSSIAN: tl.constexpr,
-):  # fmt: skip
-    """An axis' factor (T, P) of unit length, and its slopes by the place and by the width.
-
-    Coordinate 0 of a place addresses the last axis.
-    """
+    place, width, SIZE: tl.constexpr, WRAP: tl.constexpr, P: tl.constexpr, GAUSSIAN: tl.constexpr
+):
+    """An axis' factor (T, P) of unit length at places (T), and its slopes by place and width."""
     voxel = tl.arange(0, P)
-    if n <= A:
-        one = tl.full([real.shape[0], P], 1.0, tl.float32)
+    if SIZE == 1:
+        one = tl.full([place.shape[0], P], 1.0, tl.float32)
         return one, one * 0.0, one * 0.0
-    place = tl.load(places + token * n + (n - 1 - A), mask=real, other=0.0).to(tl.float32)
     at = (place + 1.0) * ((SIZE - 1) / 2)
     unit = tl.full(at.shape, (SIZE - 1) / 2, tl.float32)  # voxels per unit of place
     if WRAP:
@@ -68,6 +64,14 @@ def factor(
     spread = tl.sum(e * e * d * d, axis=1) / squares
     by_width = e * scale * (d * d - spread[:, None]) / (width * width * width)
     return e * scale, by_place * unit[:, None], by_width
+
+
+@triton.jit
+def coordinate(places, token, real, A: tl.constexpr, n: tl.constexpr):
+    """The places (T) of some tokens along an axis; coordinate 0 addresses the last axis."""
+    if n <= A:
+        return tl.zeros(real.shape, tl.float32)
+    return tl.load(places + token * n + (n - 1 - A), mask=real, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -128,10 +132,14 @@ def address_kernel(
     places, found = write_at, phi
     if tl.program_id(2) == 1:
         places, found = read_at, psi
-    f0, _, _ = factor(places, token, real, w, 0, n, G0, W0, P0, GAUSSIAN)
-    f1, _, _ = factor(places, token, real, w, 1, n, G1, W1, P1, GAUSSIAN)
-    f2, _, _ = factor(places, token, real, w, 2, n, G2, W2, P2, GAUSSIAN)
-    f3, _, _ = factor(places, token, real, w, 3, n, G3, W3, P3, GAUSSIAN)
+    p0 = coordinate(places, token, real, 0, n)
+    p1 = coordinate(places, token, real, 1, n)
+    p2 = coordinate(places, token, real, 2, n)
+    p3 = coordinate(places, token, real, 3, n)
+    f0, _, _ = factor(p0, w, G0, W0, P0, GAUSSIAN)
+    f1, _, _ = factor(p1, w, G1, W1, P1, GAUSSIAN)
+    f2, _, _ = factor(p2, w, G2, W2, P2, GAUSSIAN)
+    f3, _, _ = factor(p3, w, G3, W3, P3, GAUSSIAN)
     address = f0[:, :, None, None, None] * f1[:, None, :, None, None]
     address = address * (f2[:, None, None, :, None] * f3[:, None, None, None, :])
     where, exist = offsets(token, real, V, G0, G1, G2, G3, P0, P1, P2, P3)
@@ -159,10 +167,14 @@ def address_backward_kernel(
         places, by_address, by_places = read_at, by_psi, by_read_at
     where, exist = offsets(token, real, V, G0, G1, G2, G3, P0, P1, P2, P3)
     given = tl.load(by_address + where, mask=exist, other=0.0).to(tl.float32)
-    f0, slope0, wider0 = factor(places, token, real, w, 0, n, G0, W0, P0, GAUSSIAN)
-    f1, slope1, wider1 = factor(places, token, real, w, 1, n, G1, W1, P1, GAUSSIAN)
-    f2, slope2, wider2 = factor(places, token, real, w, 2, n, G2, W2, P2, GAUSSIAN)
-    f3, slope3, wider3 = factor(places, token, real, w, 3, n, G3, W3, P3, GAUSSIAN)
+    p0 = coordinate(places, token, real, 0, n)
+    p1 = coordinate(places, token, real, 1, n)
+    p2 = coordinate(places, token, real, 2, n)
+    p3 = coordinate(places, token, real, 3, n)
+    f0, slope0, wider0 = factor(p0, w, G0, W0, P0, GAUSSIAN)
+    f1, slope1, wider1 = factor(p1, w, G1, W1, P1, GAUSSIAN)
+    f2, slope2, wider2 = factor(p2, w, G2, W2, P2, GAUSSIAN)
+    f3, slope3, wider3 = factor(p3, w, G3, W3, P3, GAUSSIAN)
     f0, f1 = f0[:, :, None, None, None], f1[:, None, :, None, None]
     f2, f3 = f2[:, None, None, :, None], f3[:, None, None, None, :]
     by_0 = along(given * (f1 * (f2 * f3)), 0)
@@ -181,19 +193,25 @@ def address_backward_kernel(
         tl.store(by_width + part + tl.program_id(2), tl.sum(tl.where(real, by_w, 0.0)))
 
 
-def _constants(inputs: PlaceInputs) -> dict[str, Any]:
-    grid, wrap = inputs.grid, inputs.wrap
+def grid_constants(grid: Sequence[int], wrap: Sequence[bool]) -> dict[str, int]:
+    """A grid by the names it has in the kernels."""
     sizes = (*grid, 1, 1, 1)[:4]
-    padded = [triton.next_power_of_2(size) for size in sizes]
     return {
-        "H": inputs.content.shape[2],
-        "V": math.prod(grid),
-        "T": max(1, MOST_VALUES // math.prod(padded)),
         "n": len(grid),
-        "GAUSSIAN": inputs.width is not None,
+        "V": math.prod(grid),
         **{f"G{axis}": size for axis, size in enumerate(sizes)},
-        **{f"P{axis}": size for axis, size in enumerate(padded)},
+        **{f"P{axis}": triton.next_power_of_2(size) for axis, size in enumerate(sizes)},
         **{f"W{axis}": wraps for axis, wraps in enumerate((*wrap, False, False, False)[:4])},
+    }
+
+
+def _constants(inputs: PlaceInputs) -> dict[str, Any]:
+    grid = grid_constants(inputs.grid, inputs.wrap)
+    values = math.prod(grid[f"P{axis}"] for axis in range(4))
+    return grid | {
+        "H": inputs.content.shape[2],
+        "T": max(1, MOST_VALUES // values),
+        "GAUSSIAN": inputs.width is not None,
     }
 
 

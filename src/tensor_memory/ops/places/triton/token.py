@@ -1,0 +1,229 @@
+"""One token through a layer without gradients, in one launch: norm, write, read, gate, sum.
+
+Letters: B batch, d width, H heads, V voxels, C channels, n axes.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tensor_memory.ops.inputs import prepared
+from tensor_memory.ops.launch import INTERPRETED, bind, or_else
+from tensor_memory.ops.places.addresses import voxels
+from tensor_memory.ops.places.triton.addresses import factor, grid_constants
+
+MOST_STATE = 16_384
+"""Values of a head's grid, padded, that a program can hold."""
+MOST_WIDTH = 512
+"""Features of a token that are multiplied at once."""
+
+
+class PlaceWeights(NamedTuple):
+    """What a layer around a place memory learns; None for what its config leaves out."""
+
+    norm: Tensor
+    norm_bias: Tensor
+    residual_gate: Tensor
+    write_place: Tensor | None
+    read_place: Tensor | None
+    content: Tensor
+    rate: Tensor
+    rate_bias: Tensor
+    keep: Tensor
+    keep_bias: Tensor
+    log_width: Tensor | None
+    gate: Tensor
+    read_norm: Tensor
+    output: Tensor
+
+
+@triton.jit
+def normed(x, norm, norm_bias, mean, scale, c, D: tl.constexpr):
+    """Some features of the token after its LayerNorm."""
+    own = c < D
+    value = tl.load(x + c, mask=own, other=0.0).to(tl.float32)
+    weight = tl.load(norm + c, mask=own, other=0.0).to(tl.float32)
+    bias = tl.load(norm_bias + c, mask=own, other=0.0).to(tl.float32)
+    return tl.where(own, (value - mean) * scale * weight + bias, 0.0)
+
+
+@triton.jit
+def projected(weight, first, count: tl.constexpr, token, c, ROWS: tl.constexpr, D: tl.constexpr):
+    """Rows of a matrix times a part of the token: (ROWS)."""
+    row = tl.arange(0, ROWS)
+    real = (row < count)[:, None] & (c < D)[None, :]
+    part = tl.load(weight + (first + row)[:, None] * D + c[None, :], mask=real, other=0.0)
+    return tl.sum(part.to(tl.float32) * token[None, :], axis=1)
+
+
+@triton.jit
+def component(values, index: tl.constexpr, SIZE: tl.constexpr):
+    """One of some values, as (1)."""
+    return tl.sum(tl.where(tl.arange(0, SIZE) == index, values, 0.0), keep_dims=True, axis=0)
+
+
+@triton.jit
+def address(
+    place, w, n: tl.constexpr, G0: tl.constexpr, G1: tl.constexpr, G2: tl.constexpr,
+    G3: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr, P3: tl.constexpr,
+    W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, W3: tl.constexpr,
+    GAUSSIAN: tl.constexpr,
+):  # fmt: skip
+    """φ (1, P0, P1, P2, P3) of one place, a vector of 4; coordinate 0 addresses the last axis."""
+    f0, _, _ = factor(component(place, n - 1, 4), w, G0, W0, P0, GAUSSIAN)
+    f1, _, _ = factor(component(place, n - 2, 4), w, G1, W1, P1, GAUSSIAN)
+    f2, _, _ = factor(component(place, n - 3, 4), w, G2, W2, P2, GAUSSIAN)
+    f3, _, _ = factor(component(place, n - 4, 4), w, G3, W3, P3, GAUSSIAN)
+    phi = f0[:, :, None, None, None] * f1[:, None, :, None, None]
+    return phi * (f2[:, None, None, :, None] * f3[:, None, None, None, :])
+
+
+@triton.jit
+def over_the_grid(values):
+    """(C, P0, P1, P2, P3) -> (C)."""
+    return tl.sum(tl.sum(tl.sum(tl.sum(values, axis=4), axis=3), axis=2), axis=1)
+
+
+@triton.jit
+def tanh(x):
+    """By its definition through the exponential of a negative number."""
+    small = tl.exp(-2.0 * tl.abs(x))
+    return tl.where(x < 0, -1.0, 1.0) * (1.0 - small) / (1.0 + small)
+
+
+@triton.jit(do_not_specialize=["epsilon", "read_epsilon"])
+def token_kernel(
+    x, norm, norm_bias, residual_gate, write_place, read_place, content, rate, rate_bias, keep,
+    keep_bias, log_width, gate, read_norm, output, where, origin, state, out, after, readout,
+    epsilon, read_epsilon,
+    D: tl.constexpr, DP: tl.constexpr, DB: tl.constexpr, H: tl.constexpr, C: tl.constexpr,
+    CP: tl.constexpr, LEARNED: tl.constexpr, GIVEN: tl.constexpr, SAME: tl.constexpr,
+    DELTA: tl.constexpr, GAUSSIAN: tl.constexpr, n: tl.constexpr, V: tl.constexpr,
+    G0: tl.constexpr, G1: tl.constexpr, G2: tl.constexpr, G3: tl.constexpr,
+    P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr, P3: tl.constexpr,
+    W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, W3: tl.constexpr,
+):  # fmt: skip
+    """One program per row. x and out (B, d), state and after (B, H, V, C), where (B, H, n)."""
+    b = tl.program_id(0).to(tl.int64)
+    x += b * D
+    whole, axes, channel = tl.arange(0, DP), tl.arange(0, 4), tl.arange(0, CP)
+    value = tl.load(x + whole, mask=whole < D, other=0.0).to(tl.float32)
+    mean = tl.sum(value) / D
+    centred = tl.where(whole < D, value - mean, 0.0)
+    scale = 1.0 / tl.sqrt(tl.sum(centred * centred) / D + epsilon)
+    i0 = tl.arange(0, P0)[None, :, None, None, None]
+    i1 = tl.arange(0, P1)[None, None, :, None, None]
+    i2 = tl.arange(0, P2)[None, None, None, :, None]
+    i3 = tl.arange(0, P3)[None, None, None, None, :]
+    at = (((i0 * G1 + i1) * G2 + i2) * G3 + i3) * C + channel[:, None, None, None, None]
+    exist = (i0 < G0) & (i1 < G1) & (i2 < G2) & (i3 < G3) & (channel < C)[:, None, None, None, None]
+    shift = tl.load(origin + b * n + axes, mask=axes < n, other=0.0).to(tl.float32)
+    for head in range(H):
+        # What the token says to this head.
+        p, q = tl.zeros([4], tl.float32), tl.zeros([4], tl.float32)
+        v, opened = tl.zeros([CP], tl.float32), tl.zeros([CP], tl.float32)
+        beta = tl.load(rate_bias + head).to(tl.float32)
+        kept = tl.load(keep_bias + head).to(tl.float32)
+        for start in range(0, D, DB):
+            c = start + tl.arange(0, DB)
+            token = normed(x, norm, norm_bias, mean, scale, c, D)
+            v += projected(content, head * C, C, token, c, CP, D)
+            opened += projected(gate, head * C, C, token, c, CP, D)
+            weight = tl.load(rate + head * D + c, mask=c < D, other=0.0).to(tl.float32)
+            beta += tl.sum(weight * token)
+            weight = tl.load(keep + head * D + c, mask=c < D, other=0.0).to(tl.float32)
+            kept += tl.sum(weight * token)
+            if LEARNED:
+                p += projected(write_place, head * n, n, token, c, 4, D)
+                if not SAME:
+                    q += projected(read_place, head * n, n, token, c, 4, D)
+        p, q = tanh(p) + shift, tanh(q) + shift
+        if GIVEN:
+            given = tl.load(where + (b * H + head) * n + axes, mask=axes < n, other=0.0)
+            p += given.to(tl.float32)
+            q += given.to(tl.float32)
+        w = 1.0
+        if GAUSSIAN:
+            w = tl.exp(tl.load(log_width + head).to(tl.float32))
+        # Keep, write, read.
+        phi = address(p, w, n, G0, G1, G2, G3, P0, P1, P2, P3, W0, W1, W2, W3, GAUSSIAN)
+        place = (b * H + head) * V * C + at
+        S = tl.load(state + place, mask=exist, other=0.0) / (1.0 + tl.exp(-kept))
+        if DELTA:
+            v -= over_the_grid(phi * S)
+        S += phi * (v / (1.0 + tl.exp(-beta)))[:, None, None, None, None]
+        tl.store(after + place, S, mask=exist)
+        psi = phi
+        if not SAME:
+            psi = address(q, w, n, G0, G1, G2, G3, P0, P1, P2, P3, W0, W1, W2, W3, GAUSSIAN)
+        r = over_the_grid(psi * S)
+        r = tl.where(channel < C, r, 0.0)
+        r /= tl.sqrt(tl.sum(r * r) / C + read_epsilon)
+        r *= tl.load(read_norm + channel, mask=channel < C, other=0.0).to(tl.float32)
+        r *= opened / (1.0 + tl.exp(-opened))
+        tl.store(readout + (b * H + head) * C + channel, r, mask=channel < C)
+    tl.debug_barrier()  # every thread needs all of it
+    share = 1.0 / (1.0 + tl.exp(-tl.load(residual_gate).to(tl.float32)))
+    for start in range(0, D, DB):
+        c = start + tl.arange(0, DB)
+        m = tl.zeros([DB], tl.float32)
+        for head in range(H):
+            column = head * C + channel
+            real = (c < D)[:, None] & (channel < C)[None, :]
+            r = tl.load(readout + b * H * C + column, mask=channel < C, other=0.0)
+            part = tl.load(output + c[:, None] * (H * C) + column[None, :], mask=real, other=0.0)
+            m += tl.sum(part.to(tl.float32) * r[None, :], axis=1)
+        before = tl.load(x + c, mask=c < D, other=0.0).to(tl.float32)
+        tl.store(out + b * D + c, before + share * m, mask=c < D)
+
+
+def serves_token(state: Tensor) -> bool:
+    """Whether one launch can take a token of a memory with this state (B, H, *grid, C)."""
+    padded = voxels([triton.next_power_of_2(size) for size in state.shape[2:]])
+    return state.dtype == torch.float32 and padded <= MOST_STATE
+
+
+def token_forward(
+    x: Tensor,
+    weights: PlaceWeights,
+    epsilon: float,
+    read_epsilon: float,
+    where: Tensor | None,
+    origin: Tensor,
+    state: Tensor,
+    rule: str,
+    wrap: Sequence[bool],
+) -> tuple[Tensor, Tensor]:
+    """One token x (B, 1, d) for every row -> x̂ (B, 1, d) and the state after; where (B, H, n)."""
+    B, H, *grid, C = state.shape
+    d = x.shape[-1]
+    x, state, origin = x.contiguous(), state.contiguous(), origin.contiguous()
+    out, after = torch.empty_like(x), torch.empty_like(state)
+    readout = state.new_empty(B, H, C)
+    width = triton.next_power_of_2(d)
+    kernel = bind(
+        token_kernel,
+        D=d, DP=width, DB=min(MOST_WIDTH, width), H=H, C=C, CP=triton.next_power_of_2(C),
+        LEARNED=weights.write_place is not None, GIVEN=where is not None,
+        SAME=weights.read_place is None, DELTA=rule == "delta",
+        GAUSSIAN=weights.log_width is not None, **grid_constants(grid, wrap),
+        **({} if INTERPRETED else {"num_warps": 8}),
+    )  # fmt: skip
+    taken = (prepared(or_else(t, readout), or_else(t, readout).dtype) for t in weights)
+    kernel(
+        (B,),
+        (
+            x, *taken, or_else(where, readout).contiguous(), origin, state, out, after, readout
+        ),
+        (float(epsilon), float(read_epsilon)),
+    )  # fmt: skip
+    return out, after

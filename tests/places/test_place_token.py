@@ -1,0 +1,125 @@
+"""One token of a place memory in one launch, against the plain layer."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tensor_memory import MemoryResidual, PlaceConfig, PlaceMemory, residual
+from tolerances import assert_same
+
+token = pytest.importorskip(
+    "tensor_memory.ops.places.triton.token", reason="the fused backend needs triton"
+)
+HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DIM, ROWS = 12, 3
+
+CONFIGS = {
+    "two axes": PlaceConfig(grid=(3, 5), channels=3, heads=2),
+    "delta, a circle, given": PlaceConfig(
+        grid=(3, 4), channels=4, heads=2, rule="delta", wrap=True, places="given"
+    ),
+    "one axis, interpolated, shared": PlaceConfig(
+        grid=(5,), channels=2, kernel="linear", share_places=True
+    ),
+    "three axes, offset": PlaceConfig(grid=(2, 3, 2), channels=2, heads=2, places="offset"),
+    "four axes": PlaceConfig(grid=(2, 2, 3, 2), channels=2, rule="delta", kernel="linear"),
+}
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Counts tokens that went through in one launch."""
+    found = []
+    run = token.token_forward
+    monkeypatch.setattr(token, "token_forward", lambda *a: (found.append(1), run(*a))[1])
+    return found
+
+
+def build(config):
+    torch.manual_seed(0)
+    memory = PlaceMemory(DIM, replace(config, backend="triton"))
+    layer = MemoryResidual(memory, gate_init=0.3).to(HERE)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape).to(HERE)
+    return layer
+
+
+def draw(config):
+    x = torch.randn(ROWS, 4, DIM).to(HERE)
+    where = torch.rand(ROWS, 4, config.axes).to(HERE) * 2.4 - 1.2  # some beyond the border
+    return x, None if config.places == "learned" else where
+
+
+def stream(layer, x, where):
+    """Token by token: what came out, and the state after."""
+    found, state = [], None
+    for t in range(x.shape[1]):
+        at = {} if where is None else {"where": where[:, t : t + 1]}
+        y, state = layer(x[:, t : t + 1], state, **at)
+        found.append(y)
+    return torch.cat(found, 1), state
+
+
+def plain(monkeypatch, layer, *tokens):
+    with monkeypatch.context() as patched, torch.no_grad():
+        patched.setattr(residual, "fused_layer", lambda *_, **__: None)
+        layer.memory.config = replace(layer.memory.config, backend="reference")
+        found = stream(layer, *tokens)
+        layer.memory.config = replace(layer.memory.config, backend="triton")
+    return found
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_token_in_one_launch_is_the_plain_token(name, launches, monkeypatch):
+    layer, tokens = build(CONFIGS[name]), draw(CONFIGS[name])
+    expected, expected_state = plain(monkeypatch, layer, *tokens)
+    with torch.no_grad():
+        got, state = stream(layer, *tokens)
+    assert len(launches) == 4
+    assert_same(got, expected)
+    assert_same(state.values, expected_state.values)
+
+
+def test_an_agent_that_has_moved_writes_where_it_stands(launches, monkeypatch):
+    layer, (x, _) = build(CONFIGS["two axes"]), draw(CONFIGS["two axes"])
+    shift = torch.tensor([[0.3, 0.1]]).expand(ROWS, 2).to(HERE)
+    found = []
+    for way in (lambda *a, **k: None, residual.fused_layer):
+        monkeypatch.setattr(residual, "fused_layer", way)
+        with torch.no_grad():
+            _, state = layer(x[:, :1])
+            found.append(layer(x[:, 1:2], state.moved(shift))[0])
+    assert len(launches) == 2
+    assert_same(*found)
+
+
+def test_what_must_be_learned_from_or_heard_runs_plainly(launches):
+    layer, (x, _) = build(CONFIGS["two axes"]), draw(CONFIGS["two axes"])
+    layer(x[:, :1])  # gradients
+    with torch.no_grad():
+        layer(x[:, :2])  # two tokens
+        layer(x[:, :1], mask=torch.ones(ROWS, 1, dtype=torch.bool, device=HERE))
+        heard = []
+        handle = layer.memory.content.register_forward_hook(lambda *_: heard.append(1))
+        layer(x[:, :1])
+        assert heard == [1]
+        handle.remove()
+        layer.memory.content = torch.nn.Sequential(layer.memory.content)  # as an adapter does
+        layer(x[:, :1])
+    assert not launches
+
+
+@pytest.mark.gpu
+def test_a_token_takes_one_launch():
+    layer, (x, _) = build(CONFIGS["two axes"]), draw(CONFIGS["two axes"])
+    with torch.no_grad():
+        _, state = layer(x[:, :1])
+        layer(x[:, :1], state)
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            layer(x[:, :1], state)
+            torch.cuda.synchronize()
+    kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(kernels) == 1, [event.name for event in kernels]
