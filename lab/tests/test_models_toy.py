@@ -17,7 +17,7 @@ from tolerances import assert_same
 # The published start over 128 tokens is what some diagnostics measure.
 pytestmark = pytest.mark.filterwarnings("ignore::tensor_memory.ForgettingWarning")
 
-METHODS = get_args(ToyMethod)
+METHODS, more = get_args(ToyMethod), pytest.mark.exhaustive
 WINDOWED = [(m, w) for m in METHODS for w in (None, 3) if (m, w) != ("recurrent-slots", None)]
 TASKS = {
     "binding": BindingConfig(),
@@ -90,8 +90,18 @@ def test_linear_attention_takes_the_memorys_gain():
     assert all(torch.equal(4 * quiet[name], loud[name]) for name in louder)
 
 
-@pytest.mark.parametrize(("method", "window"), WINDOWED)
-@pytest.mark.parametrize("name", TASKS)
+def crossed(names):
+    """Every method on the first of the names and a memory on all; the rest is exhaustive."""
+    return [
+        pytest.param(
+            name, *method, marks=() if name == names[0] or method == ("tensor", None) else more
+        )
+        for name in names
+        for method in WINDOWED
+    ]
+
+
+@pytest.mark.parametrize(("name", "method", "window"), crossed([*TASKS]))
 def test_one_step_of_every_method_on_every_task(name, method, window):
     task = TASKS[name].build(0)
     model = ToyModelConfig(method=method, window=window, slots=2, cache=3, **SMALL).build(task)
@@ -121,9 +131,9 @@ class Answers(nn.Module):
         return self.model(batch | {self.name: x, "ask": everywhere})[0]["logits"]
 
 
-@pytest.mark.parametrize(("method", "window"), WINDOWED)
-@pytest.mark.parametrize(("name", "given"), [("binding", "place"), ("map", "features")])
-def test_no_method_sees_the_future(name, given, method, window):
+@pytest.mark.parametrize(("name", "method", "window"), crossed(["binding", "map"]))
+def test_no_method_sees_the_future(name, method, window):
+    given = {"binding": "place", "map": "features"}[name]
     config = BindingConfig(writes=9) if name == "binding" else MapConfig(observations=9)
     task = config.build(0)
     model = ToyModelConfig(method=method, window=window, slots=2, cache=3, **SMALL).build(task)

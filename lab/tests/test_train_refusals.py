@@ -5,6 +5,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import signal
 
 import pytest
@@ -23,12 +24,24 @@ def run(folder, config=None, **options):
     return train(config or tiny_run(), RunOptions(folder, device="cpu", quiet=True, **options))
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of 20 steps and its record."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    return folder, run(folder)
+
+
 @pytest.fixture
-def unfinished(tmp_path):
-    """A run of 20 steps that was killed before its result, its checkpoint before at step 16."""
-    run(tmp_path / "run")
-    (tmp_path / "run" / "result.json").unlink()
-    return tmp_path / "run"
+def finished(trained, tmp_path):
+    """The same run in a folder of its own."""
+    return shutil.copytree(trained[0], tmp_path / "run")
+
+
+@pytest.fixture
+def unfinished(finished):
+    """As it was killed before its result, its checkpoint before at step 16."""
+    (finished / "result.json").unlink()
+    return finished
 
 
 def test_files_made_of_other_data_are_not_written_over(tmp_path):
@@ -57,21 +70,19 @@ def test_a_task_that_cannot_be_trained_or_told_is_refused_before_there_is_a_fold
     assert not (tmp_path / "run").exists()
 
 
-def test_a_folder_with_a_run_is_refused_without_resume(tmp_path):
-    run(tmp_path / "run")
+def test_a_folder_with_a_run_is_refused_without_resume(finished):
     message = (
         r"expected a new or empty folder, got one that holds a run \(config.json, metrics.jsonl, "
         r"result.json, checkpoints\); continue it with --resume, or choose another --output"
     )
     with pytest.raises(ValueError, match=message):
-        run(tmp_path / "run")
+        run(finished)
 
 
-def test_another_config_is_refused_by_the_names_of_its_fields(tmp_path):
-    run(tmp_path / "run")
+def test_another_config_is_refused_by_the_names_of_its_fields(finished):
     changed = tiny_run(optimizer={"lr": 0.5}, budget={"steps": 21}, seed=1)
     with pytest.raises(ValueError, match="expected the config this run was started with") as error:
-        run(tmp_path / "run", changed, resume=True)
+        run(finished, changed, resume=True)
     told = str(error.value)
     assert "optimizer.lr: 0.01 there, 0.5 now" in told
     assert "budget.steps: 20 there, 21 now" in told
@@ -110,7 +121,7 @@ def change_header(**changes):
     ],
 )
 def test_a_broken_checkpoint_is_refused_and_the_one_before_used_when_asked(
-    unfinished, tmp_path, damage, message
+    trained, unfinished, damage, message
 ):
     last = unfinished / "checkpoints" / "step-000020.safetensors"
     damage(last)
@@ -123,7 +134,7 @@ def test_a_broken_checkpoint_is_refused_and_the_one_before_used_when_asked(
         "another --output"
     )
     record = run(unfinished, resume=True, from_previous=True)
-    assert record["curve"] == run(tmp_path / "whole")["curve"]
+    assert record["curve"] == trained[1]["curve"]
     lines = (unfinished / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, 21))
 
