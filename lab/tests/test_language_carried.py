@@ -19,7 +19,8 @@ from tensor_memory_lab.train.step import Step, make_optimizer
 WORDS, N, ROWS = 11, 6, 3
 CPU = torch.device("cpu")
 CARRIES = [
-    "tensor-local", "linear", "linear-local", "conv-local", "xl", "tensor-xl", "recurrent-slots",
+    "tensor-local", "place-local", "linear", "linear-local", "conv-local", "xl", "tensor-xl",
+    "recurrent-slots",
 ]  # fmt: skip
 
 

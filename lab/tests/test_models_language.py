@@ -74,7 +74,7 @@ class Logits(nn.Module):
         return self.model({"ids": ids}, need_logits=True)[0]["logits"]
 
 
-ROTARY = ["base", "local", "tensor", "tensor-local", "linear-local", "conv-local"]
+ROTARY = ["base", "local", "tensor", "tensor-local", "place-local", "linear-local", "conv-local"]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tensor_memory import MemoryConfig, MemoryResidual, TensorMemory
+from tensor_memory import MemoryConfig, MemoryResidual, PlaceConfig, TensorMemory
 from tensor_memory_lab.models.attention import SelfAttention
 from tensor_memory_lab.models.block import Block, drop_path, initialise
 from tensor_memory_lab.models.language import LanguageModelConfig
@@ -15,6 +15,7 @@ from tensor_memory_lab.models.toy import ToyModelConfig
 from tolerances import assert_same
 
 MEMORY = MemoryConfig(channels=3, grid=(3, 4), chunk_size=3)
+PLACE = PlaceConfig(channels=3, grid=(3, 4), heads=2, share_places=False, rule="delta")
 PLAIN = StackConfig(dim=8, layers=2, heads=2, length=12, carried=True)
 CARRIED = {  # attention that cannot reach into the call before, so that only the state does
     "tensor": replace(PLAIN, window=1, side="tensor", memory=MEMORY, side_layers=(0, 1)),
@@ -24,6 +25,7 @@ CARRIED = {  # attention that cannot reach into the call before, so that only th
     "tensor, own weights": replace(
         PLAIN, window=1, side="tensor", memory=MEMORY, side_layers=(0, 1), share_weights=False
     ),
+    "place": replace(PLAIN, window=1, side="place", place=PLACE, side_layers=(0, 1)),
     "linear side": replace(PLAIN, window=1, side="linear", memory=MEMORY, side_layers=(0, 1)),
     "linear": replace(PLAIN, attention="linear"),
     "xl": replace(PLAIN, attention="relative", segment=3, cache=4),
@@ -61,7 +63,9 @@ def test_carried_calls_equal_one_long_pass(name):
 
 
 @pytest.mark.parametrize("lengths", [[4, 4, 4], [1, 2, 9], [6, 1, 5]])
-@pytest.mark.parametrize("name", ["tensor", "tensor, token reads", "linear", "linear side"])
+@pytest.mark.parametrize(
+    "name", ["tensor", "tensor, token reads", "place", "linear", "linear side"]
+)
 def test_calls_may_be_cut_inside_a_chunk(name, lengths):
     stack, x = made(CARRIED[name]), tokens()
     assert_same(in_calls(stack, x, lengths)[0], stack(x)[0])
@@ -139,7 +143,7 @@ def test_a_method_of_slots_without_any_is_refused(config):
         config.stack(12, *[False] * isinstance(config, LanguageModelConfig))
 
 
-@pytest.mark.parametrize("side", ["tensor", "linear"])
+@pytest.mark.parametrize("side", ["tensor", "place", "linear"])
 def test_the_initialiser_leaves_memory_norms_and_gates_alone(side):
     stack = Stack(replace(CARRIED["tensor"], side=side, gate_init=-2.0))
     before = {name: tensor.clone() for name, tensor in stack.state_dict().items()}
@@ -152,7 +156,14 @@ def test_the_initialiser_leaves_memory_norms_and_gates_alone(side):
             assert torch.equal(after, before[name]) == kept, name
     if side == "tensor":
         assert stack.memory.spread.bias.item() == 1.0
+    if side == "place":
+        assert stack.memory.keep.bias.tolist() == [6.0] * 4
     assert stack.blocks[0].side.gate.item() == -2.0
+
+
+def test_places_that_the_caller_gives_are_refused_for_text():
+    with pytest.raises(ValueError, match=r"place.places: expected learned, .* got 'given'"):
+        replace(CARRIED["place"], place=PlaceConfig.map())
 
 
 def test_all_methods_start_from_the_same_weights_under_one_seed():

@@ -111,6 +111,12 @@ def test_the_use_of_a_layer_called_twice_is_the_mean_of_its_calls():
     assert memory_backend(torch.nn.Linear(2, 2)) is None
 
 
+@pytest.mark.parametrize("method", ["tensor", "place"])
+def test_the_backend_of_either_memory_is_told(method):
+    model = LanguageModel(LanguageModelConfig(method=method, dim=8, layers=1, heads=2), 9, 12)
+    assert memory_backend(model) == "torch"
+
+
 def test_switched_off_a_carried_memory_adds_nothing_and_is_on_again_afterwards():
     memory = MemoryConfig(channels=2, grid=(2, 2), chunk_size=5)
     shape = {"dim": 8, "layers": 2, "heads": 2, "window": 4, "memory": memory}

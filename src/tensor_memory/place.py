@@ -19,7 +19,7 @@ from tensor_memory.chunking import check_marks, check_tokens
 from tensor_memory.config import PlaceConfig
 from tensor_memory.ops.inputs import products_dtype
 from tensor_memory.ops.places.inputs import PlaceInputs
-from tensor_memory.ops.places.place_scan import place_inputs, run_places
+from tensor_memory.ops.places.place_scan import place_backend, place_inputs, run_places
 from tensor_memory.ops.places.shares import shares
 from tensor_memory.place_state import PlaceState
 
@@ -116,6 +116,24 @@ class PlaceMemory(nn.Module):
 
     def extra_repr(self) -> str:  # noqa: D102
         return f"{self.dim}, {self.config}"
+
+    def backend_on(self, device: torch.device | str, dtype: torch.dtype = torch.float32) -> str:
+        """The backend that serves this memory on a device, for tokens of a type.
+
+        >>> PlaceMemory(8).backend_on("cpu")
+        'torch'
+        """
+        config = self.config
+        state = PlaceState.zeros(config, 1, dtype=dtype, device="meta").values
+        content = state.new_empty(1, 1, config.heads, config.channels)
+        at, rate = content.new_empty(1, 1, config.heads, config.axes), content[..., 0]
+        width = rate[0, 0] if config.kernel == "gaussian" else None
+        assert isinstance(config.wrap, tuple)
+        inputs = place_inputs(
+            at, None if config.share_places else at, content, rate, rate, width, state,
+            rule=config.rule, wrap=config.wrap, resets=None,
+        )  # fmt: skip
+        return place_backend(inputs, config.backend, torch.device(device))
 
     def forward(
         self,

@@ -8,7 +8,14 @@ import torch
 from scans import FUSED, HERE, Case, floats
 from torch import Tensor
 
-from tensor_memory import MemoryConfig, TensorMemory, backends, memory_scan
+from tensor_memory import (
+    MemoryConfig,
+    PlaceConfig,
+    PlaceMemory,
+    TensorMemory,
+    backends,
+    memory_scan,
+)
 from tensor_memory.ops import BACKENDS, dispatch, memory_read, why_not
 from tensor_memory.ops.scan import torch as torch_backend
 
@@ -113,6 +120,14 @@ def test_a_memory_says_which_backend_it_will_use():
     assert TensorMemory(8, large).backend_on("cuda", torch.bfloat16) == "torch"
     with pytest.raises(ValueError, match=r"'triton' cannot serve .* up to 4096 voxels, got 4225"):
         TensorMemory(8, replace(large, backend="triton")).backend_on("cuda")
+    places = PlaceConfig(grid=(8, 8))
+    assert PlaceMemory(8, places).backend_on("cpu") == "torch"
+    assert PlaceMemory(8, places).backend_on("cuda") == "triton"
+    assert PlaceMemory(8, places).backend_on("cuda", torch.float64) == "torch"
+    wide = replace(places, channels=65)
+    assert PlaceMemory(8, wide).backend_on("cuda") == "torch"
+    with pytest.raises(ValueError, match=r"'triton' cannot serve .* up to 64 channels"):
+        PlaceMemory(8, replace(wide, backend="triton")).backend_on("cuda")
 
 
 def test_auto_says_once_what_it_chose(monkeypatch, caplog):

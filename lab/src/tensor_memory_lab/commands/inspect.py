@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from tensor_memory import MemoryResidual, Recording, TensorMemory, record
+from tensor_memory import MemoryResidual, PlaceMemory, Recording, TensorMemory, record
 from tensor_memory_lab.recipes import find_recipe
 from tensor_memory_lab.records import config_dict
 from tensor_memory_lab.tasks import Annotations, Describes
@@ -54,11 +54,12 @@ def record_run(
 ) -> Recording:
     """What the model of a run does with the first rows of its test data."""
     config, task, model = load_run(folder, which, data_dir=data_dir)
-    if not any(isinstance(part, MemoryResidual | TensorMemory) for part in model.modules()):
+    held = (MemoryResidual, TensorMemory, PlaceMemory)
+    if not any(isinstance(part, held) for part in model.modules()):
         raise ValueError(
             f"{folder}: expected a run whose model has a memory, got one of the method "
-            f"{config.model.method}, which has none; methods with a memory are called tensor "
-            "or spatial"
+            f"{config.model.method}, which has none; methods with a memory are called tensor, "
+            "place or spatial"
         )
     if windows > 1 and not task.carries:
         raise ValueError(

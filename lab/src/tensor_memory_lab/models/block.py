@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tensor_memory import MemoryResidual, TensorMemory
+from tensor_memory import MemoryResidual, PlaceMemory, TensorMemory
 from tensor_memory_lab.models.side import SideMemory
 
 Place = Literal["after_mlp", "after_attention"]
@@ -165,7 +165,7 @@ def initialise(model: nn.Module, std: float = 0.02, *, narrow: bool = False) -> 
     (True, False)
     """
     seed = torch.initial_seed() % 2**31  # a draw would depend on what building has drawn before
-    keeps = (TensorMemory, SideMemory, MemoryResidual, nn.LayerNorm)
+    keeps = (TensorMemory, PlaceMemory, SideMemory, MemoryResidual, nn.LayerNorm)
     kept = {
         id(parameter)
         for module in model.modules()

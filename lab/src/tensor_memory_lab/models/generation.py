@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensor_memory import MemoryState
+from tensor_memory import MemoryState, PlaceState
 from tensor_memory_lab.models import Carry
 from tensor_memory_lab.models.block import LayerState
 from tensor_memory_lab.models.language import LanguageModel
@@ -134,6 +134,8 @@ def _tensors(kept: Any) -> Iterator[Tensor]:
         yield kept
     elif isinstance(kept, MemoryState):
         yield from (kept.hidden, kept.cell, kept.tokens, kept.fill, kept.readout)
+    elif isinstance(kept, PlaceState):
+        yield from (kept.values, kept.origin)
     elif isinstance(kept, dict):
         for value in kept.values():
             yield from _tensors(value)

@@ -8,13 +8,14 @@ Letters: B batch, N tokens, d width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tensor_memory import PlaceConfig
 from tensor_memory_lab.models import Carry, Model
 from tensor_memory_lab.models.block import initialise
 from tensor_memory_lab.models.cross_entropy import linear_cross_entropy
@@ -37,6 +38,8 @@ LanguageMethod = Literal[
     "tensor-local",
     "tensor-xl",
     "tensor-depth",
+    "place",
+    "place-local",
 ]
 
 NARROW = 128
@@ -53,7 +56,8 @@ class LanguageModelConfig(DecoderConfig):
     a linear-attention state of the memory's bytes; conv-local: local and a convolution over four
     tokens; xl: relative attention with a cache; recurrent-slots: tokens carried from segment to
     segment; tensor, tensor-local: the memory beside full or local attention; tensor-xl: beside xl's
-    attention, in place of its cache; tensor-depth: the published form, which sees the future."""
+    attention, in place of its cache; tensor-depth: the published form, which sees the future;
+    place, place-local: the place memory beside full or local attention."""
     dim: int = 384
     layers: int = 8
     heads: int = 8
@@ -68,6 +72,8 @@ class LanguageModelConfig(DecoderConfig):
     """Tokens that xl, tensor-xl and recurrent-slots take at once. None: all of a call for the first
     two, `window` for recurrent-slots, which learn to write from the segments that follow within a
     call."""
+    place: PlaceConfig = field(default_factory=PlaceConfig)
+    """The place memory of place and place-local: 4 heads of 8 × 8 × 32."""
     non_causal: bool = False
     """Must be true for tensor-depth, whose scores are no perplexities."""
 
@@ -113,6 +119,7 @@ class LanguageModelConfig(DecoderConfig):
         return self.make_stack(
             METHODS[self.method],
             length,
+            place=self.place,
             rotary=self.positions == "rotary",
             carried=carried and not self.non_causal,
         )
@@ -154,6 +161,8 @@ METHODS: dict[str, Method] = {
         "side": "tensor",
     },
     "tensor-depth": {"side": "tensor", "thread_depth": True},
+    "place": {"side": "place"},
+    "place-local": {"window": _window, "side": "place"},
 }
 """What a method changes; see `StackConfig`."""
 

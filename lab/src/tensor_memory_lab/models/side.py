@@ -1,8 +1,8 @@
 """Side paths: what stands beside attention in a layer, behind a norm and a gate of its own.
 
 To compare another mechanism with the memory, write a `SideMemory` and name it in `SIDES` (stack).
-Its state is tensors by name, first dimension the row. The library's memory has a state class of its
-own; `TensorResidual` turns it into named tensors and back.
+Its state is tensors by name, first dimension the row. The library's memories have state classes of
+their own; `TensorResidual` and `PlaceResidual` turn them into named tensors and back.
 
 Letters: B batch, N tokens, d width.
 """
@@ -16,7 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tensor_memory import MemoryConfig, MemoryResidual, MemoryState, TensorMemory
+from tensor_memory import (
+    MemoryConfig,
+    MemoryResidual,
+    MemoryState,
+    PlaceMemory,
+    PlaceState,
+    TensorMemory,
+)
 
 State = dict[str, Tensor]
 """What a mechanism carries, by name."""
@@ -85,7 +92,7 @@ class SideResidual(nn.Module):
 
 
 class TensorResidual(MemoryResidual):
-    """The library's memory as a side path."""
+    """The paper's memory as a side path."""
 
     def zeros(self, rows: int, like: Tensor) -> MemoryState:
         """An empty state."""
@@ -115,6 +122,26 @@ class TensorResidual(MemoryResidual):
         if "fill" in parts:
             return MemoryState(**parts)
         return replace(self.zeros(x.shape[0], x), **parts)
+
+
+class PlaceResidual(MemoryResidual):
+    """The place memory as a side path; it learns its places."""
+
+    def zeros(self, rows: int, like: Tensor) -> PlaceState:
+        """An empty state."""
+        return PlaceState.zeros(self.memory.config, rows, dtype=like.dtype, device=like.device)
+
+    def state_bytes(self) -> int:
+        """Bytes of voxels and origin that one row carries."""
+        return self.zeros(1, torch.empty(0, device="meta")).nbytes
+
+    def to_tensors(self, state: PlaceState, tokens: int, before: State) -> State:
+        """The state as what is carried."""
+        return {"values": state.values, "origin": state.origin}
+
+    def from_tensors(self, carried: State, x: Tensor) -> PlaceState:
+        """What is carried as the state of a call on x."""
+        return PlaceState(**carried, wrap=self.memory.config.wrap)
 
 
 class ShortConvolution(SideMemory):
@@ -151,10 +178,10 @@ class ShortConvolution(SideMemory):
         return FLOAT_BYTES * (TAPS - 1) * self.dim
 
 
-def side_residual(memory: TensorMemory | SideMemory, **options: Any) -> nn.Module:
+def side_residual(memory: TensorMemory | PlaceMemory | SideMemory, **options: Any) -> nn.Module:
     """The gated residual around a memory; the options are those of `SideResidual`."""
-    kind: Any = TensorResidual if isinstance(memory, TensorMemory) else SideResidual
-    return kind(memory, **options)
+    kinds: dict[type, Any] = {TensorMemory: TensorResidual, PlaceMemory: PlaceResidual}
+    return kinds.get(type(memory), SideResidual)(memory, **options)
 
 
 def memory_bytes(memory: MemoryConfig, layers: int) -> int:

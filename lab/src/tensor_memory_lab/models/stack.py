@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from tensor_memory import MemoryConfig, TensorMemory
+from tensor_memory import MemoryConfig, PlaceConfig, PlaceMemory, TensorMemory
 from tensor_memory_lab.models import Carry
 from tensor_memory_lab.models.attention import SelfAttention
 from tensor_memory_lab.models.block import Block, LayerState, Place
@@ -52,6 +52,8 @@ class StackConfig:
     """What stands beside attention: none, or a name in `SIDES`."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     """The memory, or for the linear side path the size of its state."""
+    place: PlaceConfig = field(default_factory=PlaceConfig)
+    """The place memory, for the side path of that name."""
     side_layers: tuple[int, ...] = ()
     side_place: Place = "after_mlp"
     gate_init: float = 0.0
@@ -69,6 +71,11 @@ class StackConfig:
             raise ValueError(f"layers: expected 1 or more, got {self.layers}")
         if self.side not in ("none", *SIDES):
             raise ValueError(f"side: expected none, {', '.join(SIDES)}, got {self.side!r}")
+        if self.side == "place" and self.place.places != "learned":
+            raise ValueError(
+                "place.places: expected learned, since nobody tells a token of text where it "
+                f"stands, got {self.place.places!r}"
+            )
 
 
 def _linear_memory(config: StackConfig) -> LinearMemory:
@@ -76,8 +83,9 @@ def _linear_memory(config: StackConfig) -> LinearMemory:
     return LinearMemory(config.dim, config.heads, *sizes, gain=config.memory.gain)
 
 
-SIDES: dict[str, Callable[[StackConfig], TensorMemory | SideMemory]] = {
+SIDES: dict[str, Callable[[StackConfig], TensorMemory | PlaceMemory | SideMemory]] = {
     "tensor": lambda config: TensorMemory(config.dim, config.memory),
+    "place": lambda config: PlaceMemory(config.dim, config.place),
     "linear": _linear_memory,
     "convolution": lambda config: ShortConvolution(config.dim),
 }

@@ -27,6 +27,7 @@ CONFIGS = {
     "OptimizerConfig": "tensor_memory_lab.run_config",
     "BudgetConfig": "tensor_memory_lab.run_config",
     "MemoryConfig": "tensor_memory",
+    "PlaceConfig": "tensor_memory",
     "BindingConfig": "tensor_memory_lab.tasks.binding",
     "DiceConfig": "tensor_memory_lab.tasks.dice",
     "LanguageTaskConfig": "tensor_memory_lab.tasks.language",

@@ -12,7 +12,7 @@ PERCENT = ("accuracy", "top1", "top5")
 METHODS = (
     "base", "joint", "frames", "base-sln", "wide", "local", "wide-local", "linear", "linear-local",
     "conv-local", "xl", "registers", "slots", "slots-matched", "recurrent-slots", "tensor",
-    "spatial", "tensor-local", "tensor-xl", "tensor-depth",
+    "spatial", "tensor-local", "tensor-xl", "tensor-depth", "place", "place-local",
 )  # fmt: skip
 """The order of methods in tables and figures; others come after."""
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from tensor_memory import MemoryResidual, TensorMemory
+from tensor_memory import MemoryResidual, PlaceMemory, TensorMemory
 from tensor_memory_lab.models import Carry
 from tensor_memory_lab.run_config import RunConfig
 from tensor_memory_lab.tasks import Batch, Sums, Task
@@ -169,6 +169,6 @@ def memory_backend(model: nn.Module) -> str | None:
     served = {
         memory.backend_on(memory.output.weight.device)
         for memory in (*model.modules(), *(layer.memory for layer in layers))
-        if isinstance(memory, TensorMemory)
+        if isinstance(memory, TensorMemory | PlaceMemory)
     }
     return ", ".join(sorted(served)) or None

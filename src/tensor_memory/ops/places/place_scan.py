@@ -89,9 +89,7 @@ def run_places(
 ) -> tuple[Tensor, Tensor]:
     """`place_scan` of inputs that have been checked; a fused backend multiplies in `products`."""
     inputs, device = inputs.prepared(), inputs.state.device
-    chosen = dispatch.choose(
-        "place_scan", backend, device, lambda: PLACES.backend("triton").why_not(inputs)
-    )
+    chosen = place_backend(inputs, backend, device)
 
     def scan(inputs: PlaceInputs) -> tuple[Tensor, Tensor]:
         if inputs.content.numel() == 0:
@@ -105,6 +103,13 @@ def run_places(
         across.check_group(group)
     with no_autocast(device):
         return scan(inputs) if group is None else across.scan_across(inputs, group, scan)
+
+
+def place_backend(inputs: PlaceInputs, backend: str, device: torch.device) -> str:
+    """The backend that serves a scan of these sizes and types; raises where none does."""
+    return dispatch.choose(
+        "place_scan", backend, device, lambda: PLACES.backend("triton").why_not(inputs)
+    )
 
 
 def place_inputs(
