@@ -9,9 +9,21 @@ from functools import partial
 import pytest
 import torch
 
-from tensor_memory import MemoryConfig, TensorMemory, memory_scan
+from tensor_memory import MemoryConfig, PlaceConfig, TensorMemory, memory_scan, place_scan
 from tensor_memory_lab import bench
-from tensor_memory_lab.bench import decode, hosts, report, scan, shapes, stream, timing, train_step
+from tensor_memory_lab.bench import (
+    decode,
+    hosts,
+    place_shapes,
+    places,
+    report,
+    scan,
+    shapes,
+    stream,
+    timing,
+    train_step,
+)
+from tensor_memory_lab.bench.place_shapes import PlaceShape
 from tensor_memory_lab.bench.shapes import PUBLISHED, ScanShape, draw_inputs, work
 from tensor_memory_lab.models.video import VideoModel
 
@@ -95,6 +107,75 @@ def test_a_quick_decode_writes_all_that_is_promised(tmp_path, capsys):
     assert "ms per token" in capsys.readouterr().out
 
 
+def test_a_quick_run_of_places_writes_all_that_is_promised(tmp_path, capsys):
+    status, result = run_quick(tmp_path, "places")
+    assert status == 0
+    kernels = ["linear kernel, 4x4", "linear kernel, 6x6"]
+    assert list(result["shapes"]) == ["linear rule", "delta rule", *kernels]
+    for row in result["shapes"].values():
+        assert row["agreement"]["passed"]
+        assert row["backend"] == "torch"
+        assert row["ms"].keys() == set(scan.KINDS)
+    smallest, larger = (result["shapes"][name] for name in kernels)
+    assert smallest["over_smallest_grid"]["forward"]["eager"] == 1.0
+    ms = [row["ms"]["forward_backward"]["eager"]["median"] for row in (smallest, larger)]
+    over = larger["over_smallest_grid"]["forward_backward"]["eager"]
+    assert over == pytest.approx(ms[1] / ms[0])
+    assert result["memories"].keys() == {"linear", "delta"}
+    for rule, row in result["memories"].items():
+        assert row["place"]["rule"] == rule
+        assert row["threads"] == 2
+        assert row["state_values"]["place"] == row["state_values"]["tensor"]
+        ours = row["ms"]["place"]["median"]
+        for name in ("reference", "tensor"):
+            assert row["ratio"][name] == pytest.approx(row["ms"][name]["median"] / ours)
+    assert "times faster than tensor" in capsys.readouterr().out
+
+
+def test_full_size_memories_that_are_compared_hold_as_many_values():
+    assert places.PLACE.state_values == places.TENSOR.state_values == 8192
+
+
+@pytest.mark.parametrize("kernel", ["gaussian", "linear"])
+def test_the_addresses_of_places_write_what_the_scan_writes(kernel):
+    config = PlaceConfig(grid=(3, 4), channels=2, heads=2, kernel=kernel)
+    shape = PlaceShape(2, 5, config, torch.float32)
+    inputs = shape.draw(CPU, seed=0)
+    given, phi = inputs.arguments, place_shapes.addresses(shape, inputs)
+    torch.testing.assert_close(phi.norm(dim=-1), torch.ones(2, 5, 2))
+    state = given["state"].flatten(2, -2)
+    for t in range(5):
+        written = given["rate"][:, t, :, None] * phi[:, t]
+        state = given["log_keep"][:, t, :, None, None].exp() * state
+        state = state + written[..., None] * given["content"][:, t, :, None]
+    after = shape.scan("reference")(**given)[1]
+    torch.testing.assert_close(state, after.flatten(2, -2))
+
+
+def test_a_quick_train_step_with_places_writes_the_same(tmp_path, capsys):
+    options = ["--memory", "place", "--rule", "delta", "--layers-with-memory", "1"]
+    status, result = run_quick(tmp_path, "train-step", *options)
+    assert status == 0
+    (row,) = result["models"].values()
+    assert row["agreement"]["passed"]
+    assert row["agreement"]["rms_ratios"].keys() > {"reads", "state", "grad_write_at", "grad_width"}
+    assert (row["memory"]["rule"], row["memory"]["backend"]) == ("delta", "torch")
+    assert (row["scan"]["batch"], row["scan"]["tokens"]) == (2, 24)
+    assert row["parameters"]["memory"] > row["parameters"]["base"]
+    assert row["ratio"] == row["ms"]["memory"]["median"] / row["ms"]["base"]["median"]
+    assert "H 2, 1 of 2 layers, delta rule, torch" in capsys.readouterr().out
+
+
+def test_a_quick_decode_with_places_writes_the_same(tmp_path):
+    status, result = run_quick(tmp_path, "decode", "--memory", "place", "--batches", "3")
+    assert status == 0
+    row = result["batches"]["3"]
+    assert row["agreement"]["passed"]
+    assert row["agreement"]["one_token_at_a_time"] < 1e-5
+    assert row["ms_by_place_in_chunk"]["memory"].keys() == {"every"}
+    assert row["state_bytes"] == 3 * 2 * 4 * (2 * 9 * 4 + 2)  # rows, layers: voxels and origin
+
+
 def test_a_stream_leaves_state_and_resident_memory_flat(tmp_path):
     status, result = run_quick(tmp_path, "stream", "--tokens", "20000", "--block", "500")
     assert status == 0
@@ -133,11 +214,19 @@ def test_a_quick_quantize_writes_an_error_for_every_way(tmp_path, capsys):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("memory", ["tensor", "place"])
 @pytest.mark.parametrize("name", ["scan", "train-step", "decode"])
-def test_every_benchmark_runs_on_a_gpu(tmp_path, name):
-    status, result = run_quick(tmp_path, name, device="cuda")
-    assert status == 0
+def test_every_benchmark_runs_on_a_gpu(tmp_path, name, memory):
+    options = ["--memory", memory]
     if name == "scan":
+        name, options = {"tensor": "scan", "place": "places"}[memory], []
+    status, result = run_quick(tmp_path, name, *options, device="cuda")
+    assert status == 0
+    if name == "places":
+        row = result["shapes"]["linear rule"]
+        assert row["backend"] == "triton"
+        assert row["ms"]["forward_backward"].keys() == {"eager", "graph"}
+    elif name == "scan":
         assert result["shapes"]["language"]["ms"]["forward_backward"].keys() == {"eager", "graph"}
         assert result["shapes"]["language"]["peak_bytes"]["forward_backward"] > 0
     elif name == "train-step":
@@ -146,16 +235,17 @@ def test_every_benchmark_runs_on_a_gpu(tmp_path, name):
         for way in (row, row["one_thread"], row["graph"]):
             assert way["ms"].keys() == {"base", "memory"}
     else:
-        assert result["batches"]["1"]["launches"]["by_memory_per_layer"]["last"] >= 1
+        place = "last" if memory == "tensor" else "every"
+        assert result["batches"]["1"]["launches"]["by_memory_per_layer"][place] >= 1
 
 
-def wrong_gradient(reads, hidden, cell):
-    hidden.register_hook(lambda grad: grad * 1.001)
-    return reads, hidden, cell
+def wrong_gradient(reads, *state):
+    state[0].register_hook(lambda grad: grad * 1.001)
+    return reads, *state
 
 
-def nan_output(reads, hidden, cell):
-    return reads * float("nan"), hidden, cell
+def nan_output(reads, *state):
+    return reads * float("nan"), *state
 
 
 @pytest.mark.parametrize(
@@ -164,6 +254,9 @@ def nan_output(reads, hidden, cell):
         ("scan", ["--shapes", "binding", "--sweeps"], "binding"),
         ("train-step", ["--models", "language"], "language"),
         ("decode", ["--batches", "1"], "batch 1"),
+        ("places", [], "delta rule"),
+        ("train-step", ["--memory", "place"], "language"),
+        ("decode", ["--memory", "place", "--batches", "1"], "batch 1"),
     ],
 )
 @pytest.mark.parametrize(
@@ -176,7 +269,12 @@ def test_a_wrong_scan_gets_no_speed_and_status_1(
         results = memory_scan(*tensors, backend=backend, **options)
         return results if backend == "reference" else spoil(*results)
 
+    def planted_places(*tensors, **options):
+        results = place_scan(*tensors, **options)
+        return results if results[0].dtype == torch.float64 else spoil(*results)
+
     monkeypatch.setattr(shapes, "memory_scan", planted)
+    monkeypatch.setattr(place_shapes, "place_scan", planted_places)
     status, result = run_quick(tmp_path, name, *arguments)
     assert status == 1
     (rows,) = (result[key] for key in ("shapes", "models", "batches") if key in result)
@@ -270,6 +368,9 @@ def test_a_compiled_loop_gives_what_the_reference_gives(monkeypatch):
         ("scan", ["--output", "."], "--output: expected a file that can be written, got . (it is"),
         ("train-step", ["--layers-with-memory", "9"], "expected indices from 0 to 7 for the lang"),
         ("train-step", ["--chunk-size", "0"], "--chunk-size: expected at least 1, got 0"),
+        ("train-step", ["--rule", "delta"], "--rule: not an option of --memory tensor"),
+        ("train-step", ["--memory", "place", "--models", "video"], "expected --models language"),
+        ("decode", ["--memory", "place", "--reads", "token"], "--reads: not an option of --memory"),
         ("decode", ["--batches", "0"], "--batches: expected at least 1 row, got 0"),
         ("stream", ["--tokens", "0"], "--tokens: expected at least 1, got 0"),
         ("stream", ["--tokens", "9", "--warm-up", "9"], "--warm-up: expected fewer than the 9 --"),
@@ -360,8 +461,9 @@ def test_a_step_trains():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_state_does_not_grow_while_decoding(dtype):
-    host = hosts.language_host(quick=True)
+@pytest.mark.parametrize("memory", ["tensor", "place"])
+def test_the_state_does_not_grow_while_decoding(dtype, memory):
+    host = hosts.language_host(quick=True, memory=memory)
     decoder = decode.Decoder(decode.build(host, CPU, seed=0, memory=True).to(dtype), batch=2)
     decoder.step()
     first = decoder.state_bytes

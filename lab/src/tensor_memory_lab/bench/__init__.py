@@ -8,6 +8,7 @@ import importlib
 COMMANDS = {
     "stream": "a long stream: speed, state, resident memory",
     "scan": "the scan alone: times, memory, shares of ceilings",
+    "places": "the place memory alone: both rules, growing grids",
     "train-step": "a model's step with and without memory",
     "decode": "one token at a time: latency and bytes",
     "quantize": "a place memory's state in fewer bytes: errors along a stream",

@@ -1,10 +1,11 @@
 """One token at a time: what a memory adds to the latency, and what it holds instead of a cache.
 
     tensor-memory-lab bench decode
+    tensor-memory-lab bench decode --memory place
 
 The language model without gradients, each layer attending to a window of fixed size, so that
-nothing grows; with and without memory, turn by turn. First the scan is compared with the float64
-reference, and one token at a time with the whole sequence at once.
+nothing grows; with and without memory, turn by turn. First the scan is compared with one in
+float64, and one token at a time with the whole sequence at once.
 """
 
 from __future__ import annotations
@@ -18,10 +19,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tensor_memory import MemoryState, TensorMemory
+from tensor_memory import MemoryState, PlaceConfig, PlaceMemory, PlaceState, TensorMemory
 from tensor_memory_lab.bench import report
-from tensor_memory_lab.bench.hosts import Host, language_host
-from tensor_memory_lab.bench.shapes import BOUNDS, ScanShape, by_backend, check, rms_ratio
+from tensor_memory_lab.bench.hosts import (
+    Host,
+    Memory,
+    add_memory_options,
+    language_host,
+    memory_changes,
+)
+from tensor_memory_lab.bench.place_shapes import PlaceShape
+from tensor_memory_lab.bench.shapes import BOUNDS, ScanShape, Shape, check, rms_ratio
 from tensor_memory_lab.bench.timing import QUICK, Budget, timing
 from tensor_memory_lab.models.attention import SelfAttention, merge_heads, split_heads
 from tensor_memory_lab.models.block import Block
@@ -31,6 +39,9 @@ from tensor_memory_lab.progress import progress
 WITHOUT, WITH = "base", "memory"
 WINDOW = 64
 """Tokens each layer attends to."""
+
+TURN = 16
+"""Tokens that a model decodes before the other one's turn, where there are no chunks."""
 
 LENGTHS = (1_000, 10_000, 100_000)
 """Tokens for which the growing key-value cache is counted."""
@@ -47,7 +58,7 @@ class Decoder:
         size = (batch, heads, WINDOW, weight.shape[1] // heads)
         self.keys = [weight.new_zeros(size) for _ in self.blocks]
         self.values = [weight.new_zeros(size) for _ in self.blocks]
-        self.states: dict[int, MemoryState | None] = {
+        self.states: dict[int, MemoryState | PlaceState | None] = {
             index: None for index, block in enumerate(self.blocks) if block.side is not None
         }
         self.ids = torch.zeros(batch, 1, dtype=torch.long, device=weight.device)
@@ -94,11 +105,16 @@ def cutting_error(host: Host, device: torch.device, seed: int, batch: int) -> fl
     The memory alone in float32, over two chunks and a half.
     """
     torch.manual_seed(seed)
-    memory = TensorMemory(host.dim, host.memory).to(device)
-    x = torch.randn(batch, 5 * host.memory.chunk_size // 2, host.dim).to(device)
+    config = host.memory
+    if isinstance(config, PlaceConfig):
+        memory = PlaceMemory(host.dim, config).to(device)
+    else:
+        memory = TensorMemory(host.dim, config).to(device)
+    x = torch.randn(batch, 5 * _tokens_per_turn(config) // 2, host.dim).to(device)
     with torch.inference_mode():
         whole, _ = memory(x)
-        state, parts = None, []
+        state: Any = None
+        parts = []
         for token in x.split(1, dim=1):
             m, state = memory(token, state)
             parts.append(m)
@@ -111,8 +127,12 @@ def measure_batch(
     """Both comparisons first; then latency, launches and bytes. Plain values for JSON."""
     memory = host.memory
     row: dict[str, Any] = {"batch": batch, "memory": memory.to_dict(), "layers": host.layers}
-    shape = ScanShape(batch, 1, memory.channels, memory.grid, _dtype(device))
-    row["agreement"] = check(shape, by_backend(memory.backend), device, seed)
+    shape: Shape
+    if isinstance(memory, PlaceConfig):
+        shape = PlaceShape(batch, 1, memory, _dtype(device))
+    else:
+        shape = ScanShape(batch, 1, memory.channels, memory.grid, _dtype(device))
+    row["agreement"] = check(shape, shape.scan(memory.backend), device, seed)
     cut = cutting_error(host, device, seed, batch)
     bound = BOUNDS[torch.float32]["outputs"]
     row["agreement"]["one_token_at_a_time"] = cut
@@ -128,7 +148,7 @@ def measure_batch(
         name: Decoder(build(host, device, seed, memory=name == WITH), batch)
         for name in (WITHOUT, WITH)
     }
-    row |= _latency(decoders, memory.chunk_size, device, budget)
+    row |= _latency(decoders, memory, device, budget)
     row["state_bytes"] = decoders[WITH].state_bytes
     per_token = 2 * host.layers * host.dim * batch * _dtype(device).itemsize
     row["key_value_bytes"] = {str(length): per_token * length for length in LENGTHS}
@@ -136,14 +156,31 @@ def measure_batch(
     if device.type == "cuda":
         # A machine may forbid profiling; the latencies stand without it.
         with report.recorded(row["errors"], "launches"):
-            row["launches"] = _launches(decoders, memory.chunk_size)
+            row["launches"] = _launches(decoders, memory)
     return row
 
 
+def _tokens_per_turn(memory: Memory) -> int:
+    return TURN if isinstance(memory, PlaceConfig) else memory.chunk_size
+
+
+def _places_in_chunk(memory: Memory) -> dict[str, slice]:
+    """Tokens of a turn that cost the same, by name."""
+    if isinstance(memory, PlaceConfig):
+        return {"every": slice(0, TURN)}
+    K = memory.chunk_size
+    return {
+        "first": slice(0, 1),  # reads
+        "middle": slice(1, K - 1),  # waits
+        "last": slice(K - 1, K),  # writes
+    }
+
+
 def _latency(
-    decoders: dict[str, Decoder], K: int, device: torch.device, budget: Budget
+    decoders: dict[str, Decoder], memory: Memory, device: torch.device, budget: Budget
 ) -> dict[str, Any]:
     """Milliseconds per token, waited for one by one as a sampler does; chunks take turns."""
+    K = _tokens_per_turn(memory)
     taken: dict[str, list[list[float]]] = {name: [] for name in decoders}  # K times per chunk
     for decoder in decoders.values():
         for _ in range(budget.warm_up * K):
@@ -154,20 +191,15 @@ def _latency(
             taken[name].append([_wait(decoder, device) for _ in range(K)])
         rounds += 1
     chunk = {name: timing([sum(c) / K for c in chunks]) for name, chunks in taken.items()}
-    base, memory = chunk[WITHOUT]["median"], chunk[WITH]["median"]
-    places = {
-        "first": slice(0, 1),  # reads
-        "middle": slice(1, K - 1),  # waits
-        "last": slice(K - 1, K),  # writes
-    }
+    without, with_memory = chunk[WITHOUT]["median"], chunk[WITH]["median"]
     return {
         "ms_per_token": chunk,
-        "added_ms": memory - base,
-        "ratio": memory / base,
+        "added_ms": with_memory - without,
+        "ratio": with_memory / without,
         "ms_by_place_in_chunk": {
             name: {
                 place: timing([t for c in chunks for t in c[part]])
-                for place, part in places.items()
+                for place, part in _places_in_chunk(memory).items()
                 if chunks[0][part]
             }
             for name, chunks in taken.items()
@@ -183,14 +215,16 @@ def _wait(decoder: Decoder, device: torch.device) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def _launches(decoders: dict[str, Decoder], K: int) -> dict[str, Any]:
-    """Kernels run for the first, a middle and the last token of a chunk, all rows together."""
-    counts = {name: _launches_by_place(decoder, K) for name, decoder in decoders.items()}
+def _launches(decoders: dict[str, Decoder], memory: Memory) -> dict[str, Any]:
+    """Kernels run for a token of each place in a chunk, all rows together."""
+    K, parts = _tokens_per_turn(memory), _places_in_chunk(memory)
+    firsts = {part.start: place for place, part in parts.items()}
+    counts = {name: _launches_by_place(decoder, firsts, K) for name, decoder in decoders.items()}
     layers = len(decoders[WITH].states)
     added = {
         place: (counts[WITH][place] - counts[WITHOUT][place]) / layers for place in counts[WITH]
     }
-    mean = (added["first"] + (K - 2) * added["middle"] + added["last"]) / K
+    mean = sum(added[place] * (part.stop - part.start) for place, part in parts.items()) / K
     return {
         "per_token": counts,
         "by_memory_per_layer": added,
@@ -198,11 +232,10 @@ def _launches(decoders: dict[str, Decoder], K: int) -> dict[str, Any]:
     }
 
 
-def _launches_by_place(decoder: Decoder, K: int) -> dict[str, int]:
+def _launches_by_place(decoder: Decoder, named: dict[int, str], K: int) -> dict[str, int]:
     from torch.profiler import ProfilerActivity, profile
 
     counts = {}
-    named = {0: "first", 1: "middle", K - 1: "last"}
     for at in range(K):
         if at not in named:
             decoder.step()
@@ -223,8 +256,8 @@ def _launches_by_place(decoder: Decoder, K: int) -> dict[str, int]:
 def run(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Every batch size asked for; one that fails is recorded and the others go on."""
     budget = QUICK if options.quick else Budget(seconds=4.0, least=5, most=60, warm_up=2)
-    host = language_host(quick=options.quick)
-    host = replace(host, memory=replace(host.memory, backend=options.backend, reads=options.reads))
+    host = language_host(quick=options.quick, memory=options.memory)
+    host = replace(host, memory=replace(host.memory, **options.changes))
     rows: dict[str, Any] = {}
     with progress("decode", len(options.batches), unit="batch sizes") as advance:
         for batch in options.batches:
@@ -265,13 +298,15 @@ def main(argv: list[str]) -> int:
     parser = report.make_parser("decode", "Time one token at a time with and without memory.")
     add = parser.add_argument
     add("--batches", type=int, nargs="+", default=[1, 32], help="rows decoded together")
-    add("--reads", choices=("chunk", "token"), default="chunk", help="what each read is for")
+    add_memory_options(parser)
     options, device = report.parse(parser, argv)
+    options.changes = memory_changes(parser, options)
     for batch in options.batches:
         if batch < 1:
             parser.error(f"--batches: expected at least 1 row, got {batch}")
     result = run(options, device)
     config = {"dtype": str(_dtype(device)).removeprefix("torch."), "window": WINDOW}
+    config["memory"] = options.memory
     complaints = [
         text
         for name, row in result["batches"].items()

@@ -8,18 +8,24 @@ Letters: B batch, N tokens, T frames.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tensor_memory import MemoryConfig
+from tensor_memory import MemoryConfig, PlaceConfig
+from tensor_memory_lab.bench.place_shapes import PlaceShape
+from tensor_memory_lab.bench.shapes import ScanShape, Shape
 from tensor_memory_lab.models import Model
 from tensor_memory_lab.models.language import LanguageModel, LanguageModelConfig
 from tensor_memory_lab.models.video import VideoModel, VideoModelConfig
 from tensor_memory_lab.tasks import Batch
+
+Memory = MemoryConfig | PlaceConfig
 
 
 @dataclass(frozen=True)
@@ -30,8 +36,8 @@ class Host:
     dim: int
     layers: int
     batch: int
-    memory: MemoryConfig
-    build: Callable[[MemoryConfig | None, Sequence[int]], Model]
+    memory: Memory
+    build: Callable[[Memory | None, Sequence[int]], Model]
     """The model with this memory on these layers, or without one."""
     draw: Callable[[torch.device], Batch]
     loss: Callable[[Model, Batch], Tensor]
@@ -43,19 +49,36 @@ class Host:
         pieces, tokens = self.tokens
         return pieces * -(-tokens // chunk_size)
 
+    def scan_shape(self, products: torch.dtype) -> Shape:
+        """The scan of one of its layers in a step."""
+        memory = self.memory
+        if isinstance(memory, PlaceConfig):
+            return PlaceShape(self.batch, self.steps(1), memory, products)
+        reads = memory.chunk_size if memory.reads == "token" else 1
+        steps = self.steps(memory.chunk_size)
+        return ScanShape(self.batch, steps, memory.channels, memory.grid, products, reads=reads)
 
-def language_host(*, quick: bool = False, batch: int = 32) -> Host:
-    """d 384, 8 heads, 8 layers, 30,000 words, B × 512 tokens; C 32, 8³, K 16."""
+
+def language_host(*, quick: bool = False, batch: int = 32, memory: str = "tensor") -> Host:
+    """d 384, 8 heads, 8 layers, 30,000 words, B × 512 tokens.
+
+    Its memory: the published one, C 32, 8³, K 16; or "place", 4 heads of 8 × 8 × 32.
+    """
     config, words, length = LanguageModelConfig(), 30_000, 512
     if quick:
-        memory = MemoryConfig(channels=16, grid=(3, 3, 3), chunk_size=8)
-        config = replace(config, dim=16, heads=2, layers=2, memory=memory)
+        small = MemoryConfig(channels=16, grid=(3, 3, 3), chunk_size=8)
+        place = PlaceConfig(channels=4, grid=(3, 3), heads=2)
+        config = replace(config, dim=16, heads=2, layers=2, memory=small, place=place)
         words, batch, length = 50, 2, 24
 
-    def build(memory: MemoryConfig | None, layers: Sequence[int]) -> Model:
+    def build(memory: Memory | None, layers: Sequence[int]) -> Model:
         chosen = config
         if memory is not None:
-            chosen = replace(config, method="tensor", memory=memory, memory_layers=tuple(layers))
+            chosen = replace(config, memory_layers=tuple(layers))
+        if isinstance(memory, MemoryConfig):
+            chosen = replace(chosen, method="tensor", memory=memory)
+        elif isinstance(memory, PlaceConfig):
+            chosen = replace(chosen, method="place", place=memory)
         return LanguageModel(chosen, words, length)
 
     def draw(device: torch.device) -> Batch:
@@ -67,7 +90,7 @@ def language_host(*, quick: bool = False, batch: int = 32) -> Host:
         dim=config.dim,
         layers=config.layers,
         batch=batch,
-        memory=config.memory,
+        memory=config.place if memory == "place" else config.memory,
         build=build,
         draw=draw,
         loss=lambda model, given: model(given)[0]["nll"].mean(),
@@ -83,9 +106,10 @@ def video_host(*, quick: bool = False, batch: int = 32) -> Host:
         config = replace(config, dim=16, heads=2, layers=2, memory=memory)
         side, patch, frames, batch = 3, 2, 2, 2
 
-    def build(memory: MemoryConfig | None, layers: Sequence[int]) -> Model:
+    def build(memory: Memory | None, layers: Sequence[int]) -> Model:
         chosen = config
         if memory is not None:
+            assert isinstance(memory, MemoryConfig)
             chosen = replace(config, method="spatial", memory=memory, memory_layers=tuple(layers))
         return VideoModel(chosen, (side, side), patch, frames, classes)
 
@@ -112,3 +136,26 @@ def video_host(*, quick: bool = False, batch: int = 32) -> Host:
 
 
 HOSTS = {"language": language_host, "video": video_host}
+
+CONFIGS: dict[str, Any] = {"tensor": MemoryConfig, "place": PlaceConfig}
+
+
+def add_memory_options(parser: argparse.ArgumentParser) -> None:
+    """Which memory is measured, and how it is changed."""
+    add = parser.add_argument
+    add("--memory", choices=CONFIGS, default="tensor", help="the paper's, or ours")
+    reads = "of the tensor memory: what each read is for (default: chunk)"
+    add("--reads", choices=("chunk", "token"), help=reads)
+    add("--rule", choices=("linear", "delta"), help="of the place memory (default: linear)")
+
+
+def memory_changes(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dict[str, Any]:
+    """Fields of the memory's config that were named; one of the other memory is refused."""
+    asked = {name: getattr(options, name, None) for name in ("chunk_size", "reads", "rule")}
+    changes = {name: value for name, value in asked.items() if value is not None}
+    known = {field.name for field in fields(CONFIGS[options.memory])}
+    for name in changes:
+        if name not in known:
+            option = name.replace("_", "-")
+            parser.error(f"--{option}: not an option of --memory {options.memory}")
+    return changes | {"backend": options.backend}

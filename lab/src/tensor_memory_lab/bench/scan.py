@@ -30,6 +30,7 @@ from tensor_memory_lab.bench.shapes import (
     Scan,
     ScanInputs,
     ScanShape,
+    Shape,
     by_backend,
     check,
     draw_inputs,
@@ -44,6 +45,7 @@ from tensor_memory_lab.bench.timing import (
     measure,
     measure_alternately,
     peak_bytes,
+    threads,
 )
 from tensor_memory_lab.interruption import terminated_as_interrupted
 from tensor_memory_lab.progress import progress
@@ -51,10 +53,10 @@ from tensor_memory_lab.progress import progress
 KINDS = ("forward", "forward_kept", "forward_backward")
 
 
-def calls(scan: Scan, inputs: ScanInputs, shape: ScanShape) -> dict[str, Call]:
+def calls(scan: Scan, inputs: ScanInputs, shape: Shape) -> dict[str, Call]:
     """What is timed, by kind."""
     plain, marked = inputs.arguments, inputs.leaves()
-    device = plain["hidden"].device
+    device = plain["write_at"].device
 
     def forward() -> object:
         with torch.no_grad(), shape.autocast(device):
@@ -69,6 +71,19 @@ def calls(scan: Scan, inputs: ScanInputs, shape: ScanShape) -> dict[str, Call]:
         return torch.autograd.grad(forward_kept(), leaves, marked.grads)
 
     return dict(zip(KINDS, (forward, forward_kept, forward_backward), strict=True))
+
+
+def time_kinds(
+    timed: dict[str, Call], device: torch.device, budget: Budget, errors: dict[str, str]
+) -> dict[str, Any]:
+    """Times, eager and on a GPU as a graph, and peak memory by kind."""
+    ms = {kind: {"eager": measure(call, device, budget)} for kind, call in timed.items()}
+    peaks = {kind: peak_bytes(call, device) for kind, call in timed.items()}
+    if device.type == "cuda":
+        for kind, call in timed.items():
+            with report.recorded(errors, f"graph of {kind}"):
+                ms[kind]["graph"] = measure(captured(call), device, budget)
+    return {"ms": ms, "peak_bytes": peaks}
 
 
 def compiled_loop() -> Scan:
@@ -167,13 +182,7 @@ class Bench:
         """Times, memory and shares of the ceilings."""
         inputs = draw_inputs(shape, self.device, self.options.seed)
         timed = calls(by_backend(self.options.backend), inputs, shape)
-        row["ms"] = {kind: {"eager": measure(timed[kind], self.device, budget)} for kind in KINDS}
-        row["peak_bytes"] = {kind: peak_bytes(timed[kind], self.device) for kind in KINDS}
-        if not self.on_cpu:
-            for kind in KINDS:
-                with report.recorded(row["errors"], f"graph of {kind}"):
-                    replay = captured(timed[kind])
-                    row["ms"][kind]["graph"] = measure(replay, self.device, budget)
+        row |= time_kinds(timed, self.device, budget, row["errors"])
         row["us_per_step"] = {
             kind: {how: t["median"] * 1e3 / shape.steps for how, t in ways.items()}
             for kind, ways in row["ms"].items()
@@ -234,14 +243,10 @@ class Bench:
             leaves = [x, *memory.parameters()]
             return lambda: torch.autograd.grad(memory(x)[0], leaves, grad)
 
-        before = torch.get_num_threads()
-        torch.set_num_threads(2)
-        try:
-            longer = replace(self.budget, seconds=30 * self.budget.seconds, most=40)
+        longer = replace(self.budget, seconds=30 * self.budget.seconds, most=40)
+        with threads(2):
             turns = {name: step(name) for name in (options.backend, "reference")}
             row["ms"] = measure_alternately(turns, self.device, longer)
-        finally:
-            torch.set_num_threads(before)
         row["ratio"] = row["ms"]["reference"]["median"] / row["ms"][options.backend]["median"]
 
 

@@ -9,35 +9,28 @@ Letters: B batch, S steps, n axes, V voxels, C channels, Q reads and M writes pe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from tensor_memory import memory_scan
 
-Scan = Callable[..., tuple[Any, Tensor, Tensor]]
-"""Takes the tensors of `memory_scan` by name."""
+Scan = Callable[..., tuple[Any, ...]]
+"""Takes the tensors of a recurrence by name; returns what is read and the state after."""
 
 
-@dataclass(frozen=True)
-class ScanShape:
-    """One scan: B rows of S steps over a grid of C channels.
+class Shape:
+    """The sizes of one recurrence, and how to draw, run and judge it."""
 
-    >>> ScanShape(32, 32, 32, (8, 8, 8), torch.bfloat16).label
-    'B 32, S 32, C 32, 8x8x8, bfloat16'
-    """
-
-    batch: int
-    steps: int
-    channels: int
-    grid: tuple[int, ...]
+    grid: Any
+    """Voxels along each axis."""
     products: torch.dtype
-    """The type of the matrix products; accumulators and cell are float32 either way."""
-    reads: int = 1
-    """Q, points read per step."""
+    """The type of the matrix products; what is summed is float32 either way."""
+    outputs: ClassVar[tuple[str, ...]]
+    """Names of what the recurrence returns."""
 
     @property
     def voxels(self) -> int:
@@ -52,6 +45,51 @@ class ScanShape:
     @property
     def label(self) -> str:
         """One line for tables and error messages."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        raise NotImplementedError
+
+    def autocast(self, device: torch.device) -> torch.autocast:
+        """The context a training step of this type runs its scan in."""
+        low = self.products != torch.float32
+        return torch.autocast(device.type, self.products if low else None, enabled=low)
+
+    def draw(self, device: torch.device, seed: int) -> ScanInputs:
+        """Random inputs of these sizes."""
+        raise NotImplementedError
+
+    def scan(self, backend: str) -> Scan:
+        """The recurrence by one backend."""
+        raise NotImplementedError
+
+    def expected(self, inputs: ScanInputs) -> dict[str, Tensor]:
+        """What is right, in float64: outputs and gradients by name."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class ScanShape(Shape):
+    """One scan: B rows of S steps over a grid of C channels.
+
+    >>> ScanShape(32, 32, 32, (8, 8, 8), torch.bfloat16).label
+    'B 32, S 32, C 32, 8x8x8, bfloat16'
+    """
+
+    batch: int
+    steps: int
+    channels: int
+    grid: tuple[int, ...]
+    products: torch.dtype
+    reads: int = 1
+    """Q, points read per step."""
+
+    outputs = ("reads", "hidden", "cell")
+
+    @property
+    def label(self) -> str:
+        """One line for tables and error messages."""
         grid = "x".join(map(str, self.grid))
         return f"B {self.batch}, S {self.steps}, C {self.channels}, {grid}, {self.dtype_name}"
 
@@ -59,10 +97,17 @@ class ScanShape:
         """Plain values for JSON."""
         return asdict(self) | {"grid": list(self.grid), "products": self.dtype_name}
 
-    def autocast(self, device: torch.device) -> torch.autocast:
-        """The context a training step of this type runs its scan in."""
-        low = self.products != torch.float32
-        return torch.autocast(device.type, self.products if low else None, enabled=low)
+    def draw(self, device: torch.device, seed: int) -> ScanInputs:
+        """Random inputs of these sizes."""
+        return draw_inputs(self, device, seed)
+
+    def scan(self, backend: str) -> Scan:
+        """`memory_scan` by one backend."""
+        return by_backend(backend)
+
+    def expected(self, inputs: ScanInputs) -> dict[str, Tensor]:
+        """The reference in float64."""
+        return _expected(inputs, self)
 
 
 LANGUAGE = ScanShape(32, 32, 32, (8, 8, 8), torch.bfloat16)
@@ -135,27 +180,45 @@ WEIGHTS = ("taps", "mix", "bias")
 
 @dataclass(frozen=True)
 class ScanInputs:
-    """Arguments of `memory_scan` by name, and the gradients that its outputs will receive."""
+    """Arguments of a recurrence by name, and the gradients that its outputs will receive."""
 
     arguments: dict[str, Tensor]
     grads: list[Tensor]
+    shared: tuple[str, ...] = WEIGHTS
+    """Arguments that all rows share."""
 
     def leaves(self, *, dtype: torch.dtype | None = None, rows: slice = slice(None)) -> ScanInputs:
         """Copies that ask for gradients, in another type or of a few rows alone."""
-        take = {n: t if n in WEIGHTS else t[rows] for n, t in self.arguments.items()}
+        take = {n: t if n in self.shared else t[rows] for n, t in self.arguments.items()}
         copies = {
             name: t.detach().to(dtype or t.dtype, copy=True).requires_grad_()
             for name, t in take.items()
         }
-        return ScanInputs(copies, [g[rows].to(dtype or g.dtype) for g in self.grads])
+        grads = [g[rows].to(dtype or g.dtype) for g in self.grads]
+        return replace(self, arguments=copies, grads=grads)
+
+    def with_gradients(self, shape: Shape, outputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        """Outputs by name, and the gradient of every argument."""
+        grads = torch.autograd.grad(outputs, list(self.arguments.values()), self.grads)
+        named = dict(zip(shape.outputs, outputs, strict=True))
+        named |= {f"grad_{name}": g for name, g in zip(self.arguments, grads, strict=True)}
+        return {name: tensor.detach() for name, tensor in named.items()}
+
+
+def coordinates(grid: Sequence[int], size: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Random places (*size, n), away from the voxel planes.
+
+    There the interpolation has a kink, and the last bit of a coordinate would decide between two
+    gradients.
+    """
+    spans = torch.tensor(grid[::-1]) - 1  # coordinate 0 addresses the last axis
+    voxel = (torch.rand(*size, len(grid), generator=generator) * spans).floor()
+    inside = 0.05 + 0.9 * torch.rand(*size, len(grid), generator=generator)
+    return (voxel.minimum(spans - 1.0) + inside) / spans * 2 - 1
 
 
 def draw_inputs(shape: ScanShape, device: torch.device, seed: int) -> ScanInputs:
-    """Random inputs of the sizes a freshly made memory produces, the same on every device.
-
-    Coordinates keep away from the voxel planes: there the interpolation has a kink, and the last
-    bit of a coordinate would decide between two gradients.
-    """
+    """Random inputs of the sizes a freshly made memory produces, the same on every device."""
     generator = torch.Generator().manual_seed(seed)
     B, S, C, Q = shape.batch, shape.steps, shape.channels, shape.reads
     n = len(shape.grid)
@@ -163,15 +226,9 @@ def draw_inputs(shape: ScanShape, device: torch.device, seed: int) -> ScanInputs
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=generator)
 
-    def coordinates(heads: int) -> Tensor:
-        spans = torch.tensor(shape.grid[::-1]) - 1  # coordinate 0 addresses the last axis
-        voxel = (torch.rand(B, S, heads, n, generator=generator) * spans).floor()
-        inside = 0.05 + 0.9 * torch.rand(B, S, heads, n, generator=generator)
-        return (voxel.minimum(spans - 1.0) + inside) / spans * 2 - 1
-
     arguments = {
-        "read_at": coordinates(Q),
-        "write_at": coordinates(1),
+        "read_at": coordinates(shape.grid, (B, S, Q), generator),
+        "write_at": coordinates(shape.grid, (B, S, 1), generator),
         "spread": (0.3 * normal(B, S, 1)).exp(),
         "content": normal(B, S, 1, C).to(shape.products),  # as a projection under autocast gives it
         "taps": torch.tensor([0.0, 1.0, 0.0]) + 0.1 * normal(n, 2 * C, 3),
@@ -184,8 +241,6 @@ def draw_inputs(shape: ScanShape, device: torch.device, seed: int) -> ScanInputs
     moved = {name: tensor.to(device) for name, tensor in arguments.items()}
     return ScanInputs(moved, [g.to(device) for g in grads])
 
-
-OUTPUTS = ("reads", "hidden", "cell")
 
 BOUNDS = {
     torch.float32: {"outputs": 1e-5, "gradients": 1e-4},
@@ -205,21 +260,21 @@ def by_backend(backend: str) -> Scan:
     return lambda **tensors: memory_scan(**tensors, backend=backend)
 
 
-def check(shape: ScanShape, scan: Scan, device: torch.device, seed: int) -> dict[str, Any]:
-    """Run a scan forward and backward, and the reference in float64 beside it.
+def check(shape: Shape, scan: Scan, device: torch.device, seed: int) -> dict[str, Any]:
+    """Run a scan forward and backward, and its judge in float64 beside it.
 
     The errors are root mean squares as a share of the expected one, so that one rounding near zero
     does not count and a wrong corner cannot hide. "failures" is empty when all is well.
     """
-    inputs = draw_inputs(shape, device, seed)
+    inputs = shape.draw(device, seed)
     given = inputs.leaves()
     with shape.autocast(device):
         outputs = scan(**given.arguments)
-    got = _with_gradients(outputs, given)
-    ratios = {name: rms_ratio(got[name], value) for name, value in _expected(inputs, shape).items()}
+    got = given.with_gradients(shape, outputs)
+    ratios = {name: rms_ratio(got[name], value) for name, value in shape.expected(inputs).items()}
     bounds, failures = BOUNDS[shape.products], []
     for name, ratio in ratios.items():
-        bound = bounds["outputs" if name in OUTPUTS else "gradients"]
+        bound = bounds["outputs" if name in shape.outputs else "gradients"]
         if not ratio <= bound:  # NaN is a failure too
             failures.append(f"{name}: error {ratio:.1e} of its size, allowed {bound:.0e}")
     return {
@@ -240,18 +295,11 @@ def _expected(inputs: ScanInputs, shape: ScanShape) -> dict[str, Tensor]:
     parts = []
     for at in range(0, shape.batch, block):
         rows = inputs.leaves(dtype=torch.float64, rows=slice(at, at + block))
-        parts.append(_with_gradients(by_backend("reference")(**rows.arguments), rows))
-    shared = {f"grad_{name}" for name in WEIGHTS}
+        parts.append(rows.with_gradients(shape, by_backend("reference")(**rows.arguments)))
+    shared = {f"grad_{name}" for name in inputs.shared}
     return {
         name: torch.stack([part[name] for part in parts]).sum(0)
         if name in shared
         else torch.cat([part[name] for part in parts])
         for name in parts[0]
     }
-
-
-def _with_gradients(outputs: tuple[Tensor, ...], given: ScanInputs) -> dict[str, Tensor]:
-    grads = torch.autograd.grad(outputs, list(given.arguments.values()), given.grads)
-    named = dict(zip(OUTPUTS, outputs, strict=True))
-    named |= {f"grad_{name}": g for name, g in zip(given.arguments, grads, strict=True)}
-    return {name: tensor.detach() for name, tensor in named.items()}

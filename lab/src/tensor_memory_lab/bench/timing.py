@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,6 +106,17 @@ def _cuda_times(
             marks[name].append((start, end))
     torch.cuda.synchronize(dirt.device)
     return {n: [start.elapsed_time(end) for start, end in pairs] for n, pairs in marks.items()}
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Inside, torch computes on so many threads of the CPU."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def captured(call: Call) -> Call:

@@ -1,11 +1,13 @@
 """A training step with and without memory, turn by turn in one run.
 
     tensor-memory-lab bench train-step
+    tensor-memory-lab bench train-step --memory place --layers-with-memory 0 1
 
 Forward, backward and AdamW of the language and the video model at their published sizes, bfloat16
 autocast on a GPU. There each step is also timed with its backward on the calling thread, where
 autograd has a thread of its own otherwise, and captured as a CUDA graph, which spares both models
-the time that Python takes to launch. First the scan is compared with the float64 reference.
+the time that Python takes to launch. First the scan is compared with one in float64. The place
+memory is measured in the language model.
 """
 
 from __future__ import annotations
@@ -17,10 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensor_memory import MemoryConfig
 from tensor_memory_lab.bench import report
-from tensor_memory_lab.bench.hosts import HOSTS, Host
-from tensor_memory_lab.bench.shapes import ScanShape, by_backend, check
+from tensor_memory_lab.bench.hosts import HOSTS, Host, add_memory_options, memory_changes
+from tensor_memory_lab.bench.shapes import check
 from tensor_memory_lab.bench.timing import (
     QUICK,
     Budget,
@@ -60,30 +61,18 @@ class Training:
 
 
 def measure_host(
-    host: Host,
-    config: MemoryConfig,
-    layers: list[int],
-    device: torch.device,
-    budget: Budget,
-    seed: int,
+    host: Host, layers: list[int], device: torch.device, budget: Budget, seed: int
 ) -> dict[str, Any]:
     """Agreement of the scan first; then both steps. Plain values for JSON."""
-    cuda = device.type == "cuda"
-    shape = ScanShape(
-        host.batch,
-        host.steps(config.chunk_size),
-        config.channels,
-        config.grid,
-        torch.bfloat16 if cuda else torch.float32,
-        reads=config.chunk_size if config.reads == "token" else 1,
-    )
+    cuda, config = device.type == "cuda", host.memory
+    shape = host.scan_shape(torch.bfloat16 if cuda else torch.float32)
     row: dict[str, Any] = {
         "batch": host.batch,
         "memory": config.to_dict(),
         "layers_with_memory": layers,
         "layers": host.layers,
         "scan": shape.to_dict(),
-        "agreement": check(shape, by_backend(config.backend), device, seed),
+        "agreement": check(shape, shape.scan(config.backend), device, seed),
         "parameters": {},
         "peak_bytes": {},
     }
@@ -127,21 +116,23 @@ def run(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     with progress("train-step", len(options.models), unit="models") as advance:
         for name in options.models:
-            host = HOSTS[name](quick=options.quick, batch=2 if device.type == "cpu" else 32)
+            host = _host(name, options, batch=2 if device.type == "cpu" else 32)
             named = options.layers_with_memory
             layers = list(range(host.layers)) if named is None else sorted(set(named))
-            changes: dict[str, Any] = {"backend": options.backend, "reads": options.reads}
-            if options.chunk_size is not None:
-                changes["chunk_size"] = options.chunk_size
             rows[name] = {"errors": {}}
             # Out of memory, or a shape that the backend refuses, costs this model alone.
             with report.recorded(rows[name]["errors"], "all"):
-                config = replace(host.memory, **changes)
-                rows[name] |= measure_host(host, config, layers, device, budget, options.seed)
+                host = replace(host, memory=replace(host.memory, **options.changes))
+                rows[name] |= measure_host(host, layers, device, budget, options.seed)
             if device.type == "cuda":
                 torch.cuda.empty_cache()
             advance(note=name)
     return {"models": rows}
+
+
+def _host(name: str, options: argparse.Namespace, **sizes: Any) -> Host:
+    memory = {"memory": options.memory} if name == "language" else {}
+    return HOSTS[name](quick=options.quick, **sizes, **memory)
 
 
 def table(result: dict[str, Any]) -> report.Rows:
@@ -152,12 +143,14 @@ def table(result: dict[str, Any]) -> report.Rows:
         if "ms" not in row:
             continue
         memory = row["memory"]
+        kind = f"K {memory['chunk_size']}" if "chunk_size" in memory else f"H {memory['heads']}"
+        way = f"a read per {memory['reads']}" if "reads" in memory else f"{memory['rule']} rule"
         grid = "x".join(map(str, memory["grid"]))
         line = {
             "model": name,
-            "memory": f"C {memory['channels']}, {grid}, K {memory['chunk_size']}, "
+            "memory": f"C {memory['channels']}, {grid}, {kind}, "
             f"{len(row['layers_with_memory'])} of {row['layers']} layers, "
-            f"a read per {memory['reads']}, {memory['backend']}",
+            f"{way}, {memory['backend']}",
             "parameters, M": " / ".join(f"{n / 1e6:.2f}" for n in row["parameters"].values()),
         }
         ways = {"": row, "one thread: ": row.get("one_thread"), "graph: ": row.get("graph")}
@@ -179,15 +172,20 @@ def main(argv: list[str]) -> int:
         "train-step", "Time a training step of the compared models with and without memory."
     )
     add = parser.add_argument
-    add("--models", nargs="+", choices=HOSTS, default=list(HOSTS), help="what carries the memory")
+    add("--models", nargs="+", choices=HOSTS, help="what carries the memory (default: all)")
+    add_memory_options(parser)
     add("--layers-with-memory", type=int, nargs="+", help="indices from 0 (default: all layers)")
     add("--chunk-size", type=int, help="tokens per write (default: the published)")
-    add("--reads", choices=("chunk", "token"), default="chunk", help="what each read is for")
     options, device = report.parse(parser, argv)
+    options.changes = memory_changes(parser, options)
+    if options.models is None:
+        options.models = ["language"] if options.memory == "place" else list(HOSTS)
+    if options.memory == "place" and options.models != ["language"]:
+        parser.error("--memory place: expected --models language, which is the one that takes it")
     if options.chunk_size is not None and options.chunk_size < 1:
         parser.error(f"--chunk-size: expected at least 1, got {options.chunk_size}")
     for name in options.models:
-        layers = HOSTS[name](quick=options.quick).layers
+        layers = _host(name, options).layers
         for index in options.layers_with_memory or ():
             if not 0 <= index < layers:
                 parser.error(
@@ -199,6 +197,7 @@ def main(argv: list[str]) -> int:
     config = {
         "optimizer": "AdamW, fused" if cuda else "AdamW",
         "autocast": "bfloat16" if cuda else None,
+        "memory": options.memory,
     }
     complaints = [t for n, row in result["models"].items() for t in report.failures(n, row)]
     tables = [table(result)]
