@@ -21,6 +21,7 @@ class GridConfig:
     """What the configs of both memories share: a grid, and plain values for JSON."""
 
     grid: tuple[int, ...]
+    channels: int
 
     @property
     def axes(self) -> int:

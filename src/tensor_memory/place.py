@@ -164,15 +164,17 @@ class PlaceMemory(nn.Module):
         and processes scan at once. Rule "delta" hands the state on from process to process, so
         that they scan one after the other.
         """
-        inputs, state = self._inputs(x, state, where, mask, reset)
+        inputs, state = self.steer(x, state, where, mask, reset)
         reads, values = run_places(inputs, self.config.backend, products_dtype(x), group)
+        return self.output_of(reads, x, mask), state.with_values(values)
+
+    def output_of(self, reads: Tensor, x: Tensor, mask: Tensor | None) -> Tensor:
+        """m = W_out(norm(r) ⊙ silu(W_gate x)): reads (B, N, H, C), x (B, N, d) -> (B, N, d)."""
         source = x if mask is None else x.masked_fill(~mask[..., None], 0)
         gate = F.silu(self.gate(source))
         read = self.norm(reads.to(self.norm.weight.dtype)).flatten(2)
         m = self.output(read.to(gate.dtype) * gate)
-        if mask is not None:
-            m = m.masked_fill(~mask[..., None], 0)
-        return m, state.with_values(values)
+        return m if mask is None else m.masked_fill(~mask[..., None], 0)
 
     def resized(self, grid: Sequence[int]) -> PlaceMemory:
         """A copy with the same weights on another grid; `state.resized` takes a state along."""
@@ -201,7 +203,7 @@ class PlaceMemory(nn.Module):
         The arguments are `forward`'s; `reads` are token positions. Shares times contents, and the
         rest that the state before gave, add up to the read.
         """
-        inputs, _ = self._inputs(x, state, where, mask, reset)
+        inputs, _ = self.steer(x, state, where, mask, reset)
         inputs = inputs.prepared()
         at = torch.as_tensor(reads, device=x.device)
         N = x.shape[1]
@@ -216,13 +218,13 @@ class PlaceMemory(nn.Module):
         read = torch.einsum("brnh,bnhc->brhc", share, inputs.content) + rest
         return Trace(share, inputs.content, rest, read)
 
-    def _inputs(
+    def steer(
         self,
         x: Tensor,
         state: PlaceState | None,
-        where: Tensor | None,
-        mask: Tensor | None,
-        reset: Tensor | None,
+        where: Tensor | None = None,
+        mask: Tensor | None = None,
+        reset: Tensor | None = None,
     ) -> tuple[PlaceInputs, PlaceState]:
         """What the tokens say to the recurrence; in float32 or better even under autocast."""
         state = self.checked_state(x, state, where, mask, reset)

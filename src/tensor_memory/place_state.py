@@ -21,6 +21,10 @@ _KIND = "tensor-memory place state"
 _LEVELS = {torch.bfloat16: 1, torch.float16: 1, torch.int8: 127}
 """What stands for a voxel's largest value in each type that a state can be quantized to."""
 
+watching_moves: list[Callable[[PlaceState, PlaceState, Tensor, bool], None]] = []
+"""Told of every move while a recording is made: the state before and after, the voxels rolled
+(B, n), coordinate 0 first, and whether what came in is empty."""
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PlaceState:
@@ -211,7 +215,10 @@ class PlaceState:
             step = steps[:, axes - 1 - axis].long()
             for name, tensor in rolled.items():
                 rolled[name] = _rolled(tensor, axis + 2, step, empty=empty or not wraps)
-        return replace(self, **rolled, origin=total - steps * voxel)
+        after = replace(self, **rolled, origin=total - steps * voxel)
+        for watch in watching_moves:
+            watch(self, after, steps, empty)
+        return after
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state as safetensors, whole or not at all."""

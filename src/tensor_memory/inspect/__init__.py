@@ -1,7 +1,15 @@
 """See inside a memory: record what it does, draw it, open it in a browser."""
 
 from tensor_memory.inspect.layer_recording import Chunk, LayerRecording
+from tensor_memory.inspect.place_layer import PlaceLayerRecording, PlaceToken
 from tensor_memory.inspect.recorder import record
 from tensor_memory.inspect.recording import Recording
 
-__all__ = ["Chunk", "LayerRecording", "Recording", "record"]
+__all__ = [
+    "Chunk",
+    "LayerRecording",
+    "PlaceLayerRecording",
+    "PlaceToken",
+    "Recording",
+    "record",
+]

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from tensor_memory.files import write_whole
 from tensor_memory.inspect import figures, grid_figures
-from tensor_memory.inspect.layer_recording import LayerRecording
+from tensor_memory.inspect.figures import AnyLayer
+from tensor_memory.inspect.layer_recording import GridRecording
 from tensor_memory.inspect.theme import WIDTH, theme
 
 THEMES = ("light", "dark")
@@ -28,12 +29,12 @@ class FigureKind(NamedTuple):
     """Whether it needs a 3-D axis."""
 
 
-def _moments_height(layer: LayerRecording) -> float:
+def _moments_height(layer: GridRecording) -> float:
     return grid_figures.height(layer.config.grid, columns=grid_figures.TILES)
 
 
-def _mask_height(layer: LayerRecording) -> float:
-    return grid_figures.height(layer.config.grid, lines=layer.config.write_heads)
+def _mask_height(layer: GridRecording) -> float:
+    return grid_figures.height(layer.config.grid, lines=layer.write_at.shape[2])
 
 
 KINDS = {
@@ -50,7 +51,7 @@ KINDS = {
 
 
 def write_figures(
-    recorded: Sequence[LayerRecording],
+    recorded: Sequence[AnyLayer],
     folder: str | os.PathLike[str],
     *,
     row: int,
@@ -70,6 +71,11 @@ def write_figures(
     names = [layer.name for layer in recorded]
     chosen = range(len(names)) if layers is None else [_number(names, layer) for layer in layers]
     shown = [layer[chunks] for layer in recorded]
+    grids = {}  # a layer's number, and a head's where it has several grids
+    for n in chosen:
+        views = shown[n].views()
+        names = [f"{n}.{head}" for head in range(len(views))] if len(views) > 1 else [str(n)]
+        grids |= dict(zip(names, views, strict=True))
     for name, given, known in (("themes", themes, THEMES), ("kinds", kinds or (), KINDS)):
         if unknown := [one for one in given if one not in known]:
             raise ValueError(f"{name}: expected some of {', '.join(known)}, got {unknown[0]!r}")
@@ -82,7 +88,7 @@ def write_figures(
                 if KINDS[kind].all_layers:
                     drawn: dict[str, Any] = {f"{kind}-{theme_name}.png": shown} if shown else {}
                 else:
-                    drawn = {f"{kind}-{n}-{theme_name}.png": shown[n] for n in chosen}
+                    drawn = {f"{kind}-{n}-{theme_name}.png": grid for n, grid in grids.items()}
                 for file, what in drawn.items():
                     options = _options(kind, what, row)
                     if options is not None:

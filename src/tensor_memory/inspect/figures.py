@@ -19,7 +19,8 @@ from tensor_memory.inspect.grid_figures import (
     draw_slices,
     nothing,
 )
-from tensor_memory.inspect.layer_recording import LayerRecording, require_index
+from tensor_memory.inspect.layer_recording import GridRecording, require_index
+from tensor_memory.inspect.place_layer import PlaceLayerRecording
 from tensor_memory.inspect.theme import ink, palette, theme
 
 __all__ = [
@@ -35,19 +36,19 @@ __all__ = [
     "theme",
 ]
 
+AnyLayer = GridRecording | PlaceLayerRecording
+
 SHOWN = 24
 """Chunks whose reads and writes are drawn in space, at most; more would hide each other."""
 
 OCCUPIED = 0.1
-"""A voxel counts as occupied above this share of the largest ‖h‖."""
+"""A voxel counts as occupied above this share of the largest norm."""
 
 SATURATED = 0.95
 """A coordinate beyond this is at the border, where tanh has no slope left."""
 
 
-def draw_trajectories(
-    axis: Any, layer: LayerRecording, *, row: int = 0, shown: int = SHOWN
-) -> None:
+def draw_trajectories(axis: Any, layer: GridRecording, *, row: int = 0, shown: int = SHOWN) -> None:
     """Where the row wrote, as spheres of radius σ, and the path of its reads; a 3-D axis.
 
     Of a longer row the last `shown` chunks are drawn; later ones stand out more.
@@ -101,14 +102,14 @@ def draw_trajectories(
     axis.legend(loc="upper right", labelcolor=ink(axis))
 
 
-def draw_gates(axis: Any, layer: LayerRecording, *, row: int = 0) -> None:
-    """Input, forget and output gate over the stream, averaged over voxels and channels."""
+def draw_gates(axis: Any, layer: GridRecording, *, row: int = 0) -> None:
+    """The gates over the stream, averaged over voxels and channels; rate and keep of a head."""
     tokens, chunks = _timeline(layer, row, layer.written)
     if not len(chunks):
         nothing(axis)
         return
     styles = ("-", "--", ":")
-    for gate, name in enumerate(("input", "forget", "output")):
+    for gate, name in enumerate(layer.gate_names):
         values = layer.gates[chunks, row, gate].float().numpy()
         axis.plot(tokens, values, styles[gate], color=palette(axis)[gate], label=name)
     axis.set_ylim(0, 1)
@@ -116,7 +117,7 @@ def draw_gates(axis: Any, layer: LayerRecording, *, row: int = 0) -> None:
     _finish(axis, f"gates of {layer.name}")
 
 
-def draw_use(axis: Any, layers: Iterable[LayerRecording]) -> None:
+def draw_use(axis: Any, layers: Iterable[AnyLayer]) -> None:
     """For every layer of a recording σ(γ), how far its gate is open, and how much of x it adds.
 
     Use is ‖σ(γ)m‖ / ‖x‖ of all chunks and rows: the median, and from the 10th to the 90th of 100.
@@ -145,14 +146,15 @@ def draw_use(axis: Any, layers: Iterable[LayerRecording]) -> None:
     axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
-def draw_state_norm(axis: Any, layers: Iterable[LayerRecording], *, row: int = 0) -> None:
-    """‖h‖ of the whole grid over the stream, a line per layer of a recording."""
-    drawn = 0
+def draw_state_norm(axis: Any, layers: Iterable[AnyLayer], *, row: int = 0) -> None:
+    """The norm of all that is held over the stream, a line per layer of a recording."""
+    drawn, names = 0, {}
     for number, layer in enumerate(layers):
+        names[layer.norm_name] = None
         tokens, chunks = _timeline(layer, row, layer.present)
         if not len(chunks):
             continue
-        norm = layer.hidden_norm[chunks, row].double().flatten(1).norm(dim=1)
+        norm = layer.norms[chunks, row].double().flatten(1).norm(dim=1)
         colours, styles = palette(axis), ("-", "--", ":", "-.")
         style = {"color": colours[number % 6], "linestyle": styles[number // 6 % 4]}
         axis.plot(tokens, norm.numpy(), label=layer.name, **style)
@@ -161,11 +163,11 @@ def draw_state_norm(axis: Any, layers: Iterable[LayerRecording], *, row: int = 0
         nothing(axis)
         return
     axis.set_ylim(bottom=0)
-    axis.set_ylabel("‖h‖ of the grid")
+    axis.set_ylabel(f"{' or '.join(names)} of the grid")
     _finish(axis, "the state over the stream", legend=drawn > 1)
 
 
-def draw_occupancy(axis: Any, layer: LayerRecording, *, row: int = 0) -> None:
+def draw_occupancy(axis: Any, layer: GridRecording, *, row: int = 0) -> None:
     """How much of the grid is in use over the stream.
 
     The share of voxels above a tenth of the largest ‖h‖, and the effective share,
@@ -187,7 +189,7 @@ def draw_occupancy(axis: Any, layer: LayerRecording, *, row: int = 0) -> None:
     _finish(axis, f"occupancy of {layer.name}")
 
 
-def draw_saturation(axis: Any, layer: LayerRecording) -> None:
+def draw_saturation(axis: Any, layer: GridRecording) -> None:
     """How near the border of the grid coordinates lie: |μ| of all reads and writes."""
     drawn = False
     for at, name, colour in zip(
@@ -220,7 +222,7 @@ def draw_saturation(axis: Any, layer: LayerRecording) -> None:
     axis.legend(loc="upper left", bbox_to_anchor=(1, 1), borderaxespad=0)
 
 
-def _timeline(layer: LayerRecording, row: int, which: Tensor) -> tuple[Any, Tensor]:
+def _timeline(layer: AnyLayer, row: int, which: Tensor) -> tuple[Any, Tensor]:
     """The tokens at which a row's chunks ended, and the chunks: those that are marked (T, B)."""
     if not layer.rows:
         return [], torch.zeros(0, dtype=torch.long)

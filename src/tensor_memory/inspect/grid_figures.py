@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensor_memory.inspect.layer_recording import LayerRecording, require_index
+from tensor_memory.inspect.layer_recording import GridRecording, require_index
 from tensor_memory.inspect.theme import VOLUME, WIDTH, ink
 
 NAMES = "wzyx"
@@ -19,7 +19,7 @@ TILES = 6
 """Moments of the stream shown, at most."""
 
 
-def draw_slices(axis: Any, layer: LayerRecording, *, row: int = 0, tiles: int = TILES) -> None:
+def draw_slices(axis: Any, layer: GridRecording, *, row: int = 0, tiles: int = TILES) -> None:
     """Orthogonal slices of ‖h‖ over the stream, through the voxel that held most of it.
 
     One column per moment, one line per pair of grid axes. `axis` is a plain 2-D axis.
@@ -32,11 +32,12 @@ def draw_slices(axis: Any, layer: LayerRecording, *, row: int = 0, tiles: int = 
     grid = layer.config.grid
     at = [int(index) for index in torch.unravel_index(volumes.sum(0).argmax(), grid)]
     planes = [_plane(volumes, pair, at) for pair in _pairs(len(grid))]
+    norm = layer.norm_name
     place = ", ".join(f"{n} {i}" for n, i in zip(_names(grid)[::-1], at[::-1], strict=True))
-    _draw_tiles(axis, planes, layer, row, chunks, f"slices of ‖h‖ through voxel {place}", "‖h‖")
+    _draw_tiles(axis, planes, layer, row, chunks, f"slices of {norm} through voxel {place}", norm)
 
 
-def draw_projection(axis: Any, layer: LayerRecording, *, row: int = 0, tiles: int = TILES) -> None:
+def draw_projection(axis: Any, layer: GridRecording, *, row: int = 0, tiles: int = TILES) -> None:
     """Maximum-intensity projections of ‖h‖ over the stream, along each grid axis."""
     chunks = moments(layer, row, tiles)
     if not chunks:
@@ -44,10 +45,11 @@ def draw_projection(axis: Any, layer: LayerRecording, *, row: int = 0, tiles: in
         return
     volumes = layer.hidden_norm[chunks, row].float()
     planes = [_plane(volumes, pair, None) for pair in _pairs(len(layer.config.grid))]
-    _draw_tiles(axis, planes, layer, row, chunks, "largest ‖h‖ along the line of sight", "‖h‖")
+    norm = layer.norm_name
+    _draw_tiles(axis, planes, layer, row, chunks, f"largest {norm} along the line of sight", norm)
 
 
-def draw_mask(axis: Any, layer: LayerRecording, *, chunk: int = 0, row: int = 0) -> None:
+def draw_mask(axis: Any, layer: GridRecording, *, chunk: int = 0, row: int = 0) -> None:
     """The mask of one chunk's writes: slices through the peak of each write head."""
     if not len(layer):
         nothing(axis)
@@ -64,7 +66,7 @@ def draw_mask(axis: Any, layer: LayerRecording, *, chunk: int = 0, row: int = 0)
     what = f"{_tokens(one.start, one.stop)}{wide}" if one.written else "nothing was written"
     labels = [f"write {m}" for m in range(len(masks))] if len(masks) > 1 else [""]
     _tile(axis, lines, labels, [_label(grid, pair) for pair in pairs], "mask", top=1.0)
-    axis.set_title(f"mask of chunk {one.chunk}, {what}", loc="left", pad=16)
+    axis.set_title(f"mask of {layer.unit} {one.chunk}, {what}", loc="left", pad=16)
 
 
 def height(grid: tuple[int, ...], *, columns: int = 0, lines: int = 0) -> float:
@@ -76,7 +78,7 @@ def height(grid: tuple[int, ...], *, columns: int = 0, lines: int = 0) -> float:
     return min(0.7 + max(cells * cell, 0.7), 0.8 * WIDTH)
 
 
-def moments(layer: LayerRecording, row: int, count: int) -> list[int]:
+def moments(layer: GridRecording, row: int, count: int) -> list[int]:
     """At most `count` chunks of a row, evenly spaced from its first to its last."""
     if not layer.rows:
         return []
@@ -90,7 +92,7 @@ def moments(layer: LayerRecording, row: int, count: int) -> list[int]:
 def _draw_tiles(
     axis: Any,
     planes: list[Tensor],
-    layer: LayerRecording,
+    layer: GridRecording,
     row: int,
     chunks: list[int],
     title: str,

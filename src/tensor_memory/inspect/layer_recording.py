@@ -1,16 +1,16 @@
-"""What one memory layer did, chunk by chunk: plain tensors on the CPU.
+"""What one memory layer did to a grid over time, chunk by chunk: plain tensors on the CPU.
 
 Letters: T chunks kept, B rows, n axes, C channels, Q reads and M writes per chunk.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from tensor_memory.config import MemoryConfig
+from tensor_memory.config import GridConfig, MemoryConfig
 from tensor_memory.ops.scan.reference import gaussian_mask, nearest_mask
 from tensor_memory.wording import counted
 
@@ -42,8 +42,8 @@ def float_shapes(config: MemoryConfig) -> dict[str, tuple[int, ...]]:
 
 
 @dataclass(frozen=True, eq=False)
-class LayerRecording:
-    """One memory layer: everything its equations made of each chunk that was kept.
+class GridRecording:
+    """One grid over time: what figures and pages draw.
 
     The first two dimensions of an array are T chunks and B rows. Where `present` is false the row
     has no such chunk, and every float there is NaN. Where `written` is false the chunk has read
@@ -51,14 +51,23 @@ class LayerRecording:
     only a write has (`write_at`, `spread`, `content_norm`, `gates`) is NaN.
     """
 
+    gate_names: ClassVar[tuple[str, ...]]
+    """What `gates` holds."""
+
+    norm_name: ClassVar[str]
+    """What `hidden_norm` holds."""
+
+    unit: ClassVar[str]
+    """What one step in time is."""
+
     name: str
     """The path of the block the layer follows, else of the layer itself, in the model."""
 
-    config: MemoryConfig
+    config: GridConfig
     """What the memory is."""
 
     gate: float | None
-    """σ(γ) at the last call; None where a `TensorMemory` was used without `MemoryResidual`."""
+    """σ(γ) at the last call; None where a memory was used without `MemoryResidual`."""
 
     read_at: Tensor
     """(T, B, Q, n) where the chunk read: Q = R heads, or K·R when every token reads (NaN where a
@@ -74,7 +83,7 @@ class LayerRecording:
     """(T, B, M) ‖content‖, how strongly."""
 
     gates: Tensor
-    """(T, B, 3) input, forget and output gate, averaged over voxels and channels."""
+    """(T, B, ...) the gates in `gate_names`, averaged over voxels and channels."""
 
     hidden_norm: Tensor
     """(T, B, *grid) ‖h‖ of every voxel after the chunk was written; of an unwritten chunk, of the
@@ -121,21 +130,28 @@ class LayerRecording:
         """Bytes held."""
         return sum(array.nbytes for array in self.arrays().values())
 
+    @property
+    def read_heads(self) -> int:
+        """Reads that go on from one token to the next; the others are of other tokens."""
+        return self.read_at.shape[2]
+
+    @property
+    def norms(self) -> Tensor:
+        """(T, B, ...) the norms of everything that is held."""
+        return self.hidden_norm
+
+    def views(self) -> list[GridRecording]:
+        """What is drawn of this layer: itself."""
+        return [self]
+
     def arrays(self) -> dict[str, Tensor]:
-        """Every array by name; no `spread` where the nearest voxel alone is written."""
-        names = (*float_shapes(self.config), "span", "written", "present", "chunk", "seen")
-        return {name: getattr(self, name) for name in names}
+        """Every array by name; no `spread` where a write has no width."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
     def mask(self, chunk: int, row: int = 0) -> Tensor:
         """(M, *grid) float32: the weight each write gave each voxel; NaN where none happened."""
-        require_index(chunk, len(self), "chunk")
-        require_index(row, self.rows, "row")
-        at = self.write_at[chunk, row][None].float()
-        if self.spread is None:
-            grid = (1,) * self.config.axes
-            missing = at.sum(-1).isnan().unflatten(-1, (-1, *grid))
-            return nearest_mask(at, self.config.grid).masked_fill(missing, float("nan"))[0]
-        return gaussian_mask(at, self.spread[chunk, row][None].float(), self.config.grid)[0]
+        raise NotImplementedError
 
     def __getitem__(self, at: Any) -> Any:
         """`layer[t, b]` is one `Chunk`; slices, `layer[3:9]` or `layer[:, :2]`, are layers."""
@@ -171,8 +187,33 @@ class LayerRecording:
 
 
 @dataclass(frozen=True, eq=False)
+class LayerRecording(GridRecording):
+    """One layer of a `TensorMemory`: all that its equations made of each chunk that was kept."""
+
+    gate_names = ("input", "forget", "output")
+    norm_name = "‖h‖"
+    unit = "chunk"
+
+    config: MemoryConfig
+
+    @property
+    def read_heads(self) -> int:  # noqa: D102
+        return self.config.read_heads
+
+    def mask(self, chunk: int, row: int = 0) -> Tensor:  # noqa: D102
+        require_index(chunk, len(self), "chunk")
+        require_index(row, self.rows, "row")
+        at = self.write_at[chunk, row][None].float()
+        if self.spread is None:
+            grid = (1,) * self.config.axes
+            missing = at.sum(-1).isnan().unflatten(-1, (-1, *grid))
+            return nearest_mask(at, self.config.grid).masked_fill(missing, float("nan"))[0]
+        return gaussian_mask(at, self.spread[chunk, row][None].float(), self.config.grid)[0]
+
+
+@dataclass(frozen=True, eq=False)
 class Chunk:
-    """One chunk of one row in one layer: `LayerRecording` without its first two dimensions."""
+    """One chunk of one row in one layer: a recording without its first two dimensions."""
 
     layer: str
     row: int

@@ -1,7 +1,8 @@
 """A recording as one HTML page that opens from disk, with everything it needs inside.
 
 Measured values travel as base64 of little-endian arrays, ‖h‖ as one byte per voxel with one scale
-per layer; `viewer/` holds the page that draws them. All text is put in a JSON element in which no
+per layer; `viewer/` holds the page that draws them. A head of a place memory has a grid of its own
+and is put on the page as a layer of its own. All text is put in a JSON element in which no
 `<` stands unescaped, so no token can end it, and the page shows it as text only.
 
 Letters: T chunks on the page, B rows, n axes, V voxels, Q reads and M writes per chunk.
@@ -15,6 +16,7 @@ import math
 import struct
 import zlib
 from base64 import b64encode
+from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from itertools import pairwise
@@ -23,7 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tensor_memory.inspect.layer_recording import LayerRecording
+from tensor_memory.inspect.layer_recording import GridRecording
 from tensor_memory.wording import counted
 
 LIMIT_MB = 32.0
@@ -38,10 +40,21 @@ CONTEXT = 24
 _SCRIPTS = ("data.js", "view.js", "scene.js", "charts.js", "panel.js", "app.js")
 
 
+class RecordedLayer(Protocol):
+    """A layer of a recording, of any memory."""
+
+    @property
+    def unit(self) -> str: ...  # noqa: D102
+    def views(self) -> list[GridRecording]: ...  # noqa: D102
+    def __len__(self) -> int: ...
+
+
 class Recorded(Protocol):
     """What a page is made of; `Recording` is one."""
 
-    layers: list[LayerRecording]
+    @property
+    def layers(self) -> Sequence[RecordedLayer]: ...  # noqa: D102
+
     every: int
     rows_left_out: int
     texts: list[list[str]] | None
@@ -63,11 +76,13 @@ def page(recording: Recorded, *, title: str, every: int, rows: int | None, limit
     for name, value in (("every", every), ("rows", rows)):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"{name}: expected an integer of at least 1, got {value!r}")
-    layers = [layer[::every, :rows] for layer in recording.layers]
+    views = [view for layer in recording.layers for view in layer.views()]
+    layers = [view[::every, :rows] for view in views]
     encoded = [_encoded_layer(layer) for layer in layers]
     shown_rows = layers[0].rows if layers else 0
     values = {
         "layers": encoded,
+        "layerCount": len(recording.layers),
         "rows": shown_rows,
         "every": recording.every * every,
         "notices": _notices(recording, layers, encoded, every),
@@ -80,11 +95,12 @@ def page(recording: Recorded, *, title: str, every: int, rows: int | None, limit
     if size > limit_mb:
         viewer = len(_filled(title, "").encode()) / 1e6  # there however little is recorded
         chunks = max(map(len, layers), default=0)
+        unit = layers[0].unit if layers else "chunk"
         share = (size - viewer) / max(limit_mb - viewer, 1e-6)
         raise ValueError(
             f"page: expected at most {limit_mb:g} MB, got {size:.1f} MB for "
-            f"{counted(len(layers), 'layer')}, {counted(shown_rows, 'row')} and "
-            f"{counted(chunks, 'chunk')}; put fewer chunks on it with "
+            f"{counted(len(recording.layers), 'layer')}, {counted(shown_rows, 'row')} and "
+            f"{counted(chunks, unit)}; put fewer {unit}s on it with "
             f"every={every * min(math.ceil(share), max(chunks, 1))}, fewer rows with rows=1, "
             "or raise limit_mb (--every, --rows, --limit-mb of `tensor-memory inspect`)"
         )
@@ -105,7 +121,7 @@ def _filled(title: str, recording: str) -> str:
     return "".join(parts[part[2:-2]] if part.startswith("{{") else part for part in cut)
 
 
-def _encoded_layer(layer: LayerRecording) -> dict[str, Any]:
+def _encoded_layer(layer: GridRecording) -> dict[str, Any]:
     norms, points, blocks = _pooled(layer.hidden_norm.float())  # (T, B, *shown grid)
     finite = norms.isfinite()
     top = float(norms[finite].max()) if finite.any() else 0.0
@@ -120,8 +136,11 @@ def _encoded_layer(layer: LayerRecording) -> dict[str, Any]:
         "blocks": blocks,
         "channels": layer.config.channels,
         "gate": "–" if layer.gate is not None and not math.isfinite(layer.gate) else layer.gate,
-        "tokenReads": layer.config.reads == "token",
-        "heads": layer.config.read_heads,
+        "unit": layer.unit,
+        "normName": layer.norm_name,
+        "gateNames": list(layer.gate_names),
+        "tokenReads": layer.read_at.shape[2] > layer.read_heads,
+        "heads": layer.read_heads,
         "chunks": len(layer),
         "reads": layer.read_at.shape[2],
         "writes": layer.write_at.shape[2],
@@ -168,19 +187,20 @@ def _pooled(norms: Tensor) -> tuple[Tensor, list[list[float]], list[int]]:
 
 
 def _notices(
-    recording: Recorded, layers: list[LayerRecording], encoded: list[dict[str, Any]], every: int
+    recording: Recorded, layers: list[GridRecording], encoded: list[dict[str, Any]], every: int
 ) -> list[str]:
     """What this page does not show, in words: nothing is left out silently."""
     found = []
+    unit = layers[0].unit if layers else "chunk"
     if recording.every > 1:
-        dropped = counted(recording.dropped, "chunk")
+        dropped = counted(recording.dropped, unit)
         found.append(
-            f"One chunk in {recording.every} was recorded; "
+            f"One {unit} in {recording.every} was recorded; "
             f"{dropped}, over all layers and rows, seen and not kept."
         )
     if every > 1:
         before, after = (max(map(len, some), default=0) for some in (recording.layers, layers))
-        found.append(f"One recorded chunk in {every} is on this page: {after} of {before}.")
+        found.append(f"One recorded {unit} in {every} is on this page: {after} of {before}.")
     if layers and layers[0].rows < recording.rows:
         found.append(f"The first {layers[0].rows} of {recording.rows} recorded rows are shown.")
     if recording.rows_left_out:
@@ -196,12 +216,13 @@ def _notices(
                 f"a block of {block}."
             )
         if layer["notFinite"]:
-            broken = counted(layer["notFinite"], "value of ‖h‖ is", "values of ‖h‖ are")
+            norm = layer["normName"]
+            broken = counted(layer["notFinite"], f"value of {norm} is", f"values of {norm} are")
             found.append(f"{layer['name']}: {broken} not finite, drawn as 0.")
     return found
 
 
-def _texts(recording: Recorded, layers: list[LayerRecording]) -> list[list[Any]] | None:
+def _texts(recording: Recorded, layers: list[GridRecording]) -> list[list[Any]] | None:
     """Per row, [start, [texts...]] for each stretch of tokens at or near a chunk shown."""
     if recording.texts is None or not layers:
         return None
@@ -219,7 +240,7 @@ def _texts(recording: Recorded, layers: list[LayerRecording]) -> list[list[Any]]
     return rows
 
 
-def _frames(recording: Recorded, layers: list[LayerRecording]) -> list[dict[int, str]] | None:
+def _frames(recording: Recorded, layers: list[GridRecording]) -> list[dict[int, str]] | None:
     """Per row, the PNG of every frame in which a chunk shown begins."""
     if recording.frames is None or not layers:
         return None

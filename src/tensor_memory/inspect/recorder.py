@@ -17,10 +17,16 @@ from torch.utils.hooks import RemovableHandle
 
 from tensor_memory.attachment import Attachment
 from tensor_memory.attachment.recompute import in_backward
+from tensor_memory.build import AnyMemory, AnyState
+from tensor_memory.inspect.layer_recording import LayerRecording, float_shapes
+from tensor_memory.inspect.place_layer import PlaceLayerRecording, place_shapes
+from tensor_memory.inspect.place_recorder import PlaceLayerRecorder
 from tensor_memory.inspect.recording import Recording
 from tensor_memory.inspect.replay import CallArguments, replay_chunks, replay_unfinished
 from tensor_memory.inspect.store import LayerStore
-from tensor_memory.inspect.streams import Stream, Streams
+from tensor_memory.inspect.streams import LayerProgress, PlaceProgress, Stream, Streams
+from tensor_memory.place import PlaceMemory
+from tensor_memory.place_state import PlaceState, watching_moves
 from tensor_memory.residual import MemoryResidual
 from tensor_memory.state import MemoryState
 from tensor_memory.tensor import TensorMemory
@@ -37,6 +43,7 @@ def record(
     every: int = 1,
     max_chunks: int = 512,
     max_rows: int = 16,
+    max_tokens: int = 16384,
     dtype: torch.dtype = torch.float16,
     texts: Sequence[Sequence[str]] | None = None,
     frames: Tensor | None = None,
@@ -45,19 +52,23 @@ def record(
     """Record what every memory in `model` does inside the `with` block.
 
     The recording is filled when the block is left, also by an error. No output changes by a bit.
-    What a fast scan never exposes is recomputed by the readable reference, chunk by chunk, so
-    calls are slower while recording; outside the block nothing is left behind.
+    What a fast scan never exposes is recomputed, chunk by chunk or token by token, so calls are
+    slower while recording; outside the block nothing is left behind.
 
     Args:
-        model: a `TensorMemory`, a `MemoryResidual`, a host that `attach` was called on, or any
-            module that holds one of them. A memory inside a `MemoryResidual` is recorded where the
-            residual is called; calls of that memory itself, past its residual, are not.
-        every: keep one chunk in so many.
+        model: a `TensorMemory` or `PlaceMemory`, a `MemoryResidual`, a host that `attach` was
+            called on, or any module that holds one of them. A memory inside a `MemoryResidual` is
+            recorded where the residual is called; calls of that memory itself, past its residual,
+            are not.
+        every: keep one chunk in so many; a chunk of a place memory is one token.
         max_chunks: chunks kept per row and layer. One more, and every second is forgotten and
             `every` doubled, as `Recording.every` then says.
         max_rows: rows kept; `Recording.rows_left_out` counts the others. A call that starts from
             an empty memory starts new rows, one that continues a state goes on in its rows.
-        dtype: float type the values are kept in, on the CPU.
+        max_tokens: tokens per row of a place memory whose inputs are kept, all of them and in
+            the type they were computed in, so that reads can be traced to writes. One more, and
+            the older half is forgotten. 0 keeps none.
+        dtype: float type all other values are kept in, on the CPU.
         texts: the text of every token, see `Recording.annotate`.
         frames: the frames the tokens were cut from, see there.
         tokens_per_frame: tokens of one frame.
@@ -75,12 +86,14 @@ def record(
     for name, value in (("every", every), ("max_chunks", max_chunks), ("max_rows", max_rows)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name}: expected an integer of at least 1, got {value!r}")
+    if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 0:
+        raise ValueError(f"max_tokens: expected an integer of at least 0, got {max_tokens!r}")
     if dtype not in DTYPES:
         raise ValueError(
             f"dtype: expected one of {', '.join(map(str, DTYPES))}, got {dtype}; "
             "float16 keeps three digits"
         )
-    recorder = _Recorder(_layers_of(model), every, max_chunks, max_rows, dtype)
+    recorder = _Recorder(_layers_of(model), every, max_chunks, max_rows, max_tokens, dtype)
     recording = Recording(every=every, asked_every=every)
     recorder.install()
     try:
@@ -91,7 +104,10 @@ def record(
     recording.annotate(texts=texts, frames=frames, tokens_per_frame=tokens_per_frame)
 
 
-def _layers_of(model: nn.Module) -> list[tuple[str, MemoryResidual | TensorMemory]]:
+_Layer = MemoryResidual | TensorMemory | PlaceMemory
+
+
+def _layers_of(model: nn.Module) -> list[tuple[str, _Layer]]:
     """Every residual, every memory that none of them owns, and the name it is recorded under."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"record: expected a model (torch.nn.Module), got {type(model).__name__}")
@@ -108,7 +124,8 @@ def _layers_of(model: nn.Module) -> list[tuple[str, MemoryResidual | TensorMemor
             )
     layers = [(blocks.get(m, path or "memory"), m) for path, m in _parts(model, MemoryResidual)]
     owned = {layer.memory for _, layer in layers}
-    alone = [(path or "memory", m) for path, m in _parts(model, TensorMemory) if m not in owned]
+    memories = [*_parts(model, TensorMemory), *_parts(model, PlaceMemory)]
+    alone = [(path or "memory", m) for path, m in memories if m not in owned]
     if not layers and not alone:
         raise ValueError(
             f"record: {type(model).__name__} holds no memory; attach(model, ...) one first"
@@ -126,17 +143,23 @@ class _Recorder:
 
     def __init__(
         self,
-        layers: list[tuple[str, MemoryResidual | TensorMemory]],
+        layers: list[tuple[str, _Layer]],
         every: int,
         max_chunks: int,
         max_rows: int,
+        max_tokens: int,
         dtype: torch.dtype,
     ) -> None:
         self.every, self.max_chunks = every, max_chunks
         self.streams = Streams(max_rows)
         self.modules = [module for _, module in layers]
         self.memories = [_memory_of(module) for module in self.modules]
-        self.stores = [LayerStore(name, _memory_of(m).config, dtype) for name, m in layers]
+        self.stores = [_store(name, _memory_of(m), dtype) for name, m in layers]
+        self.place_layers = {
+            number: PlaceLayerRecorder(memory, self.stores[number], max_tokens)
+            for number, memory in enumerate(self.memories)
+            if isinstance(memory, PlaceMemory)
+        }
         self._handles: list[RemovableHandle] = []
         self._one_at_a_time = threading.Lock()  # calls may come from several threads
 
@@ -145,8 +168,10 @@ class _Recorder:
         for number, module in enumerate(self.modules):
             hook = self._hook(number)
             self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
+        watching_moves.append(self._moved)
 
     def remove(self) -> None:
+        watching_moves.remove(self._moved)
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -168,24 +193,81 @@ class _Recorder:
     def _record_call(
         self,
         layer: int,
-        after: MemoryState,
+        after: AnyState,
         x: Tensor,
-        state: MemoryState | None = None,
+        state: Any = None,
         **marks: Any,
     ) -> None:
         """One call of a layer with x (B, N, d), and the state it returned."""
-        module, memory = self.modules[layer], self.memories[layer]
+        module = self.modules[layer]
         source = x
         if isinstance(module, MemoryResidual):
             mask = marks.get("mask")
             source = module.norm(x if mask is None else x.masked_fill(~mask[..., None], 0))
             self.stores[layer].gate = float(module.gate.sigmoid())
-        call = CallArguments.of(memory, source.to(after.tokens.dtype), state, **marks)
-        stream = self.streams.find(layer, state, call.state)
-        progress = stream.layers[layer]
-        self._keep_unfinished(layer, stream, (progress.fill > 0) & (call.state.fill.cpu() == 0))
         norm = x.norm(dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
-        self._advance(layer, stream, call, 1 / norm.double().cpu())
+        inverse_norm = 1 / norm.double().cpu()
+        if isinstance(after, PlaceState):
+            self._record_places(layer, after, source, state, inverse_norm, **marks)
+        else:
+            self._record_chunks(layer, after, source, state, inverse_norm, **marks)
+
+    def _record_places(
+        self,
+        layer: int,
+        after: PlaceState,
+        x: Tensor,
+        state: PlaceState | None,
+        inverse_norm: Tensor,
+        mask: Tensor | None = None,
+        group: Any = None,
+        **marks: Any,
+    ) -> None:
+        """One call of a place memory with x (B, N, d)."""
+        if group is not None:
+            raise ValueError(
+                "record: expected calls of whole sequences, got group=, which cuts one over "
+                "processes; record a call without it"
+            )
+        recorder = self.place_layers[layer]
+        inputs, given = recorder.memory.steer(x, state, mask=mask, **marks)
+        stream = self.streams.find(layer, state, given)
+        progress = stream.layers[layer]
+        assert isinstance(progress, PlaceProgress)
+        progress.expect(given)
+        recorder.record_call(stream, progress, x, inputs, mask, inverse_norm, self._every_for)
+        progress.last = after.detach()
+
+    def _every_for(self, position: int) -> int:
+        """Make room for a position; one in how many is kept."""
+        self._thin_for(position)
+        return self.every
+
+    def _moved(self, before: PlaceState, after: PlaceState, steps: Tensor, empty: bool) -> None:
+        """A state of a place memory rolled; the calls to come may go on from it."""
+        with self._one_at_a_time:
+            for stream in self.streams:
+                for progress in stream.layers.values():
+                    if isinstance(progress, PlaceProgress):
+                        progress.move(before, after, steps, empty)
+
+    def _record_chunks(
+        self,
+        layer: int,
+        after: MemoryState,
+        x: Tensor,
+        state: MemoryState | None,
+        inverse_norm: Tensor,
+        **marks: Any,
+    ) -> None:
+        """One call of a memory of chunks with x (B, N, d)."""
+        memory = self.memories[layer]
+        assert isinstance(memory, TensorMemory)
+        call = CallArguments.of(memory, x.to(after.tokens.dtype), state, **marks)
+        stream = self.streams.find(layer, state, call.state)
+        progress = _chunk_progress(stream, layer)
+        self._keep_unfinished(layer, stream, (progress.fill > 0) & (call.state.fill.cpu() == 0))
+        self._advance(layer, stream, call, inverse_norm)
         progress.last = after.detach()
         kind = x.device.type
         on = torch.is_autocast_enabled(kind)
@@ -195,7 +277,7 @@ class _Recorder:
         self, layer: int, stream: Stream, call: CallArguments, inverse_norm: Tensor
     ) -> None:
         """Count the call's chunks, and keep those that it finished: 1 / ‖x‖ is (B, N)."""
-        progress, K = stream.layers[layer], self.stores[layer].config.chunk_size
+        progress, K = _chunk_progress(stream, layer), call.state.tokens.shape[1]
         B, N = call.mask.shape
         place = call.assign(K)
         S, mask, slot = place.steps, call.mask.cpu(), place.slot.cpu()
@@ -251,14 +333,16 @@ class _Recorder:
         wanted = kept.any(0).nonzero().flatten().tolist()
         if not wanted:
             return
-        replayed = replay_chunks(self.memories[layer], call.rows(stream.kept), inverse_norm)
+        memory = self.memories[layer]
+        assert isinstance(memory, TensorMemory)
+        replayed = replay_chunks(memory, call.rows(stream.kept), inverse_norm)
         for s, values in zip(range(wanted[-1] + 1), replayed, strict=False):
             rows = kept[:, s].nonzero().flatten()
             self._put(layer, stream, rows, number[rows, s], span[rows, s], values)
 
     def _keep_unfinished(self, layer: int, stream: Stream, dropped: Tensor) -> None:
         """Keep the unfinished chunks of these rows, (B,) bool, as read and never written."""
-        progress = stream.layers[layer]
+        progress = _chunk_progress(stream, layer)
         if not dropped.any():
             return
         recorded = dropped.clone()
@@ -271,6 +355,7 @@ class _Recorder:
             kind, low = progress.last.cell.device.type, progress.autocast
             with torch.no_grad(), torch.autocast(kind, low, enabled=low is not None):
                 memory = self.memories[layer]
+                assert isinstance(memory, TensorMemory)
                 values = replay_unfinished(memory, progress.last, progress.inverse_norm)
             span = torch.stack([progress.start[rows], progress.stop[rows]], dim=1)
             self._put(layer, stream, rows, progress.done[rows], span, values)
@@ -304,13 +389,22 @@ class _Recorder:
         seen = torch.zeros(len(self.stores), self.streams.rows, dtype=torch.long)
         for stream in self.streams:
             for layer, progress in stream.layers.items():
-                self._keep_unfinished(layer, stream, progress.fill > 0)
+                if isinstance(progress, LayerProgress):
+                    self._keep_unfinished(layer, stream, progress.fill > 0)
                 rows = slice(stream.first_row, stream.first_row + stream.kept)
                 seen[layer, rows] = progress.done[: stream.kept]
-        recording.layers += [
-            store.finish(self.every, seen[number]) for number, store in enumerate(self.stores)
-        ]
+        recording.layers += [self._finished(layer, seen[layer]) for layer in range(len(seen))]
         recording.every, recording.rows_left_out = self.every, self.streams.left_out
+
+    def _finished(self, layer: int, seen: Tensor) -> LayerRecording | PlaceLayerRecording:
+        """One layer as recorded: `seen` (B,) chunks or tokens of every row."""
+        memory, store = self.memories[layer], self.stores[layer]
+        if layer in self.place_layers:
+            return self.place_layers[layer].finish(self.every, seen)
+        assert isinstance(memory, TensorMemory)
+        arrays = store.arrays(seen.shape[0])
+        arrays = {"spread": None, **arrays, "chunk": torch.arange(store.chunks) * self.every}
+        return LayerRecording(store.name, memory.config, store.gate, **arrays, seen=seen)
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -319,7 +413,20 @@ def _is_compiled(module: nn.Module) -> bool:
     return wrapped or module._compiled_call_impl is not None
 
 
-def _memory_of(layer: MemoryResidual | TensorMemory) -> TensorMemory:
+def _memory_of(layer: _Layer) -> AnyMemory:
     memory = layer.memory if isinstance(layer, MemoryResidual) else layer
-    assert isinstance(memory, TensorMemory)
+    assert isinstance(memory, TensorMemory | PlaceMemory)
     return memory
+
+
+def _store(name: str, memory: AnyMemory, dtype: torch.dtype) -> LayerStore:
+    if isinstance(memory, PlaceMemory):
+        return LayerStore(name, place_shapes(memory.config), dtype, {})
+    others = {"span": ((2,), torch.int64), "written": ((), torch.bool)}
+    return LayerStore(name, float_shapes(memory.config), dtype, others)
+
+
+def _chunk_progress(stream: Stream, layer: int) -> LayerProgress:
+    progress = stream.layers[layer]
+    assert isinstance(progress, LayerProgress)
+    return progress

@@ -9,6 +9,7 @@ Letters: T chunks kept, B rows, F frames, h and w their height and width.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,12 +20,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tensor_memory.config import MemoryConfig
+from tensor_memory.config import MemoryConfig, PlaceConfig
 from tensor_memory.files import load_tensors, save_tensors, write_text
 from tensor_memory.inspect.annotations import checked_texts, thumbnails
 from tensor_memory.inspect.figure_files import write_figures
 from tensor_memory.inspect.layer_recording import LayerRecording, float_shapes, require_index
 from tensor_memory.inspect.page import LIMIT_MB, page
+from tensor_memory.inspect.place_history import PlaceHistory
+from tensor_memory.inspect.place_layer import PlaceLayerRecording, place_shapes
 from tensor_memory.wording import counted
 
 if TYPE_CHECKING:
@@ -32,6 +35,10 @@ if TYPE_CHECKING:
 
 KIND = "tensor-memory recording"
 FORMAT = 1
+HISTORY = "history."
+"""Before the names of a place memory's history in a file."""
+
+AnyLayer = LayerRecording | PlaceLayerRecording
 
 
 @dataclass(eq=False)
@@ -39,10 +46,10 @@ class Recording:
     """Every memory layer of a model while `record` was watching.
 
     `recording[0]` or `recording["blocks.0.memory"]` is a layer, `recording[layer, t, b]` one
-    `Chunk` of it. Layers share their rows: row b is the same sequence everywhere.
+    `Chunk` or `PlaceToken` of it. Layers share their rows: row b is the same sequence everywhere.
     """
 
-    layers: list[LayerRecording] = field(default_factory=list)
+    layers: list[AnyLayer] = field(default_factory=list)
     """In the model's order."""
 
     every: int = 1
@@ -67,7 +74,7 @@ class Recording:
         """The number of layers."""
         return len(self.layers)
 
-    def __iter__(self) -> Iterator[LayerRecording]:
+    def __iter__(self) -> Iterator[AnyLayer]:
         """The layers, in the model's order."""
         return iter(self.layers)
 
@@ -96,7 +103,7 @@ class Recording:
 
     @property
     def dropped(self) -> int:
-        """Chunks, counted in every layer and row, that were seen and not kept."""
+        """Chunks or tokens, counted in every layer and row, that were seen and not kept."""
         return sum(layer.dropped for layer in self.layers)
 
     @property
@@ -130,7 +137,7 @@ class Recording:
         return self
 
     def text(self, layer: int | str, chunk: int, row: int = 0) -> str | None:
-        """The text of one chunk's tokens, None where nothing is known of them."""
+        """The text of one chunk's tokens, or of one token; None where nothing is known of them."""
         start, stop = self._span(layer, chunk, row)
         if self.texts is None or row >= len(self.texts):
             return None
@@ -145,7 +152,7 @@ class Recording:
 
     def _span(self, layer: int | str, chunk: int, row: int) -> list[int]:
         found = self[layer]
-        require_index(chunk, len(found), "chunk")
+        require_index(chunk, len(found), found.unit)
         require_index(row, found.rows, "row")
         return found.span[chunk, row].tolist()
 
@@ -219,6 +226,7 @@ class Recording:
             "format": FORMAT,
             "layers": [
                 {"name": layer.name, "config": layer.config.to_dict(), "gate": layer.gate}
+                | ({"memory": "places"} if isinstance(layer, PlaceLayerRecording) else {})
                 for layer in self.layers
             ],
             "every": self.every,
@@ -232,7 +240,7 @@ class Recording:
         if self.frames is not None:
             tensors["frames"] = self.frames
         for number, layer in enumerate(self.layers):
-            for name, array in layer.arrays().items():
+            for name, array in _all_arrays(layer).items():
                 # A copy: safetensors refuses tensors that share memory, as slices of a layer do.
                 tensors[f"layers.{number}.{name}"] = array.clone()
         save_tensors(path, tensors, kind=KIND)
@@ -293,34 +301,49 @@ class Recording:
         extent = f"{rows}, {layers}, {self.nbytes / 2**20:.1f} MiB"
         if self.every > 1:
             others = counted(self.dropped, "was", "were")
-            extent += f"\none chunk in {self.every} was kept, {others} not"
+            units = " or ".join(dict.fromkeys(layer.unit for layer in self.layers))
+            extent += f"\none {units} in {self.every} was kept, {others} not"
         return extent
 
 
-def _table(layers: Sequence[LayerRecording]) -> list[tuple[str, ...]]:
+def _table(layers: Sequence[AnyLayer]) -> list[tuple[str, ...]]:
     """A head and one line per layer: what was kept, and the means over chunks and rows."""
-    table: list[tuple[str, ...]] = [
-        ("layer", "grid", "kept", "seen", "gate", "use", "i", "f", "o", "sigma")
-    ]
-    unknown = torch.tensor(torch.nan)
-    for layer in layers:
-        spread = unknown if layer.spread is None else layer.spread.double().nanmean()
-        numbers = (
-            unknown if layer.gate is None else torch.tensor(layer.gate),
-            layer.use.double().nanmean(),
-            *layer.gates.double().flatten(0, 1).nanmean(0),
-            spread,
-        )
+    measured = [_means(layer) for layer in layers]
+    names = dict.fromkeys(name for means in measured for name in means)
+    if not layers:
+        names = dict.fromkeys(("gate", "use"))
+    table: list[tuple[str, ...]] = [("layer", "grid", "kept", "seen", *names)]
+    for layer, means in zip(layers, measured, strict=True):
+        values = [means.get(name, torch.nan) for name in names]
         table.append(
             (
                 layer.name,
                 "x".join(map(str, layer.config.grid)),
                 str(int(layer.present.sum())),
                 str(int(layer.seen.sum())),
-                *("-" if value.isnan() else f"{value:.3f}" for value in numbers),
+                *("-" if math.isnan(value) else f"{value:.3f}" for value in values),
             )
         )
     return table
+
+
+def _means(layer: AnyLayer) -> dict[str, float]:
+    """The columns of a layer's kind, in order; NaN where there is no value."""
+    gate = torch.nan if layer.gate is None else layer.gate
+    if isinstance(layer, PlaceLayerRecording):
+        arrays = {"use": layer.use, "rate": layer.rate, "keep": layer.keep, "width": layer.width}
+    else:
+        gates = dict(zip("ifo", layer.gates.unbind(-1), strict=True))
+        arrays = {"use": layer.use, **gates, "sigma": layer.spread}
+    means = {k: torch.nan if v is None else float(v.double().nanmean()) for k, v in arrays.items()}
+    return {"gate": gate, **means}
+
+
+def _all_arrays(layer: AnyLayer) -> dict[str, Tensor]:
+    """Every array of a layer by name, those of a history too."""
+    history = layer.history if isinstance(layer, PlaceLayerRecording) else None
+    inputs = {} if history is None else history.arrays()
+    return layer.arrays() | {HISTORY + name: array for name, array in inputs.items()}
 
 
 def _description(stored: Tensor, path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -340,26 +363,51 @@ def _description(stored: Tensor, path: str | os.PathLike[str]) -> dict[str, Any]
 
 
 def _layer(
-    number: int, tensors: dict[str, Tensor], name: str, config: dict[str, Any], gate: float | None
-) -> LayerRecording:
+    number: int,
+    tensors: dict[str, Tensor],
+    name: str,
+    config: dict[str, Any],
+    gate: float | None,
+    memory: str = "chunks",
+) -> AnyLayer:
     """Take one layer's arrays out of `tensors`; wrong shapes and types are a `ValueError`."""
-    made = MemoryConfig.from_dict(config)
-    T, B = (tensors[f"layers.{number}.{size}"].numel() for size in ("chunk", "seen"))
+    prefix = f"layers.{number}."
+    made = (PlaceConfig if memory == "places" else MemoryConfig).from_dict(config)
+    if isinstance(made, PlaceConfig):
+        shapes, time, others = place_shapes(made), "token", {}
+    else:
+        shapes, time = float_shapes(made), "chunk"
+        others = {"span": ((2,), torch.int64), "written": ((), torch.bool)}
+    T, B = (tensors[prefix + size].numel() for size in (time, "seen"))
     expected: dict[str, tuple[tuple[int, ...], torch.dtype | None]] = {
-        array: ((T, B, *shape), None) for array, shape in float_shapes(made).items()
+        array: ((T, B, *shape), None) for array, shape in shapes.items()
     }
-    expected |= {
-        "span": ((T, B, 2), torch.int64),
-        "written": ((T, B), torch.bool),
-        "present": ((T, B), torch.bool),
-        "chunk": ((T,), torch.int64),
-        "seen": ((B,), torch.int64),
-    }
-    arrays = {array: tensors.pop(f"layers.{number}.{array}") for array in expected}
+    others["present"] = ((), torch.bool)
+    expected |= {array: ((T, B, *shape), dtype) for array, (shape, dtype) in others.items()}
+    expected |= {time: ((T,), torch.int64), "seen": ((B,), torch.int64)}
+    arrays = {array: tensors.pop(prefix + array) for array in expected}
     for array, (shape, dtype) in expected.items():
         found = arrays[array]
         if found.shape != shape:
             raise ValueError(f"{array} of {name} has shape {tuple(found.shape)}, not {shape}")
         if not (found.is_floating_point() if dtype is None else found.dtype == dtype):
             raise ValueError(f"{array} of {name} holds {found.dtype}")
-    return LayerRecording(name, made, gate, **{"spread": None, **arrays})
+    if isinstance(made, MemoryConfig):
+        return LayerRecording(name, made, gate, **{"spread": None, **arrays})
+    history = _history(prefix + HISTORY, tensors, made, B)
+    return PlaceLayerRecording(name, made, gate, **{"width": None, **arrays}, history=history)
+
+
+def _history(
+    prefix: str, tensors: dict[str, Tensor], config: PlaceConfig, rows: int
+) -> PlaceHistory | None:
+    """Take a history's arrays out of `tensors`; None where there are none."""
+    found = {name for name in tensors if name.startswith(prefix)}
+    if not found:
+        return None
+    arrays = {name.removeprefix(prefix): tensors.pop(name) for name in found}
+    history = PlaceHistory(**{"read_at": None, "width": None, **arrays})
+    history.check(config)
+    if len(history.first) != rows:
+        raise ValueError(f"its history has {len(history.first)} rows, not {rows}")
+    return history

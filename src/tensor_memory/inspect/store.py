@@ -5,27 +5,31 @@ Letters: T chunks kept, B rows, P chunks put at once.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from tensor_memory.config import MemoryConfig
-from tensor_memory.inspect.layer_recording import LayerRecording, float_shapes
-
 
 class LayerStore:
-    """What one memory layer has shown so far; becomes a `LayerRecording`."""
+    """What one memory layer has shown so far."""
 
-    def __init__(self, name: str, config: MemoryConfig, dtype: torch.dtype) -> None:
-        self.name, self.config = name, config
+    def __init__(
+        self,
+        name: str,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: torch.dtype,
+        others: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    ) -> None:
+        """Floats and other arrays by name, each with its shape after (T, B)."""
+        self.name = name
         self.gate: float | None = None
         self.chunks = 0
+        typed = {name: (shape, dtype) for name, shape in shapes.items()}
         self._arrays = {
-            name: torch.empty(0, 0, *shape, dtype=dtype)
-            for name, shape in float_shapes(config).items()
+            name: torch.empty(0, 0, *shape, dtype=kind)
+            for name, (shape, kind) in {**typed, **others, "present": ((), torch.bool)}.items()
         }
-        self._arrays["span"] = torch.empty(0, 0, 2, dtype=torch.long)
-        self._arrays["written"] = torch.empty(0, 0, dtype=torch.bool)
-        self._arrays["present"] = torch.empty(0, 0, dtype=torch.bool)
 
     def put(self, at: Tensor, rows: Tensor, values: dict[str, Tensor]) -> None:
         """Keep P chunks: places `at` (P,) along T, `rows` (P,), values (P, ...)."""
@@ -46,14 +50,10 @@ class LayerStore:
         self._arrays = {name: array[::2].clone() for name, array in self._arrays.items()}
         self.chunks = -(-self.chunks // 2)
 
-    def finish(self, every: int, seen: Tensor) -> LayerRecording:
-        """The layer as recorded: `seen` (B,) chunks of every row."""
-        T, B = self.chunks, seen.shape[0]
-        self._reserve(T, B)
-        arrays = {name: array[:T, :B].clone() for name, array in self._arrays.items()}
-        chunk = torch.arange(T) * every
-        arrays = {"spread": None, **arrays, "chunk": chunk, "seen": seen}
-        return LayerRecording(self.name, self.config, self.gate, **arrays)
+    def arrays(self, rows: int) -> dict[str, Tensor]:
+        """Everything put so far, for so many rows: (T, B, ...)."""
+        self._reserve(self.chunks, rows)
+        return {name: array[: self.chunks, :rows].clone() for name, array in self._arrays.items()}
 
     def _reserve(self, chunks: int, rows: int) -> None:
         have = self._arrays["present"].shape

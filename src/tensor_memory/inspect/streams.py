@@ -9,19 +9,21 @@ Letters: B rows of a call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from threading import get_ident
 
 import torch
 from torch import Tensor
 
+from tensor_memory.build import AnyState
+from tensor_memory.place_state import PlaceState
 from tensor_memory.state import MemoryState
 
 
 @dataclass
 class LayerProgress:
-    """How far one layer has come in one stream; all tensors on the CPU."""
+    """How far one layer of chunks has come in one stream; all tensors on the CPU."""
 
     position: int  # places of the stream seen so far, masked ones included
     done: Tensor  # (B,) chunks finished: written, or dropped by a new document
@@ -49,6 +51,56 @@ class LayerProgress:
 
 
 @dataclass
+class PlaceProgress:
+    """How far one layer of a place memory has come in one stream."""
+
+    position: int  # places of the stream seen so far, masked ones included
+    done: Tensor  # (B,) tokens seen, masked ones not counted
+    calls: int = 0
+    last: PlaceState | None = None
+    follows: bool = False  # whether the state to come is `last`, rows selected or emptied
+    source: Tensor | None = None  # (B,) the row before the next token that each row goes on from
+    moves: list[tuple[Tensor, bool]] = field(default_factory=list)  # before it: steps, emptied
+    foreign: bool = True  # whether the state before it is of elsewhere
+
+    @classmethod
+    def begin(cls, state: PlaceState) -> PlaceProgress:
+        """Before the first call."""
+        return cls(0, torch.zeros(state.batch_size, dtype=torch.long))
+
+    def select(self, rows: Tensor) -> PlaceProgress:
+        """As far as these rows had come."""
+        return replace(
+            self,
+            done=self.done[rows],
+            last=None if self.last is None else self.last.select(rows),
+            follows=True,
+            source=rows if self.source is None else self.source[rows],
+            moves=[(steps[rows], empty) for steps, empty in self.moves],
+        )
+
+    def expect(self, state: PlaceState) -> None:
+        """The state of the next call: `last`, or one that this layer has not left."""
+        if self.last is not None and not self.follows and not _is_same(self.last, state):
+            self.foreign, self.source, self.moves = True, None, []
+        self.follows = False
+
+    def move(self, before: PlaceState, after: PlaceState, steps: Tensor, empty: bool) -> None:
+        """A state moved: where it is `last`, the next call is expected to go on from `after`."""
+        if self.last is not None and _is_same(self.last, before):
+            self.last = after.detach()
+            self.moves.append((steps.cpu().long().flip(1), empty))  # coordinate 0 is the last axis
+
+
+Progress = LayerProgress | PlaceProgress
+
+
+def _begin(state: AnyState) -> Progress:
+    kind = PlaceProgress if isinstance(state, PlaceState) else LayerProgress
+    return kind.begin(state)  # type: ignore[arg-type]
+
+
+@dataclass
 class Stream:
     """Rows of the recording that go on from call to call."""
 
@@ -59,7 +111,7 @@ class Stream:
     kept: int
     """Rows that are recorded: the first of them, up to the bound of the recording."""
 
-    layers: dict[int, LayerProgress] = field(default_factory=dict)
+    layers: dict[int, Progress] = field(default_factory=dict)
 
 
 class Streams:
@@ -76,16 +128,16 @@ class Streams:
     def __iter__(self) -> Iterator[Stream]:
         return iter(self._streams.values())
 
-    def find(self, layer: int, state: MemoryState | None, given: MemoryState) -> Stream:
+    def find(self, layer: int, state: AnyState | None, given: AnyState) -> Stream:
         """The stream that a call of `layer` belongs to: `state` as passed, `given` as used."""
         if state is None:
-            return self._start(layer, LayerProgress.begin(given))
+            return self._start(layer, _begin(given))
         for stream in self:
             for other, progress in stream.layers.items():
                 last = progress.last
                 if last is not None and _is_same(last, state):
                     if other != layer and layer not in stream.layers:  # threaded through depth
-                        self._join(layer, stream, LayerProgress.begin(given))
+                        self._join(layer, stream, _begin(given))
                     return stream
         for stream in reversed(list(self)):
             progress = stream.layers.get(layer)
@@ -96,9 +148,9 @@ class Streams:
                     return self._start(layer, moved)
                 stream.layers[layer] = moved
                 return stream
-        return self._start(layer, LayerProgress.begin(given))
+        return self._start(layer, _begin(given))
 
-    def _start(self, layer: int, progress: LayerProgress) -> Stream:
+    def _start(self, layer: int, progress: Progress) -> Stream:
         thread, batch = get_ident(), len(progress.done)
         number = self._started.get((thread, layer), 0)
         stream = self._streams.get((thread, number))
@@ -108,7 +160,7 @@ class Streams:
         self._join(layer, stream, progress)
         return stream
 
-    def _join(self, layer: int, stream: Stream, progress: LayerProgress) -> None:
+    def _join(self, layer: int, stream: Stream, progress: Progress) -> None:
         stream.layers[layer] = progress
         who = (stream.thread, layer)
         self._started[who] = max(self._started.get(who, 0), stream.number + 1)
@@ -126,36 +178,49 @@ class Streams:
         return stream
 
 
-def _is_same(one: MemoryState, other: MemoryState) -> bool:
+def _parts(state: AnyState) -> tuple[Tensor, ...]:
+    """The tensors that tell a state from others, the grid's first."""
+    if isinstance(state, PlaceState):
+        scale = () if state.scale is None else (state.scale,)
+        return state.values, state.origin, *scale
+    return state.cell, state.fill, state.tokens
+
+
+def _is_same(one: AnyState, other: AnyState) -> bool:
     """Whether two states are views of one: every token changes the buffer or the grid."""
-    pairs = ((one.cell, other.cell), (one.tokens, other.tokens))
-    return all(a.data_ptr() == b.data_ptr() for a, b in pairs)
+    if type(one) is not type(other) or len(_parts(one)) != len(_parts(other)):
+        return False
+    pairs = list(zip(_parts(one), _parts(other), strict=True))
+    ends = (pairs[0], pairs[-1])  # in between are counts, which many states share
+    return all(a.data_ptr() == b.data_ptr() for a, b in ends)
 
 
-def _rows_of(state: MemoryState, last: MemoryState | None) -> Tensor | None:
+def _rows_of(state: AnyState, last: AnyState | None) -> Tensor | None:
     """(B,) the row of `last` that each row of `state` is; None where it is another memory.
 
     A row that was emptied since keeps its place; a state that is empty altogether has none.
     """
-    if last is None or last.cell.shape[1:] != state.cell.shape[1:]:
+    if type(last) is not type(state) or last is None:
         return None
-    if last.tokens.dtype != state.tokens.dtype or last.cell.device != state.cell.device:
-        last = last.to(state.cell.device, state.tokens.dtype)
+    parts, lasts = _parts(state), _parts(last)
+    if len(parts) != len(lasts):
+        return None
+    if any(a.shape[1:] != b.shape[1:] for a, b in zip(parts, lasts, strict=True)):
+        return None
+    lasts = [b.to(a.device, a.dtype) for a, b in zip(parts, lasts, strict=True)]
     rows, empty = [], 0
     for b in range(state.batch_size):
         own = b if b < last.batch_size else 0
         order = [own, *(other for other in range(last.batch_size) if other != own)]
-        same = next((other for other in order if _same_row(state, b, last, other)), None)
+        same = next((other for other in order if _same_row(parts, b, lasts, other)), None)
         if same is None:
-            if bool(state.cell[b].any()) or bool(state.fill[b]) or b >= last.batch_size:
+            held = parts[:1] if isinstance(state, PlaceState) else parts[:2]
+            if any(bool(part[b].any()) for part in held) or b >= last.batch_size:
                 return None
             same, empty = b, empty + 1
         rows.append(same)
     return None if empty == len(rows) else torch.tensor(rows)
 
 
-def _same_row(one: MemoryState, a: int, other: MemoryState, b: int) -> bool:
-    return all(
-        torch.equal(getattr(one, name)[a], getattr(other, name)[b])
-        for name in ("fill", "cell", "tokens")
-    )
+def _same_row(one: Sequence[Tensor], a: int, other: Sequence[Tensor], b: int) -> bool:
+    return all(torch.equal(p[a], q[b]) for p, q in zip(one, other, strict=True))

@@ -1,6 +1,11 @@
 // Controls: what is chosen, what it changes, and when to draw.
 
 const state = { layer: 0, row: 0, slice: -1, t: 0, threshold: 0, trail: 16, writes: true, reads: true };
+const GATE_STYLES = [
+  { colour: "--input", dash: "none" },
+  { colour: "--forget", dash: "6 4" },
+  { colour: "--output", dash: "1.5 4" },
+];
 let thresholdChosen = false;
 let trailChosen = false;
 let playing = null;
@@ -13,11 +18,7 @@ function start() {
 
   const scene = new Scene(find("volume"));
   const seek = (t) => go(t);
-  const gates = new Chart(find("gate-chart"), [
-    { name: "input", short: "i", colour: "--input", dash: "none" },
-    { name: "forget", short: "f", colour: "--forget", dash: "6 4" },
-    { name: "output", short: "o", colour: "--output", dash: "1.5 4" },
-  ], number2, seek);
+  const gates = new Chart(find("gate-chart"), [], number2, seek);
   const use = new Chart(find("use-chart"), [{ name: "use", short: "use", colour: "--use", dash: "none" }], percent, seek);
 
   const layer = () => layerAt(state.layer);
@@ -37,7 +38,12 @@ function start() {
     find("slice-choice").hidden = chosen.axes < 4;
     find("slice").replaceChildren(new Option("largest", -1), ...chosen.slices.map((at, index) => new Option(`w = ${number(at)}`, index)));
     state.slice = -1;
-    find("write-caption").textContent = chosen.spread === null ? "Write, nearest voxel" : "Write, radius σ";
+    const narrowest = chosen.unit === "token" ? "Write, nearest voxels" : "Write, nearest voxel";
+    find("write-caption").textContent = chosen.spread === null ? narrowest : "Write, radius σ";
+    find("norm-name").textContent = chosen.normName;
+    find("gate-caption").textContent = chosen.unit === "token" ? "Rate and keep" : "Gates, mean over voxels";
+    gates.step = use.step = chosen.unit;
+    gates.series = chosen.gateNames.map((name, index) => ({ name, short: name[0], ...GATE_STYLES[index] }));
     find("time").max = Math.max(0, chosen.chunks - 1);
     find("time").disabled = find("play").disabled = chosen.chunks < 2;
     find("trail").max = Math.max(0, chosen.chunks - 1);
@@ -56,7 +62,7 @@ function start() {
     const { chunks, grid, channels, slices } = layer();
     const slice = state.slice < 0 ? "its largest value" : `its slice at ${number(slices[state.slice])}`;
     find("summary").textContent = [
-      count(recording.layers.length, "layer"), count(recording.rows, "row"), count(chunks, "chunk"),
+      count(recording.layerCount, "layer"), count(recording.rows, "row"), count(chunks, layer().unit),
       `grid ${grid.join(" × ")}`, count(channels, "channel"),
       ...(grid.length === 4 ? [`the first axis, w, is drawn as ${slice}`] : []),
     ].join(" · ");
@@ -65,7 +71,7 @@ function start() {
   function drawCharts() {
     const chosen = layer();
     const over = (read) => Array.from({ length: chosen.chunks }, (_, t) => read(t * recording.rows + state.row));
-    gates.show([0, 1, 2].map((gate) => over((at) => chosen.gates[at * 3 + gate])), chosen.chunks, 1);
+    gates.show(chosen.gateNames.map((_, gate) => over((at) => chosen.gates[at * chosen.gateCount + gate])), chosen.chunks, 1);
     use.show([over((at) => chosen.use[at])], chosen.chunks, null);
   }
 
@@ -88,11 +94,11 @@ function start() {
     find("shown").textContent = `${shown} of ${chosen.voxels} shown`;
     find("threshold-value").textContent = number((state.threshold / 255) * chosen.top);
     find("threshold").setAttribute("aria-valuetext", find("threshold-value").textContent);
-    find("trail-value").textContent = count(Math.min(state.trail, Number(find("trail").max)), "chunk");
+    find("trail-value").textContent = count(Math.min(state.trail, Number(find("trail").max)), chosen.unit);
     find("time").value = state.t;
-    find("time").setAttribute("aria-valuetext", `chunk ${chosen.chunk[state.t]}`);
+    find("time").setAttribute("aria-valuetext", `${chosen.unit} ${chosen.chunk[state.t]}`);
     find("position").textContent = `${state.t + 1} / ${chosen.chunks}`;
-    find("volume").setAttribute("aria-label", `The memory after chunk ${chosen.chunk[state.t]}: ${shown} of ${chosen.voxels} voxels above the threshold`);
+    find("volume").setAttribute("aria-label", `The memory after ${chosen.unit} ${chosen.chunk[state.t]}: ${shown} of ${chosen.voxels} voxels above the threshold`);
     drawColours();
     showPanel(chosen, state.layer, state.t, state.row);
     gates.point(state.t, narrow());
@@ -239,7 +245,7 @@ function tellVoxel(event, scene, layer) {
   find("hover").hidden = hit === null;
   if (hit === null) return;
   const index = hit.index.slice(3 - Math.min(layer.axes, 3)).join(", ");
-  find("hover").textContent = `voxel [${index}] · ‖h‖ ${number((hit.level / 255) * layer.top)}`;
+  find("hover").textContent = `voxel [${index}] · ${layer.normName} ${number((hit.level / 255) * layer.top)}`;
 }
 
 function showEmpty() {

@@ -10,7 +10,7 @@ function svg(kind, attributes, text) {
 class Chart {
   // series: [{ name, colour (a CSS variable), dash }]; unit turns a value into a label.
   constructor(root, series, unit, seek) {
-    Object.assign(this, { root, series, unit });
+    Object.assign(this, { root, series, unit, step: "chunk" });
     const press = (event) => {
       if (!this.values?.length || (event.type === "pointermove" && event.buttons !== 1)) return;
       const at = (event.clientX - root.getBoundingClientRect().left - this.left) / (this.right - this.left);
@@ -93,7 +93,7 @@ class Chart {
       this.keys[index].textContent = `${narrow ? short : name} ${this.unit(now[index])}`;
     }
     const values = now.map((value, index) => `${this.series[index].name} ${this.unit(value)}`);
-    this.root.setAttribute("aria-label", `At this chunk: ${values.join(", ")}`);
+    this.root.setAttribute("aria-label", `At this ${this.step}: ${values.join(", ")}`);
   }
 }
 

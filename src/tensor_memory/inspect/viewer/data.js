@@ -31,6 +31,7 @@ function decodeLayer(packed) {
     spread: packed.spread === null ? null : floats(packed.spread),
     content: floats(packed.content),
     gates: floats(packed.gates),
+    gateCount: packed.gateNames.length,
     use: floats(packed.use),
     readout: floats(packed.readout),
     span: integers(packed.span),

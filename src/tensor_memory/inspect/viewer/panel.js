@@ -12,10 +12,11 @@ function showPanel(layer, layerIndex, t, row) {
   const at = (t * recording.rows + row) * 2;
   const [start, stop] = [layer.span[at], layer.span[at + 1]];
   const present = isPresent(layer, t, row);
-  find("chunk-name").replaceChildren(`Chunk ${chunk} `, small(layer.chunks > 1 ? `of 0 to ${layer.chunk[layer.chunks - 1]}` : "the only one"));
+  const place = layer.unit === "token";
+  find("chunk-name").replaceChildren(`${place ? "Token" : "Chunk"} ${chunk} `, small(layer.chunks > 1 ? `of 0 to ${layer.chunk[layer.chunks - 1]}` : "the only one"));
   find("chunk-status").textContent = !present
-    ? "This row has no such chunk."
-    : `${stop - start === 1 ? `Token ${start}` : `Tokens ${start} to ${stop - 1}`} · ` +
+    ? `This row has no such ${layer.unit}.`
+    : place ? "written, then read" : `${stop - start === 1 ? `Token ${start}` : `Tokens ${start} to ${stop - 1}`} · ` +
       (isWritten(layer, t, row) ? "read, then written" : "read, never written: unfinished or dropped");
   showText(present, row, start, stop);
   showFrame(present, row, start);
@@ -30,8 +31,8 @@ function showPanel(layer, layerIndex, t, row) {
   const levels = levelsAt(layer, t, row, -1);
   const rows = [
     ["Readout ‖r‖, mean over reads", number(layer.readout[value])],
-    ["Largest ‖h‖ in the grid", number(present ? (Math.max(...levels) / 255) * layer.top : NaN)],
-    ["Gates i, f, o", [0, 1, 2].map((gate) => number(layer.gates[value * 3 + gate])).join("  ")],
+    [`Largest ${layer.normName} in the grid`, number(present ? (Math.max(...levels) / 255) * layer.top : NaN)],
+    [place ? "Rate β, keep α" : "Gates i, f, o", layer.gateNames.map((_, gate) => number(layer.gates[value * layer.gateCount + gate])).join("  ")],
     ["Use ‖σ(γ)m‖ / ‖x‖", percent(layer.use[value])],
     ["Layer gate σ(γ)", layer.gate === null ? "none" : number(layer.gate)],
   ];

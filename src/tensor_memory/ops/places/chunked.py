@@ -68,7 +68,7 @@ def scan(inputs: PlaceInputs) -> tuple[Tensor, Tensor]:
     sparse = _is_sparse(inputs)
     reads = [inputs.content.new_zeros(inputs.content[:, :0].shape)]
     for start in range(0, N, BLOCK):
-        block = _tokens(inputs, start, min(N, start + BLOCK))
+        block = inputs.tokens(start, min(N, start + BLOCK))
         step = _sparse_block if sparse else _dense_block
         read, state = step(block, state)
         reads.append(read)
@@ -108,18 +108,6 @@ def _is_sparse(inputs: PlaceInputs) -> bool:
     return inputs.width is None and voxels(grid) >= SPARSE_FROM * 2 ** len(grid)
 
 
-def _tokens(inputs: PlaceInputs, start: int, stop: int) -> PlaceInputs:
-    cut = slice(start, stop)
-    return inputs._replace(
-        write_at=inputs.write_at[:, cut],
-        read_at=None if inputs.read_at is None else inputs.read_at[:, cut],
-        content=inputs.content[:, cut],
-        rate=inputs.rate[:, cut],
-        log_keep=inputs.log_keep[:, cut],
-        resets=None if inputs.resets is None else inputs.resets[:, cut],
-    )
-
-
 def _dense_block(block: PlaceInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """Addresses as rows of V values: between chunks two products with the grid."""
     N = block.content.shape[1]
@@ -156,7 +144,7 @@ def _sparse_block(block: PlaceInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """Addresses as E corners: between chunks the voxels around each place, and not the grid."""
     reads = []
     for start, stop in _segments(block):
-        segment = _tokens(block, start, stop)
+        segment = block.tokens(start, stop)
         if segment.resets is not None:  # a segment begins where a row does
             state = torch.where(segment.resets[:, 0, None, None, None], 0, state)
             segment = segment._replace(resets=None)

@@ -63,6 +63,18 @@ class PlaceInputs(NamedTuple):
         """Uninitialised reads (B, N, H, C)."""
         return self.content.new_empty(self.content.shape)
 
+    def tokens(self, start: int, stop: int) -> PlaceInputs:
+        """A stretch of the tokens alone, with the state before all of them."""
+        cut = slice(start, stop)
+        return self._replace(
+            write_at=self.write_at[:, cut],
+            read_at=None if self.read_at is None else self.read_at[:, cut],
+            content=self.content[:, cut],
+            rate=self.rate[:, cut],
+            log_keep=self.log_keep[:, cut],
+            resets=None if self.resets is None else self.resets[:, cut],
+        )
+
     def check(self) -> None:
         """Raise unless the shapes, types and devices fit together."""
         for name in LETTERS:
