@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.6,torch==2.13.0)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all docs lint format clean
+.PHONY: help demo test test-all pytest docs lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -19,11 +19,15 @@ help:  ## list the targets
 demo: $(VENV)/.demo  ## train a small model with and without memory: table, curves, a page to look inside
 	$(BIN)/python examples/windowed_binding.py
 
-test: lint  ## lint, check types, run every test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
+# Checking types keeps one core busy: it runs beside the tests.
+test: $(VENV)/.dev  ## lint, check types, run every test
+	$(MAKE) --no-print-directory -j2 lint pytest
 
-test-all: lint  ## the same with the exhaustive matrices (interpreted kernels, every host)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not gpu or gpu"
+test-all: $(VENV)/.dev  ## the same with the exhaustive matrices (interpreted kernels, every host)
+	$(MAKE) --no-print-directory -j2 lint pytest TESTS='-m "not gpu or gpu"'
+
+pytest: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(TESTS)
 
 docs: $(VENV)/.dev  ## build the site into build/site; a warning is an error, no network is needed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import os
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -44,11 +45,25 @@ def seed() -> int:
     return 0
 
 
+frozen_modules = 0
+
+
 def pytest_collection_finish() -> None:
-    """No collection of garbage looks through what was imported: every run of a test begins one."""
     quicken_interpreter()
+    freeze_imports()
+
+
+def pytest_runtest_teardown() -> None:
+    if len(sys.modules) > frozen_modules + 100:  # a compiler was imported, or a host
+        freeze_imports()
+
+
+def freeze_imports() -> None:
+    """No collection of garbage looks through what was imported: every run of a test begins one."""
+    global frozen_modules
     gc.collect()
     gc.freeze()
+    frozen_modules = len(sys.modules)
 
 
 def quicken_interpreter() -> None:

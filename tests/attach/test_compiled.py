@@ -34,7 +34,7 @@ def test_a_host_compiled_and_run_before_carries_the_memory_attached_since(
     build: Any, x: Tensor
 ) -> None:
     model = build().double().eval()
-    compiled: Any = torch.compile(model, backend="eager")
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
     bare = compiled(x)
     attach(model, SMALL)
     with_memory = model(x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import shutil
@@ -87,10 +88,16 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 def _versions() -> dict[str, str]:
     versions = {"tensor-memory": tensor_memory.__version__, "python": platform.python_version()}
+    # With its build, which tells CPU from CUDA.
+    return versions | _package_versions() | {"torch": torch.__version__}
+
+
+@functools.cache  # a search through every folder of the path
+def _package_versions() -> dict[str, str]:
+    versions = {}
     for name in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-    versions["torch"] = torch.__version__  # with its build, which tells CPU from CUDA
     return versions
 
 
