@@ -19,6 +19,9 @@ CASES = {  # grid, channels, tokens, rule, Gaussian, resets, wrap, one place for
     "three axes, interpolated": ((2, 3, 4), 2, 33, "linear", False, True, True, False),
     "four axes": ((2, 3, 2, 3), 2, 9, "delta", True, True, False, False),
     "a single token": ((4, 4), 3, 1, "linear", True, False, False, True),
+    "sparse": ((16, 17), 3, 70, "linear", False, True, False, False),
+    "sparse, delta, a torus": ((4, 8, 8), 2, 40, "delta", False, True, True, False),
+    "sparse, one place": ((16, 16), 2, 35, "delta", False, False, True, True),
 }
 
 
@@ -65,6 +68,8 @@ def check(name, products):
         ("two axes", torch.float32),
         ("delta, a circle", torch.float32),
         ("a single token", torch.bfloat16),
+        ("sparse", torch.float32),
+        ("sparse, delta, a torus", torch.float32),
     ],
 )
 def test_the_fused_places_agree_with_the_chunked_ones(name, products):
@@ -129,6 +134,7 @@ def test_what_the_kernels_cannot_hold_is_refused_by_name():
     state = torch.zeros(1, 1, 64, 64, 4)
     at, content, rate = torch.zeros(1, 2, 1, 2), torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1)
     inputs = place_inputs(
-        at, None, content, rate, rate, None, state, rule="linear", wrap=None, resets=None
+        at, None, content, rate, rate, torch.ones(1), state, rule="delta", wrap=None, resets=None
     )
-    assert "up to 256 voxels on chip, got 4096" in (fused.why_not(inputs) or "")
+    assert "rule 'delta' it takes up to 256 voxels, got 4096" in (fused.why_not(inputs) or "")
+    assert fused.why_not(inputs._replace(width=None)) is None

@@ -13,12 +13,27 @@ chunk to a token, from a token to the state after, and from state to state; 0 ac
 # pyright: reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
+from functools import partial
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-L = 32
-"""Tokens per chunk. From 64 on products take Hopper's wide instructions, and Triton 3.6 then writes
-astray."""
+from tensor_memory.ops.launch import or_else
+from tensor_memory.ops.places.addresses import voxels
+from tensor_memory.ops.places.inputs import PlaceInputs
+from tensor_memory.ops.places.triton.addresses import addresses_backward, write_addresses
+from tensor_memory.ops.places.triton.plan import (
+    LENGTH,
+    Plan,
+    bound,
+    chunk_grid,
+    low_dtype,
+    make_plan,
+)
+
 TILE = 32
 """Voxels and channels that a program of a kernel over the state holds, where they are independent.
 """
@@ -374,3 +389,154 @@ def delta_state_backward_kernel(
         by_was = -(from_state * beta)[:, None] * right
         dS = carry * dS + product(tl.trans(q), dr, MODE) + product(tl.trans(p), by_was, EXACT)
     store_rows(end + program * V * C, voxel, voxel < V, channel, C, dS)
+
+
+class Kept(NamedTuple):
+    """What a backward needs beside the inputs."""
+
+    phi: Tensor
+    """(B, N, H, V) addresses of the writes."""
+    before: Tensor
+    """(B, H, S, V, C) the state before each chunk."""
+    psi: Tensor | None = None
+    """Addresses of the reads, where they have places of their own."""
+    written: Tensor | None = None
+    """(B, N, H, C) u; rule "delta" alone."""
+    solved: Tensor | None = None
+    """(B, N, H, L) the inverse of each chunk's system; rule "delta" alone."""
+
+    @classmethod
+    def empty(cls, inputs: PlaceInputs, products: torch.dtype) -> Kept:
+        """Uninitialised."""
+        B, N, H, C = inputs.content.shape
+        V, delta = voxels(inputs.grid), inputs.rule == "delta"
+        new = inputs.content.new_empty
+        low = partial(new, dtype=low_dtype(products))
+        return cls(
+            low((B, N, H, V)),
+            low((B, H, triton.cdiv(N, LENGTH), V, C)),
+            None if inputs.read_at is None else low((B, N, H, V)),
+            new(B, N, H, C) if delta else None,
+            new(B, N, H, LENGTH) if delta else None,
+        )
+
+    @classmethod
+    def of(cls, tensors: list[Tensor], inputs: PlaceInputs) -> Kept:
+        """The other way of `tensors`."""
+        phi, before, *rest = tensors
+        psi = None if inputs.read_at is None else rest.pop(0)
+        return cls(phi, before, psi, *rest)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those there are."""
+        return [tensor for tensor in self if tensor is not None]
+
+
+def forward(
+    inputs: PlaceInputs, *, keep: bool, products: torch.dtype
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Reads, the state after, and with `keep` what `backward` needs."""
+    N, plan = inputs.content.shape[1], make_plan(inputs, products)
+    kept = Kept.empty(inputs, products)
+    phi, before, psi, written, solved = kept
+    write_addresses(inputs, phi, psi)
+    after, reads = torch.empty_like(inputs.state), inputs.empty_reads()
+    content, rate, log_keep = inputs.content, inputs.rate, inputs.log_keep
+    marks = or_else(inputs.resets, phi)
+    if written is None or solved is None:
+        bound(state_kernel, plan, _tiles(plan), BACKWARD=False, HAS_START=True)(
+            _tile_grid(inputs, plan),
+            (phi, content, rate, log_keep, marks, inputs.state, before, after),
+            (N,),
+        )
+    else:
+        bound(solve_kernel, plan)(chunk_grid(inputs), (phi, rate, log_keep, marks, solved), (N,))
+        bound(delta_state_kernel, plan, _columns(plan))(
+            _column_grid(inputs, plan),
+            (phi, content, rate, log_keep, marks, solved, inputs.state, written, before, after),
+            (N,),
+        )
+    bound(read_kernel, plan)(
+        chunk_grid(inputs),
+        (phi, or_else(psi, phi), or_else(written, content), rate, log_keep, marks, before, reads),
+        (N,),
+    )
+    return reads, after, kept.tensors if keep else []
+
+
+def backward(
+    grad_reads: Tensor,
+    grad_state: Tensor | None,
+    inputs: PlaceInputs,
+    kept: list[Tensor],
+    *,
+    products: torch.dtype,
+) -> PlaceInputs:
+    """The gradients in the places of the inputs."""
+    phi, before, psi, written, solved = Kept.of(kept, inputs)
+    N, plan = inputs.content.shape[1], make_plan(inputs, products)
+    content, rate, log_keep = inputs.content, inputs.rate, inputs.log_keep
+    marks, asked = or_else(inputs.resets, phi), or_else(psi, phi)
+    by_after, by_state = torch.empty_like(before), torch.empty_like(inputs.state)
+    begins, by_right = or_else(grad_state, by_state), phi
+    has_start = {"HAS_START": grad_state is not None}
+    if written is None or solved is None:
+        bound(state_kernel, plan, _tiles(plan), BACKWARD=True, **has_start)(
+            _tile_grid(inputs, plan),
+            (asked, grad_reads, rate, log_keep, marks, begins, by_after, by_state),
+            (N,),
+        )
+    else:
+        by_written, by_right = torch.empty_like(written), torch.empty_like(written)
+        bound(delta_written_kernel, plan)(
+            chunk_grid(inputs), (phi, asked, log_keep, marks, grad_reads, by_written), (N,)
+        )
+        bound(delta_state_backward_kernel, plan, _columns(plan), **has_start)(
+            _column_grid(inputs, plan),
+            (
+                phi, asked, rate, log_keep, marks, solved, grad_reads, by_written, begins,
+                by_right, by_after, by_state,
+            ),
+            (N,),
+        )  # fmt: skip
+    by_phi, by_psi = torch.empty_like(phi), None if psi is None else torch.empty_like(psi)
+    by_content, by_rate, by_log_keep = (torch.empty_like(t) for t in (content, rate, log_keep))
+    bound(gradient_kernel, plan, {"VB": min(32, plan["VB"])}, SAME=psi is None)(
+        chunk_grid(inputs),
+        (
+            phi, asked, content, or_else(written, content), rate, log_keep, marks, before,
+            by_after, grad_reads, by_right, by_phi, or_else(by_psi, by_phi), by_content, by_rate,
+            by_log_keep,
+        ),
+        (N,),
+    )  # fmt: skip
+    by_write_at, by_read_at, by_width = addresses_backward(inputs, by_phi, by_psi)
+    found = (by_write_at, by_read_at, by_content, by_rate, by_log_keep, by_width, by_state)
+    return PlaceInputs._make((*found, None, None, None))
+
+
+def empty_kept(inputs: PlaceInputs, products: torch.dtype) -> list[Tensor]:
+    """Uninitialised tensors like those `forward` keeps."""
+    return Kept.empty(inputs, products).tensors
+
+
+def _tiles(plan: Plan) -> dict[str, int]:
+    """Of a state whose parts are independent."""
+    return {"VB": min(TILE, plan["VB"]), "CB": min(TILE, plan["CB"])}
+
+
+def _columns(plan: Plan) -> dict[str, int]:
+    """Of a state whose channels are independent."""
+    return {"VB": max(16, triton.next_power_of_2(plan["V"])), "CB": 16}
+
+
+def _tile_grid(inputs: PlaceInputs, plan: Plan) -> tuple[int, int, int]:
+    B, _, H, C = inputs.content.shape
+    tile = _tiles(plan)
+    return B * H, triton.cdiv(plan["V"], tile["VB"]), triton.cdiv(C, tile["CB"])
+
+
+def _column_grid(inputs: PlaceInputs, plan: Plan) -> tuple[int, int]:
+    B, _, H, C = inputs.content.shape
+    return B * H, triton.cdiv(C, _columns(plan)["CB"])
