@@ -1,12 +1,13 @@
 """A `MemoryResidual` in a few launches, where the fused backend serves it.
 
 Of a `TensorMemory` two calls are fused: one whose rows stand together and whose chunks are all
-complete, and one token without gradients. Of a `PlaceMemory` one token without gradients is. Every
+complete, and one token without gradients. Of a `PlaceMemory` every call without a mask is. Every
 other call runs the plain code around the recurrence.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,8 +16,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from tensor_memory.chunking import aligned_calls
+from tensor_memory.config import PlaceConfig
 from tensor_memory.ops import why_not
 from tensor_memory.ops.autograd import is_plain_eager
+from tensor_memory.ops.inputs import products_dtype
+from tensor_memory.ops.places.place_scan import PLACES
 from tensor_memory.place import PlaceMemory
 from tensor_memory.place_state import PlaceState
 from tensor_memory.state import MemoryState
@@ -39,11 +43,15 @@ def fused_layer(
 
     drop: probabilities of dropping single features and whole rows.
     """
-    if mask is not None or reset is not None:
+    if mask is not None:
         return None
     if type(memory) is PlaceMemory:
-        return _place_token(memory, norm, gate, drop, x, state, **others)
-    if not isinstance(memory, TensorMemory) or type(memory).forward is not TensorMemory.forward:
+        return _place_layer(memory, norm, gate, drop, x, state, reset=reset, **others)
+    if (
+        reset is not None
+        or not isinstance(memory, TensorMemory)
+        or type(memory).forward is not TensorMemory.forward
+    ):
         return None
     return _scan_layer(memory, norm, gate, drop, x, state, **others)
 
@@ -82,7 +90,7 @@ def _scan_layer(
     return None
 
 
-def _place_token(
+def _place_layer(
     memory: PlaceMemory,
     norm: nn.Module,
     gate: Tensor,
@@ -91,53 +99,60 @@ def _place_token(
     state: PlaceState | None,
     *,
     where: Tensor | None = None,
-    **others: Any,
+    reset: Tensor | None = None,
+    group: Any = None,
 ) -> tuple[Tensor, PlaceState] | None:
-    """One token through a place memory in one launch."""
-    if others or any(drop) or not isinstance(x, Tensor) or x.ndim != 3 or x.shape[1] != 1:
-        return None
+    """A layer around a place memory; one token without gradients in one launch."""
     config, backend = memory.config, memory.config.backend
-    if backend not in ("auto", "triton") or not (x.is_cuda or backend == "triton"):
+    if group is not None or not isinstance(x, Tensor):
         return None
-    if not is_plain_eager((x,)) or why_not("triton", x.device) is not None:
+    if backend not in ("auto", "triton") or not (x.is_cuda or backend == "triton"):
         return None
     if not _is_plain_norm(norm, memory.dim) or not _is_plain_place_memory(memory):
         return None
-    state = memory.checked_state(x, state, where)
-    from tensor_memory.ops.places.triton import token
-
-    held = None if state.scale is not None else state.values
-    if x.dtype == torch.float64 or held is None or not token.serves_token(held):
-        return None
+    state = memory.checked_state(x, state, where, None, reset)
+    learned, held = config.places != "given", state.dequantized().values
     assert isinstance(norm, nn.LayerNorm)
-    learned = config.places != "given"
-    weights = token.PlaceWeights(
-        norm=norm.weight,
-        norm_bias=norm.bias,
-        residual_gate=gate,
-        write_place=memory.write_place.weight if learned else None,
-        read_place=memory.read_place.weight if learned and not config.share_places else None,
-        content=memory.content.weight,
-        rate=memory.rate.weight,
-        rate_bias=memory.rate.bias,
-        keep=memory.keep.weight,
-        keep_bias=memory.keep.bias,
-        log_width=memory.log_width if config.kernel == "gaussian" else None,
-        gate=memory.gate.weight,
-        read_norm=memory.norm.weight,
-        output=memory.output.weight,
-    )
-    tensors = (x, held, where, *weights)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return None
-    if where is not None:
-        where = where[:, 0] if where.ndim == 4 else where.expand(-1, config.heads, -1)
     assert isinstance(config.wrap, tuple)
     assert memory.norm.eps is not None
-    out, values = token.token_forward(
-        x, weights, norm.eps, memory.norm.eps, where, state.origin, held, config.rule, config.wrap
-    )
+    weights = (
+        norm.weight, norm.bias, gate,
+        memory.write_place.weight if learned else None,
+        memory.read_place.weight if learned and not config.share_places else None,
+        memory.content.weight, memory.rate.weight, memory.rate.bias, memory.keep.weight,
+        memory.keep.bias, memory.log_width if config.kernel == "gaussian" else None,
+        memory.gate.weight, memory.norm.weight, memory.output.weight,
+    )  # fmt: skip
+    tensors = (x, held, where, *weights)
+    if x.numel() == 0 or not is_plain_eager(tensors) or why_not("triton", x.device) is not None:
+        return None
+    if not _is_fused(config, x.device, x.dtype):
+        return None
+    from tensor_memory.ops.places.triton import layer, token
+
+    eps = (norm.eps, memory.norm.eps)
+    named = token.PlaceWeights(*weights)
+    learning = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    single = x.shape[1] == 1 and reset is None and not learning and not any(drop)
+    if single and token.serves_token(held):
+        if where is not None:
+            where = where[:, 0] if where.ndim == 4 else where.expand(-1, config.heads, -1)
+        origin, choices = state.origin, (config.rule, config.wrap)
+        out, values = token.token_forward(x, named, *eps, where, origin, held, *choices)
+        return out, state.with_values(values)
+    base = state.origin[:, None, None].expand(-1, x.shape[1], config.heads, -1)
+    if where is not None:
+        base = base + (where if where.ndim == 4 else where[:, :, None])
+    products = products_dtype(x)
+    options = layer.LayerOptions(*eps, config.rule, config.wrap, layer.Drop(*drop), products)
+    out, values = layer.place_layer(PLACES, x, base.float(), held, reset, named, options)
     return out, state.with_values(values)
+
+
+@functools.lru_cache(maxsize=64)
+def _is_fused(config: PlaceConfig, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the fused backend serves a memory, which takes longer to ask than a short call."""
+    return PlaceMemory(1, config).backend_on(device, dtype) == "triton"
 
 
 def _is_plain_place_memory(memory: PlaceMemory) -> bool:

@@ -29,6 +29,13 @@ MOST_VALUES = 2048
 
 
 @triton.jit
+def tanh(x):
+    """By its definition through the exponential of a negative number."""
+    small = tl.exp(-2.0 * tl.abs(x))
+    return tl.where(x < 0, -1.0, 1.0) * (1.0 - small) / (1.0 + small)
+
+
+@triton.jit
 def factor(
     place, width, SIZE: tl.constexpr, WRAP: tl.constexpr, P: tl.constexpr, GAUSSIAN: tl.constexpr
 ):
@@ -215,14 +222,17 @@ def _constants(inputs: PlaceInputs) -> dict[str, Any]:
     }
 
 
-def write_addresses(inputs: PlaceInputs, phi: Tensor, psi: Tensor | None) -> None:
-    """Fill φ (B, N, H, V) of the writes, and of the reads where they have places of their own."""
+def make_addresses(inputs: PlaceInputs, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """φ (B, N, H, V) of the writes, and of the reads where they have places of their own."""
     (B, N, H, _), constants = inputs.content.shape, _constants(inputs)
+    phi = inputs.content.new_empty(B, N, H, constants["V"], dtype=dtype)
+    psi = None if inputs.read_at is None else torch.empty_like(phi)
     bind(address_kernel, **constants)(
         (B * H, triton.cdiv(N, constants["T"]), 1 if psi is None else 2),
         (inputs.write_at, inputs.asked_at, or_else(inputs.width, phi), phi, or_else(psi, phi)),
         (N,),
     )
+    return phi, psi
 
 
 def addresses_backward(

@@ -13,7 +13,6 @@ chunk to a token, from a token to the state after, and from state to state; 0 ac
 # pyright: reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from torch import Tensor
 from tensor_memory.ops.launch import or_else
 from tensor_memory.ops.places.addresses import voxels
 from tensor_memory.ops.places.inputs import PlaceInputs
-from tensor_memory.ops.places.triton.addresses import addresses_backward, write_addresses
+from tensor_memory.ops.places.triton.addresses import addresses_backward, make_addresses
 from tensor_memory.ops.places.triton.plan import (
     LENGTH,
     Plan,
@@ -394,12 +393,8 @@ def delta_state_backward_kernel(
 class Kept(NamedTuple):
     """What a backward needs beside the inputs."""
 
-    phi: Tensor
-    """(B, N, H, V) addresses of the writes."""
     before: Tensor
     """(B, H, S, V, C) the state before each chunk."""
-    psi: Tensor | None = None
-    """Addresses of the reads, where they have places of their own."""
     written: Tensor | None = None
     """(B, N, H, C) u; rule "delta" alone."""
     solved: Tensor | None = None
@@ -409,23 +404,13 @@ class Kept(NamedTuple):
     def empty(cls, inputs: PlaceInputs, products: torch.dtype) -> Kept:
         """Uninitialised."""
         B, N, H, C = inputs.content.shape
-        V, delta = voxels(inputs.grid), inputs.rule == "delta"
-        new = inputs.content.new_empty
-        low = partial(new, dtype=low_dtype(products))
+        shape = (B, H, triton.cdiv(N, LENGTH), voxels(inputs.grid), C)
+        new, delta = inputs.content.new_empty, inputs.rule == "delta"
         return cls(
-            low((B, N, H, V)),
-            low((B, H, triton.cdiv(N, LENGTH), V, C)),
-            None if inputs.read_at is None else low((B, N, H, V)),
+            new(shape, dtype=low_dtype(products)),
             new(B, N, H, C) if delta else None,
             new(B, N, H, LENGTH) if delta else None,
         )
-
-    @classmethod
-    def of(cls, tensors: list[Tensor], inputs: PlaceInputs) -> Kept:
-        """The other way of `tensors`."""
-        phi, before, *rest = tensors
-        psi = None if inputs.read_at is None else rest.pop(0)
-        return cls(phi, before, psi, *rest)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -439,8 +424,8 @@ def forward(
     """Reads, the state after, and with `keep` what `backward` needs."""
     N, plan = inputs.content.shape[1], make_plan(inputs, products)
     kept = Kept.empty(inputs, products)
-    phi, before, psi, written, solved = kept
-    write_addresses(inputs, phi, psi)
+    before, written, solved = kept
+    phi, psi = make_addresses(inputs, before.dtype)
     after, reads = torch.empty_like(inputs.state), inputs.empty_reads()
     content, rate, log_keep = inputs.content, inputs.rate, inputs.log_keep
     marks = or_else(inputs.resets, phi)
@@ -474,7 +459,8 @@ def backward(
     products: torch.dtype,
 ) -> PlaceInputs:
     """The gradients in the places of the inputs."""
-    phi, before, psi, written, solved = Kept.of(kept, inputs)
+    before, written, solved = Kept(*kept)
+    phi, psi = make_addresses(inputs, before.dtype)  # again: keeping them takes much memory
     N, plan = inputs.content.shape[1], make_plan(inputs, products)
     content, rate, log_keep = inputs.content, inputs.rate, inputs.log_keep
     marks, asked = or_else(inputs.resets, phi), or_else(psi, phi)

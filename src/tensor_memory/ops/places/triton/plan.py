@@ -52,8 +52,15 @@ def chunk_grid(inputs: PlaceInputs) -> tuple[int, int]:
     return triton.cdiv(N, LENGTH), B * H
 
 
-def bound(kernel: Any, plan: Plan, tiles: dict[str, int] | None = None, **more: Any) -> BoundKernel:
+def bound(
+    kernel: Any,
+    plan: Plan,
+    tiles: dict[str, int] | None = None,
+    *,
+    warps: int = WARPS,
+    **more: Any,
+) -> BoundKernel:
     """The kernel with those of the constants that it takes."""
     constants = plan | (tiles or {}) | more
     taken = {name: constants[name] for name in kernel.arg_names if name in constants}
-    return bind(kernel, **taken, **({} if INTERPRETED else {"num_warps": WARPS}))
+    return bind(kernel, **taken, **({} if INTERPRETED else {"num_warps": warps}))

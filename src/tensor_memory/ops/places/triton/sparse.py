@@ -180,11 +180,18 @@ def hold(
 def weights_at(voxel, index, weight, token, real, L: tl.constexpr, E: tl.constexpr):
     """The addresses of a chunk's tokens at some voxels: (rows, L)."""
     found = tl.zeros([voxel.shape[0], L], tl.float32)
-    for e in tl.static_range(E):
+    for e in range(E):
         there = tl.load(index + token * E + e, mask=real, other=-1)
         w = tl.load(weight + token * E + e, mask=real, other=0.0)
         found += tl.where(voxel[:, None] == there[None, :], w[None, :], 0.0)
     return found
+
+
+@triton.jit
+def reached(met, values, MODE: tl.constexpr):
+    """met (rows, L) @ values (L, C). Turned round: a product with few rows takes no wide
+    instructions (see LENGTH), however many corners there are."""
+    return tl.trans(product(tl.trans(values), tl.trans(met), MODE))
 
 
 @triton.jit
@@ -263,7 +270,7 @@ def sparse_state_kernel(
                 store_rows(was, token, real, channel, C, found)
                 store_rows(around_writes, corner, exist, channel, C, old)
         met = weights_at(voxel, write_index, write_weight, token, real, L, E)
-        new = carry * old + product(met, to_state[:, None] * u, EXACT)
+        new = carry * old + reached(met, to_state[:, None] * u, EXACT)
         now += tl.sum(keep)
         if HAS_RESETS:
             pages += tl.max(part)
@@ -380,7 +387,7 @@ def sparse_state_backward_kernel(
         asked = tl.load(read_index + corner, mask=exist, other=0)
         read = held_at(buffer, last, page, asked, exist, channel, now, pages, C, HAS_RESETS)
         met = weights_at(asked, read_index, read_weight, token, real, L, E)
-        read = carry * read + product(met, dr, EXACT)
+        read = carry * read + reached(met, dr, EXACT)
         if DELTA:
             du = rows(by_written, token, real, channel, C) + to_state[:, None] * arriving
             right = product(tl.trans(rows(solved, token, real, i, L)), du, EXACT)
@@ -388,11 +395,11 @@ def sparse_state_backward_kernel(
             by_was = -(from_state * beta)[:, None] * right
             read_sum += tl.sum(by_was * rows(was, token, real, channel, C))
             met = weights_at(asked, write_index, write_weight, token, real, L, E)
-            read += product(met, by_was, EXACT)
+            read += reached(met, by_was, EXACT)
             met = weights_at(voxel, read_index, read_weight, token, real, L, E)
-            wrote = carry * wrote + product(met, dr, EXACT)
+            wrote = carry * wrote + reached(met, dr, EXACT)
             met = weights_at(voxel, write_index, write_weight, token, real, L, E)
-            wrote += product(met, by_was, EXACT)
+            wrote += reached(met, by_was, EXACT)
         of_chunk = sums + (program * chunks + s) * 3
         tl.store(of_chunk, tl.sum(u_to * arriving))
         tl.store(of_chunk + 1, read_sum)
@@ -601,11 +608,11 @@ def forward(
         (N,),
     )
     if kept.solved is not None:
-        bound(sparse_solve_kernel, plan)(
+        bound(sparse_solve_kernel, plan, warps=plan["E"])(
             chunk_grid(inputs), (*corners[:2], rate, log_keep, marks, kept.solved), (N,)
         )
     lazy = Lazy.of(inputs.state.clone())
-    bound(sparse_state_kernel, plan, KEEP=keep)(
+    bound(sparse_state_kernel, plan, warps=plan["E"], KEEP=keep)(
         (B * H,),
         (
             *corners, content, rate, log_keep, marks, or_else(kept.solved, nothing), *lazy[:3],
@@ -614,7 +621,7 @@ def forward(
         ),
         (N,),
     )  # fmt: skip
-    bound(sparse_read_kernel, plan)(
+    bound(sparse_read_kernel, plan, warps=plan["E"])(
         chunk_grid(inputs), (*corners, written, rate, log_keep, marks, kept.held, reads), (N,)
     )
     return reads, lazy.settled(plan), kept.tensors if keep else []
@@ -638,14 +645,14 @@ def backward(
     by_written, by_right = held, held
     if found.solved is not None:
         by_written, by_right = torch.empty_like(held), torch.empty_like(held)
-        bound(sparse_written_kernel, plan)(
+        bound(sparse_written_kernel, plan, warps=plan["E"])(
             chunk_grid(inputs), (*corners, log_keep, marks, grad_reads, by_written), (N,)
         )
     begins = torch.zeros_like(inputs.state) if grad_state is None else grad_state.clone()
     lazy, phi_dS = Lazy.of(begins), torch.empty_like(held)
     by_write_weight, by_read_weight = (torch.empty_like(corners[1]) for _ in range(2))
     sums = held.new_empty(B, H, triton.cdiv(N, LENGTH), 3)
-    bound(sparse_state_backward_kernel, plan)(
+    bound(sparse_state_backward_kernel, plan, warps=plan["E"])(
         (B * H,),
         (
             *corners, content, written, rate, log_keep, marks, solved, held, was, grad_reads,
@@ -656,7 +663,7 @@ def backward(
     by_state = lazy.settled(plan)
     dot = (inputs.state * by_state).flatten(2).sum(-1)  # (B, H)
     by_content, by_rate, by_log_keep = (torch.empty_like(t) for t in (content, rate, log_keep))
-    bound(sparse_gradient_kernel, plan)(
+    bound(sparse_gradient_kernel, plan, warps=plan["E"])(
         chunk_grid(inputs),
         (
             *corners, content, written, rate, log_keep, marks, held, was, found.around_reads,

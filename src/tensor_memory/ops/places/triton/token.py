@@ -19,7 +19,7 @@ from torch import Tensor
 from tensor_memory.ops.inputs import prepared
 from tensor_memory.ops.launch import INTERPRETED, bind, or_else
 from tensor_memory.ops.places.addresses import voxels
-from tensor_memory.ops.places.triton.addresses import factor, grid_constants
+from tensor_memory.ops.places.triton.addresses import factor, grid_constants, tanh
 
 MOST_STATE = 16_384
 """Values of a head's grid, padded, that a program can hold."""
@@ -91,13 +91,6 @@ def address(
 def over_the_grid(values):
     """(C, P0, P1, P2, P3) -> (C)."""
     return tl.sum(tl.sum(tl.sum(tl.sum(values, axis=4), axis=3), axis=2), axis=1)
-
-
-@triton.jit
-def tanh(x):
-    """By its definition through the exponential of a negative number."""
-    small = tl.exp(-2.0 * tl.abs(x))
-    return tl.where(x < 0, -1.0, 1.0) * (1.0 - small) / (1.0 + small)
 
 
 @triton.jit(do_not_specialize=["epsilon", "read_epsilon"])

@@ -24,12 +24,12 @@ from tensor_memory.ops.autograd import (
     no_autocast,
     no_double_backward,
 )
+from tensor_memory.ops.gated_sum import Drop, ReadoutLayout, add_gated, add_gated_backward
 from tensor_memory.ops.inputs import prepared, products_dtype
 from tensor_memory.ops.launch import INTERPRETED
+from tensor_memory.ops.layer_norm import layer_norm, layer_norm_backward
 from tensor_memory.ops.scan.inputs import ScanInputs
 from tensor_memory.ops.scan.layer.heads import run_heads, run_heads_backward
-from tensor_memory.ops.scan.layer.norm import layer_norm, layer_norm_backward
-from tensor_memory.ops.scan.layer.residual import Drop, ReadoutLayout, add_gated, add_gated_backward
 from tensor_memory.ops.scan.layer.token import NextToken, serves_token, token_forward
 from tensor_memory.ops.scan.layer.weights import LayerWeights, Packed, gather, pack
 from tensor_memory.ops.scan.memory_scan import SCAN

@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from tensor_memory.ops.launch import BoundKernel, bind
-from tensor_memory.ops.scan.triton.plan import power_of_2
 
 
 @triton.jit
@@ -166,7 +165,13 @@ class Drop(NamedTuple):
 @functools.lru_cache(maxsize=64)
 def _launches(D: int, repeat: int, dropout: bool, path: bool) -> tuple[BoundKernel, BoundKernel]:
     """Forward and backward."""
-    constants = {"D": D, "WIDTH": power_of_2(D), "REPEAT": repeat, "DROP": dropout, "PATH": path}
+    constants = {
+        "D": D,
+        "WIDTH": triton.next_power_of_2(D),
+        "REPEAT": repeat,
+        "DROP": dropout,
+        "PATH": path,
+    }
     return bind(residual_kernel, **constants), bind(residual_backward_kernel, **constants)
 
 

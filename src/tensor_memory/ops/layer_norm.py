@@ -17,7 +17,6 @@ from torch import Tensor
 
 from tensor_memory.ops.inputs import prepared
 from tensor_memory.ops.launch import BoundKernel, bind
-from tensor_memory.ops.scan.triton.plan import power_of_2
 
 NORM_VALUES = 2048  # per program
 NORM_PROGRAMS = 528  # that share the sums for weight and bias: four per multiprocessor of an H200
@@ -112,7 +111,7 @@ class _Launches(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _launches(D: int) -> _Launches:
-    width = power_of_2(D)
+    width = triton.next_power_of_2(D)
     sizes = {"D": D, "WIDTH": width, "ROWS": max(1, NORM_VALUES // width)}
     return _Launches(sizes["ROWS"], bind(norm_kernel, **sizes), bind(norm_backward_kernel, **sizes))
 

@@ -1,4 +1,4 @@
-"""One token of a place memory in one launch, against the plain layer."""
+"""A fused layer around a place memory, and one token in one launch, against the plain layer."""
 
 from dataclasses import replace
 
@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from tensor_memory import MemoryResidual, PlaceConfig, PlaceMemory, residual
-from tolerances import assert_same
+from tolerances import assert_same, assert_same_rms
 
 token = pytest.importorskip(
     "tensor_memory.ops.places.triton.token", reason="the fused backend needs triton"
 )
+fused = pytest.importorskip("tensor_memory.ops.places.triton.layer")
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DIM, ROWS = 12, 3
 
@@ -69,6 +70,57 @@ def plain(monkeypatch, layer, *tokens):
         found = stream(layer, *tokens)
         layer.memory.config = replace(layer.memory.config, backend="triton")
     return found
+
+
+def everything(layer, x, where, reset):
+    """Output, state and every gradient of a call that continues another."""
+    state = layer(x[:, :1], **({} if where is None else {"where": where[:, :1]}))[1].detach()
+    state = replace(state, values=state.values.requires_grad_())
+    x = x.clone().requires_grad_()
+    at = {} if where is None else {"where": where.clone().requires_grad_()}
+    layer.zero_grad()
+    out, after = layer(x, state, reset=reset, **at)
+    weight = torch.linspace(-1, 1, out.numel()).reshape(out.shape).to(out)
+    ((out * weight).sum() + after.values.square().sum()).backward()
+    found = {"out": out, "after": after.values, "x": x.grad, "state": state.values.grad}
+    found |= {name: given.grad for name, given in at.items()}
+    return found | {name: p.grad.clone() for name, p in layer.named_parameters()}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_fused_layer_is_the_plain_one(name, monkeypatch):
+    layer, (x, where) = build(CONFIGS[name]), draw(CONFIGS[name])
+    reset = torch.zeros(ROWS, 4, dtype=torch.bool, device=HERE)
+    reset[1, 2] = True
+    ran = []
+    run = fused.place_layer
+    monkeypatch.setattr(fused, "place_layer", lambda *a: (ran.append(1), run(*a))[1])
+    got = everything(layer, x, where, reset)
+    assert ran == [1, 1]
+    monkeypatch.setattr(residual, "fused_layer", lambda *_, **__: None)
+    layer.memory.config = replace(layer.memory.config, backend="reference")
+    wide = None if where is None else where.double()
+    expected = everything(layer.double(), x.double(), wide, reset)
+    for part, value in expected.items():
+        assert_same_rms(part, got[part], value, torch.float32)
+
+
+def test_a_fused_layer_drops_what_its_backward_drops():
+    layer, (x, _) = build(CONFIGS["two axes"]), draw(CONFIGS["two axes"])
+    layer.dropout, x = 0.5, x.requires_grad_()
+    out, _ = layer(x)
+    dropped = out == x
+    assert 0.3 < dropped.float().mean() < 0.7
+    (by_output,) = torch.autograd.grad(out[dropped].sum(), [layer.memory.output.weight])
+    assert not by_output.any()
+
+
+def test_a_second_derivative_of_a_fused_layer_is_refused():
+    layer, (x, _) = build(CONFIGS["two axes"]), draw(CONFIGS["two axes"])
+    out, _ = layer(x.requires_grad_())
+    (grad,) = torch.autograd.grad(out.square().sum(), [x], create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        grad.sum().backward()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
