@@ -213,8 +213,7 @@ class PlaceMemory(nn.Module):
             )
         if at.numel() and (at.min() < 0 or at.max() >= N):
             raise ValueError(f"trace: expected positions from 0 to {N - 1}, got {at.tolist()}")
-        share, left = shares(inputs, at)
-        rest = torch.einsum("brhv,bhvc->brhc", left, inputs.state.flatten(2, -2))
+        share, rest = shares(inputs, at)
         read = torch.einsum("brnh,bnhc->brhc", share, inputs.content) + rest
         return Trace(share, inputs.content, rest, read)
 

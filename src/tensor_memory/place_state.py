@@ -210,12 +210,12 @@ class PlaceState:
         total = self.origin + moved
         voxel = total.new_tensor([2 / (size - 1) for size in reversed(self.grid)])
         steps = (total / voxel).detach().round()
-        rolled = {name: t for name, t in _tensors(self).items() if name != "origin"}
+        values = {name: t for name, t in _tensors(self).items() if name != "origin"}
         for axis, wraps in enumerate(self.wrap):
             step = steps[:, axes - 1 - axis].long()
-            for name, tensor in rolled.items():
-                rolled[name] = _rolled(tensor, axis + 2, step, empty=empty or not wraps)
-        after = replace(self, **rolled, origin=total - steps * voxel)
+            for name, tensor in values.items():
+                values[name] = rolled(tensor, axis + 2, step, empty=empty or not wraps)
+        after = replace(self, **values, origin=total - steps * voxel)
         for watch in watching_moves:
             watch(self, after, steps, empty)
         return after
@@ -291,17 +291,17 @@ def _resampled(values: Tensor, axis: int, size: int, wraps: bool) -> Tensor:
     return found[:, 0].reshape(*shape, size).movedim(-1, axis)
 
 
-def _rolled(values: Tensor, axis: int, step: Tensor, *, empty: bool) -> Tensor:
+def rolled(values: Tensor, axis: int, step: Tensor, *, empty: bool) -> Tensor:
     """new[i] = old[i + step] along an axis, another step (B) for every row."""
     size = values.shape[axis]
     source = torch.arange(size, device=values.device) + step[:, None]  # (B, size)
     shape = [1] * values.ndim
     shape[0], shape[axis] = values.shape[0], size
-    rolled = values.gather(axis, (source % size).view(shape).expand_as(values))
+    found = values.gather(axis, (source % size).view(shape).expand_as(values))
     if empty:
         inside = (source >= 0) & (source < size)
-        rolled = rolled.masked_fill(~inside.view(shape), 0)
-    return rolled
+        found = found.masked_fill(~inside.view(shape), 0)
+    return found
 
 
 def _tensors(state: PlaceState) -> dict[str, Tensor]:

@@ -118,7 +118,7 @@ def selected(state):
 
 def moved(state, empty=True):
     shift = torch.rand_like(state.origin) * 2 - 1
-    return state.moved(shift, empty=empty).moved(shift / 3)
+    return state.moved(shift, empty=empty).moved(shift * -2)  # in another order they empty others
 
 
 GOES_ON = {

@@ -2,6 +2,7 @@
 
 from tensor_memory.inspect.layer_recording import Chunk, LayerRecording
 from tensor_memory.inspect.place_layer import PlaceLayerRecording, PlaceToken
+from tensor_memory.inspect.place_trace import RecordedTrace
 from tensor_memory.inspect.recorder import record
 from tensor_memory.inspect.recording import Recording
 
@@ -10,6 +11,7 @@ __all__ = [
     "LayerRecording",
     "PlaceLayerRecording",
     "PlaceToken",
+    "RecordedTrace",
     "Recording",
     "record",
 ]

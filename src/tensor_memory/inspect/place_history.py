@@ -110,6 +110,9 @@ class PlaceHistory:
         limits = [(row, B) for row in rows] + [(self.count, T + 1)]
         if any(bool(((index < 0) | (index >= most)).any()) for index, most in limits):
             raise ValueError("history: it names rows or tokens that it does not have")
+        row, source = self.joins[:, 1], self.joins[:, 2]
+        if any(not torch.equal(of[row], of[source]) for of in (self.first, self.count)):
+            raise ValueError("history: it joins rows of different lengths")
 
 
 class HistoryStore:

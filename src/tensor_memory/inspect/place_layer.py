@@ -5,6 +5,7 @@ Letters: T tokens kept, B rows, H heads, n axes, C channels.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from tensor_memory.config import PlaceConfig
 from tensor_memory.inspect.layer_recording import GridRecording, require_index
 from tensor_memory.inspect.place_history import PlaceHistory
+from tensor_memory.inspect.place_trace import RecordedTrace, trace_history
 from tensor_memory.ops.places.addresses import factors, outer
 
 if TYPE_CHECKING:
@@ -169,6 +171,41 @@ class PlaceLayerRecording:
             chunk=self.token,
             seen=self.seen,
         )
+
+    def trace(
+        self, reads: Sequence[int] | Tensor, *, row: int = 0, top: int | None = None
+    ) -> RecordedTrace:
+        """Where reads came from, exactly: the share of every earlier write, in all recorded calls.
+
+        What happened to the state between calls is followed back: `moved`, `reset`, `select`.
+        Shares are computed in float64 from what was recorded. A state that was quantized between
+        calls counts as if it had not been rounded. Beside what is returned, memory is bounded.
+
+        Args:
+            reads: positions in the row's stream.
+            row: the row that read.
+            top: tell of each head only so many writes, those of the largest shares.
+
+        >>> import torch
+        >>> from tensor_memory import PlaceMemory, record
+        >>> memory = PlaceMemory(8, PlaceConfig(grid=(4, 4), channels=3, heads=2)).double()
+        >>> with record(memory) as recording:
+        ...     m, state = memory(torch.randn(1, 6, 8).double())
+        ...     m, state = memory(torch.randn(1, 4, 8).double(), state)
+        >>> trace = recording[0].trace([9])
+        >>> trace.share.shape, trace.call[0, :, 0].tolist()
+        (torch.Size([1, 10, 2]), [0, 0, 0, 0, 0, 0, 1, 1, 1, 1])
+        >>> read = (trace.share[0, ..., None] * trace.content(0)).sum(0) + trace.rest[0]
+        >>> torch.allclose(read, trace.read[0])
+        True
+        """
+        require_index(row, self.rows, "row")
+        if self.history is None:
+            raise ValueError(
+                "trace: expected a recording with the inputs of the recurrence, got one without; "
+                "record with max_tokens above 0"
+            )
+        return trace_history(self.history, self.config, reads, row % self.rows, top)
 
     def views(self) -> list[GridRecording]:
         """What is drawn of this layer: the grid of each head."""

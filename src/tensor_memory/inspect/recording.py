@@ -280,7 +280,8 @@ class Recording:
     def __repr__(self) -> str:
         kept = max((len(layer) for layer in self.layers), default=0)
         layers, rows = counted(len(self), "layer"), counted(self.rows, "row")
-        return f"Recording({layers}, {rows}, {counted(kept, 'chunk')} kept)"
+        unit = self.layers[0].unit if self.layers else "chunk"
+        return f"Recording({layers}, {rows}, {counted(kept, unit)} kept)"
 
     def _repr_html_(self) -> str:
         head, *lines = (

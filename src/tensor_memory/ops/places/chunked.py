@@ -65,7 +65,7 @@ def scan(inputs: PlaceInputs) -> tuple[Tensor, Tensor]:
     """-> reads (B, N, H, C), state (B, H, *grid, C)."""
     N = inputs.content.shape[1]
     state = inputs.state.flatten(2, -2)  # (B, H, V, C)
-    sparse = _is_sparse(inputs)
+    sparse = is_sparse(inputs)
     reads = [inputs.content.new_zeros(inputs.content[:, :0].shape)]
     for start in range(0, N, BLOCK):
         block = inputs.tokens(start, min(N, start + BLOCK))
@@ -88,7 +88,7 @@ def read_before(inputs: PlaceInputs, state: Tensor) -> Tensor:
     found = [inputs.content.new_zeros(inputs.content[:, :0].shape)]
     for start in range(0, N, BLOCK):
         places = inputs.asked_at[:, start : start + BLOCK]
-        if _is_sparse(inputs):
+        if is_sparse(inputs):
             index, weight = corners(places, inputs.grid, inputs.wrap)  # (B, N, H, E)
             row = torch.arange(B * H, device=state.device).view(B, 1, H, 1) * V
             read = F.embedding_bag(
@@ -102,7 +102,7 @@ def read_before(inputs: PlaceInputs, state: Tensor) -> Tensor:
     return g.exp()[..., None] * torch.cat(found, 1)
 
 
-def _is_sparse(inputs: PlaceInputs) -> bool:
+def is_sparse(inputs: PlaceInputs) -> bool:
     """Whether to touch the voxels around each place, and not the grid."""
     grid = inputs.grid
     return inputs.width is None and voxels(grid) >= SPARSE_FROM * 2 ** len(grid)
@@ -111,7 +111,7 @@ def _is_sparse(inputs: PlaceInputs) -> bool:
 def _dense_block(block: PlaceInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """Addresses as rows of V values: between chunks two products with the grid."""
     N = block.content.shape[1]
-    chunks = _chunks(block)
+    chunks = cut_into_chunks(block)
     write_address, read_address = outer(chunks.write_parts), outer(chunks.read_parts)
     keep = chunks.total.exp() * chunks.carried  # (B, H, S)
     inwards = (write_address * chunks.to_state).mT  # (B, H, S, V, L)
@@ -124,7 +124,7 @@ def _dense_block(block: PlaceInputs, state: Tensor) -> tuple[Tensor, Tensor]:
             state = keep[:, :, s, None, None] * state + add
         written = weighted
     else:
-        inverse = _inverse(chunks)
+        inverse = delta_inverse(chunks)
         outwards = write_address * chunks.from_state
         for s in range(keep.shape[2]):
             before.append(state)
@@ -135,7 +135,7 @@ def _dense_block(block: PlaceInputs, state: Tensor) -> tuple[Tensor, Tensor]:
             values.append(value)
             state = keep[:, :, s, None, None] * state + inwards[:, :, s] @ value
         written = torch.stack(values, 2)
-    reads = _attention(chunks) @ written
+    reads = attention(chunks) @ written
     reads = reads + (read_address * chunks.from_state) @ torch.stack(before, 2)
     return _flat(reads, N), state
 
@@ -174,20 +174,20 @@ def _segments(block: PlaceInputs) -> list[tuple[int, int]]:
 
 def _sparse_segment(segment: PlaceInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     N = segment.content.shape[1]
-    chunks = _chunks(segment)
+    chunks = cut_into_chunks(segment)
     write_index, write_weight = corners(segment.write_at, segment.grid, segment.wrap)
     read_index, read_weight = corners(segment.asked_at, segment.grid, segment.wrap)
     given = chunks.rate * chunks.value
     solve = None
     if segment.rule == "delta":
-        inverse = _inverse(chunks)
+        inverse = delta_inverse(chunks)
         given = inverse @ given
         solve = inverse * (chunks.rate * chunks.from_state).mT
     held, written, state = SparseChunks.apply(
         _by_chunk(write_index), _by_chunk(read_index), _by_chunk(write_weight),
         _by_chunk(read_weight), given, solve, chunks.to_state, chunks.total, state,
     )  # type: ignore[misc]  # fmt: skip
-    reads = _attention(chunks) @ written + chunks.from_state * held
+    reads = attention(chunks) @ written + chunks.from_state * held
     return _flat(reads, N), state
 
 
@@ -300,7 +300,8 @@ def _scatter(buffer: Tensor, index: Tensor, values: Tensor) -> None:
     buffer.index_add_(0, index.flatten(), values.flatten(0, -2))
 
 
-def _chunks(block: PlaceInputs) -> Chunks:
+def cut_into_chunks(block: PlaceInputs) -> Chunks:
+    """A block's tokens by chunk; the last one is filled up."""
     L = min(CHUNK, block.content.shape[1])
     log_keep = _by_chunk(block.log_keep[..., None], L)[..., 0]  # (B, H, S, L)
     g = log_keep.cumsum(-1)
@@ -332,12 +333,12 @@ def _chunks(block: PlaceInputs) -> Chunks:
     )
 
 
-def _attention(chunks: Chunks) -> Tensor:
+def attention(chunks: Chunks) -> Tensor:
     """How much of each write of the chunk a read gets: (B, H, S, L, L)."""
     return overlap(chunks.read_parts, chunks.write_parts) * chunks.within
 
 
-def _inverse(chunks: Chunks) -> Tensor:
+def delta_inverse(chunks: Chunks) -> Tensor:
     """(I + T)⁻¹ of the delta rule: (B, H, S, L, L)."""
     among = overlap(chunks.write_parts, chunks.write_parts) * chunks.within
     system = (chunks.rate * among).tril(-1)
