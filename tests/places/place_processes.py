@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tensor_memory import MemoryResidual, PlaceConfig, PlaceMemory, PlaceState
 
-DIM, ROWS, TOKENS = 4, 2, 150
+SIZE, DIM, ROWS, TOKENS = 4, 4, 2, 150
+RULES = ("linear", "delta")
 EXACT = 1e-10
 CASES = {
     "linear": PlaceConfig(grid=(3, 4), channels=2, heads=2, share_places=False, keep_bias=3.0),
@@ -27,23 +28,27 @@ CASES = {
 }
 
 
-def run(rank, size, meeting):
-    """Everything that a group of this size must show."""
+def run(rank, meeting):
+    """Everything that four processes must show together, and in pairs."""
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size,
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=SIZE,
         timeout=timedelta(seconds=100),
     )  # fmt: skip
     group = dist.group.WORLD
-    for config in CASES.values():
-        parts_equal_the_whole(config, group)
-    for rule in ("linear", "delta"):
-        config = PlaceConfig(grid=(3, 4), channels=2, heads=2, rule=rule)
+    pairs = [dist.new_group([first, first + 1]) for first in (0, 2)]
+    pair, other = pairs if rank < 2 else reversed(pairs)
+    for name, config in CASES.items():
+        parts_equal_the_whole(config, group, RESETS if name in RULES else RESETS[-1:])
+    for rule in RULES:
+        config = CASES[rule]
+        parts_equal_the_whole(config, pair, RESETS[-1:])
         a_loss_on_the_second_of_two_calls_reaches_the_first(config, group)
         states_are_the_same_bits_everywhere(config, group)
-        a_second_derivative_is_refused(config, group)
+        a_second_derivative_is_refused(config, pair)
         wrapped_models_have_the_gradients_of_one_process(config, group)
-        a_part_of_the_processes_can_be_a_group(config)
+    with pytest.raises(TypeError, match=r"a torch.distributed.ProcessGroup that this process"):
+        memory_of(config)(tokens(), group=other)
     dist.destroy_process_group()
 
 
@@ -79,13 +84,25 @@ def gradient_of(tensor):
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
 
-def summed(gradient):
+def summed(gradient, group):
     total = gradient.clone()
-    dist.all_reduce(total)
+    dist.all_reduce(total, group=group)
     return total
 
 
-def parts_equal_the_whole(config, group):
+def resets(*places):
+    """(B, N) with these (row, token) true."""
+    found = torch.zeros(ROWS, TOKENS, dtype=torch.bool)
+    for place in places:
+        found[place] = True
+    return found
+
+
+RESETS = [None, resets((0, 20)), resets((0, 20), (1, 20), (1, 90), (0, 140))]
+"""In no part, in one part of one row, and in several parts."""
+
+
+def parts_equal_the_whole(config, group, resets):
     """Outputs, final state, and the gradients of tokens, places, weights and the state before."""
     memory, x = memory_of(config), tokens()
     where = torch.rand(ROWS, TOKENS, config.axes, dtype=torch.float64) * 2 - 1
@@ -94,11 +111,8 @@ def parts_equal_the_whole(config, group):
     origin = torch.rand(ROWS, config.axes, dtype=torch.float64) * 0.1
     factor = torch.randn(ROWS, TOKENS, DIM, dtype=torch.float64)
     mask = torch.rand(ROWS, TOKENS) < 0.9
-    early, late = torch.zeros(2, ROWS, TOKENS, dtype=torch.bool)
-    early[0, 20] = True
-    late[:, 20], late[1, 90], late[0, 140] = True, True, True  # of one row and of both
     share = (1 + dist.get_rank(group)) / sum(range(1, 1 + dist.get_world_size(group)))
-    for reset in (None, early, late):
+    for reset in resets:
         results = []
         for cut, processes in ((slice(None), None), (part_of(TOKENS, group), group)):
             memory.zero_grad()
@@ -120,11 +134,11 @@ def parts_equal_the_whole(config, group):
         assert_near(m, whole[:, part_of(TOKENS, group)])
         assert_near(after.values, whole_after.values)
         assert torch.equal(after.origin, origin)
-        assert_near(summed(found.pop("values")), expected.pop("values"))
+        assert_near(summed(found.pop("values"), group), expected.pop("values"))
         for name, gradient in found.items():
             assert_near(gradient, expected[name][:, part_of(TOKENS, group)])
         for gradient, of_all in zip(of_parts, of_whole, strict=True):
-            assert_near(summed(gradient), of_all)
+            assert_near(summed(gradient, group), of_all)
 
 
 def a_loss_on_the_second_of_two_calls_reaches_the_first(config, group):
@@ -198,17 +212,3 @@ def _sharded(model):
     for layer in model.layers:
         fully_shard(layer, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
     return fully_shard(model, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
-
-
-def a_part_of_the_processes_can_be_a_group(config):
-    """The last two, in a group of their own with ranks of its own; the others are not in it."""
-    size = dist.get_world_size()
-    last = dist.new_group([size - 2, size - 1])
-    memory, x = memory_of(config), tokens()
-    whole, _ = memory(x)
-    if dist.get_rank() >= size - 2:
-        m, _ = memory(x[:, part_of(TOKENS, last)], group=last)
-        assert_near(m, whole[:, part_of(TOKENS, last)])
-    else:
-        with pytest.raises(TypeError, match=r"a torch.distributed.ProcessGroup that this process"):
-            memory(x, group=last)

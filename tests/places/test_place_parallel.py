@@ -10,12 +10,12 @@ from torch.multiprocessing.spawn import start_processes
 from tensor_memory import MemoryResidual, PlaceConfig, PlaceMemory
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_parts_in_processes_equal_the_whole_in_one(size, tmp_path):
+def test_parts_in_four_and_in_two_processes_equal_the_whole_in_one(tmp_path):
     multiprocessing.set_forkserver_preload([place_processes.__name__, "torch._dynamo"])
     start_processes(
-        place_processes.run, (size, tmp_path / "meeting"), nprocs=size, start_method="forkserver"
-    )
+        place_processes.run, (tmp_path / "meeting",), place_processes.SIZE,
+        start_method="forkserver",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("rule", ["linear", "delta"])
