@@ -78,24 +78,11 @@ def test_a_memory_without_a_host_is_neither_saved_nor_loaded(saved: Path) -> Non
         load_memory(host(), saved)
 
 
-def test_a_folder_of_something_else_is_an_error(tmp_path: Path) -> None:
-    refused(attached(), tmp_path, FileNotFoundError, r"memory\.json: no such file; .*save_memory")
-
-
 def test_a_file_in_place_of_the_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("here already")
     with pytest.raises(NotADirectoryError, match=r"is a file; expected the name of a folder"):
         save_memory(attached(), tmp_path / "file")
     assert (tmp_path / "file").read_text() == "here already"
-
-
-def test_missing_weights_are_an_error(saved: Path) -> None:
-    (saved / "memory.safetensors").unlink()
-    refused(attached(), saved, FileNotFoundError, r"memory\.safetensors: no such file")
-
-
-def test_a_memory_for_another_host_width_is_an_error(saved: Path) -> None:
-    refused(attached(width=8), saved, ValueError, "hosts of width 16, and this host has width 8")
 
 
 @pytest.mark.parametrize("name", ["memory.safetensors", "memory.json"])
@@ -109,51 +96,6 @@ def test_json_of_something_else_is_an_error_that_says_what_to_do(saved: Path) ->
     for text in ("[]", "{}", '{"format": 1}'):
         (saved / "memory.json").write_text(text)
         refused(attached(), saved, ValueError, r"memory\.json: expected .*; save again$")
-
-
-def test_an_unknown_and_a_missing_tensor_are_named(saved: Path) -> None:
-    path = saved / "memory.safetensors"
-    weights = load_file(path)
-    weights["layers.0.bias"] = weights.pop("layers.0.gate")
-    save_file(weights, path, metadata={"kind": "tensor-memory weights"})
-    match = r"unknown tensors layers\.0\.bias, missing tensors layers\.0\.gate"
-    refused(attached(), saved, ValueError, match)
-    del weights["layers.0.bias"]
-    save_file(weights, path, metadata={"kind": "tensor-memory weights"})
-    match = r"unknown tensors none, missing tensors layers\.0\.gate"
-    refused(attached(), saved, ValueError, match)
-
-
-def test_a_tensor_of_another_shape_is_named(saved: Path) -> None:
-    path = saved / "memory.safetensors"
-    weights = load_file(path)
-    weights["memory.taps"] = weights["memory.taps"][:1]
-    save_file(weights, path, metadata={"kind": "tensor-memory weights"})
-    match = r"expected memory\.taps of shape \(2, 8, 3\), got \(1, 8, 3\)"
-    refused(attached(), saved, ValueError, match)
-
-
-def test_a_tensor_of_a_type_that_would_lose_half_of_it_is_named(saved: Path) -> None:
-    path = saved / "memory.safetensors"
-    weights = load_file(path)
-    weights["memory.taps"] = weights["memory.taps"].to(torch.complex64)
-    save_file(weights, path, metadata={"kind": "tensor-memory weights"})
-    match = r"expected memory\.taps of a type that fits torch\.float32, got torch\.complex64"
-    refused(attached(), saved, ValueError, match)
-
-
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        ({"extra": 1}, "expected the keys format, config, .* got .*extra"),
-        ({"format": 2}, "expected format 1, got 2; it was written by another version"),
-        ({"config": CONFIG.to_dict() | {"colour": 1}}, "unknown field colour"),
-    ],
-)
-def test_an_unknown_key_is_an_error(saved: Path, change: dict[str, Any], match: str) -> None:
-    path = saved / "memory.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    refused(attached(), saved, ValueError, match)
 
 
 def test_another_config_is_named_but_how_it_is_computed_may_differ(saved: Path) -> None:
@@ -171,23 +113,6 @@ def test_another_number_of_layers_is_an_error_when_each_has_its_own(tmp_path: Pa
         ValueError,
         r"holds 2 memory layers \(layers\.0, layers\.1\), and this host has 3",
     )
-
-
-def test_another_number_of_layers_is_an_error_when_one_is_shared(saved: Path) -> None:
-    refused(attached(host_layers=3), saved, ValueError, "holds 2 memory layers")
-
-
-def test_shared_and_separate_weights_are_not_exchanged(saved: Path) -> None:
-    refused(attached(share_weights=False), saved, ValueError, "attach with share_weights=True")
-
-
-def test_another_scope_is_an_error(saved: Path) -> None:
-    model = attached(scope="depth", causal=False)
-    refused(model, saved, ValueError, "attach with scope='layer'")
-
-
-def test_another_option_of_the_residual_shows_in_the_names(saved: Path) -> None:
-    refused(attached(norm=False), saved, ValueError, r"unknown tensors layers\.0\.norm")
 
 
 def test_saving_over_an_older_memory_leaves_no_temporary_files(saved: Path) -> None:
@@ -216,9 +141,71 @@ def test_a_memory_of_other_blocks_is_refused_unless_it_is_meant(tmp_path: Path) 
             assert torch.equal(model.tensor_memory.state_dict()[name], tensor)
 
 
+def test_weights_of_another_kind_are_told_in_plain_words(saved: Path) -> None:
+    path = saved / "memory.safetensors"
+    save_file(load_file(path), path, metadata={"kind": "photos"})
+    refused(attached(), saved, ValueError, "expected tensor-memory weights, got a file of kind 'ph")
+
+
+def renamed(weights: dict[str, torch.Tensor]) -> None:
+    weights["layers.0.bias"] = weights.pop("layers.0.gate")
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [
+        (renamed, r"unknown tensors layers\.0\.bias, missing tensors layers\.0\.gate"),
+        (
+            lambda weights: weights.pop("layers.0.gate"),
+            r"unknown tensors none, missing tensors layers\.0\.gate",
+        ),
+        (
+            lambda weights: weights.update({"memory.taps": weights["memory.taps"][:1]}),
+            r"expected memory\.taps of shape \(2, 8, 3\), got \(1, 8, 3\)",
+        ),
+        (
+            lambda weights: weights.update({"memory.taps": weights["memory.taps"].cfloat()}),
+            r"expected memory\.taps of a type that fits torch\.float32, got torch\.complex64",
+        ),
+    ],
+    ids=["renamed", "missing", "shape", "complex"],
+)
+def test_a_tensor_that_does_not_fit_is_named(saved: Path, change: Any, match: str) -> None:
+    weights = load_file(saved / "memory.safetensors")
+    change(weights)
+    path = saved / "memory.safetensors"
+    save_file(weights, path, metadata={"kind": "tensor-memory weights"})
+    refused(attached(), saved, ValueError, match)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"width": 8}, "hosts of width 16, and this host has width 8"),
+        ({"host_layers": 3}, "holds 2 memory layers"),
+        ({"share_weights": False}, "attach with share_weights=True"),
+        ({"scope": "depth", "causal": False}, "attach with scope='layer'"),
+        ({"norm": False}, r"unknown tensors layers\.0\.norm"),
+    ],
+)
+def test_a_memory_attached_in_another_way_is_refused(
+    saved: Path, options: dict[str, Any], match: str
+) -> None:
+    refused(attached(**options), saved, ValueError, match)
+
+
+@pytest.mark.parametrize("name", ["memory.json", "memory.safetensors"])
+def test_a_missing_file_is_named(saved: Path, name: str) -> None:
+    (saved / name).unlink()
+    refused(attached(), saved, FileNotFoundError, rf"{name}: no such file")
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"extra": 1}, "expected the keys format, config, .* got .*extra"),
+        ({"format": 2}, "expected format 1, got 2; it was written by another version"),
+        ({"config": CONFIG.to_dict() | {"colour": 1}}, "unknown field colour"),
         ({"widths": None}, r"memory\.json: expected widths to be a list of integers, got None"),
         ({"widths": ["16"]}, "expected widths to be a list of integers"),
         ({"widths": [True, True]}, r"expected widths to be a list of integers, got \[True, True\]"),
@@ -236,9 +223,3 @@ def test_a_malformed_description_is_an_error(
     path = saved / "memory.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     refused(attached(), saved, ValueError, match)
-
-
-def test_weights_of_another_kind_are_told_in_plain_words(saved: Path) -> None:
-    path = saved / "memory.safetensors"
-    save_file(load_file(path), path, metadata={"kind": "photos"})
-    refused(attached(), saved, ValueError, "expected tensor-memory weights, got a file of kind 'ph")

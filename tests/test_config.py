@@ -1,6 +1,7 @@
 """MemoryConfig: a frozen value that checks itself and survives JSON."""
 
 import dataclasses
+import itertools
 import json
 
 import pytest
@@ -43,78 +44,41 @@ def test_an_unknown_field_is_named_beside_the_known():
         MemoryConfig.from_dict({"chanels": 8, "depth": 2})
 
 
-@pytest.mark.parametrize("name", ["channels", "chunk_size", "read_heads", "write_heads"])
-@pytest.mark.parametrize("value", [0, -3])
-def test_counts_below_one_are_refused(name, value):
-    with pytest.raises(ValueError, match=rf"^{name}: expected at least 1, got {value}; leave it"):
-        MemoryConfig(**{name: value})
+COUNTS = ("channels", "chunk_size", "read_heads", "write_heads")
+NUMBERS = ("sigma_scale", "spread_bias", "forget_bias", "input_bias", "feedback", "gain")
+CHOICES = {"reads": "chunk, token", "write": "gaussian, nearest", "mixing": "factorized, pointwise"}
+REFUSED = [
+    (COUNTS, (0, -3), ValueError, "expected at least 1, got {}; leave it"),
+    (COUNTS, (2.0, "2", True, None), TypeError, "expected an integer, got {}; convert"),
+    (["grid"], ((4, 1), (4, 0), (4, -2)), ValueError, "expected at least 2 voxels .*; drop the ax"),
+    (["grid"], ((), (2,) * 5), ValueError, r"expected 1 to 4 axes, got [05]; give the voxels of e"),
+    (["grid"], (8, (8.0, 8), ("8",), "88", (True, 4), None), TypeError, "expected a tuple of int"),
+    (
+        NUMBERS,
+        (float("nan"), float("inf"), "1", None, True),
+        ValueError,
+        "expected a finite number, got {}; leave it out for the default",
+    ),
+    (["sigma_scale", "gain"], (0.0, -1.0), ValueError, "expected a positive number, got {}; leave"),
+    *(
+        (
+            [name],
+            ["other"],
+            ValueError,
+            f"expected one of {known}, got {{}}; leave it out for the d",
+        )
+        for name, known in CHOICES.items()
+    ),
+    (["backend"], [None], TypeError, "expected a backend's name, got None; leave it"),
+    (["share_coordinates"], ["no"], TypeError, "expected True or False, got 'no'"),
+]
 
 
-@pytest.mark.parametrize("name", ["channels", "chunk_size", "read_heads", "write_heads"])
-@pytest.mark.parametrize("value", [2.0, "2", True, None])
-def test_counts_that_are_no_integers_are_refused(name, value):
-    with pytest.raises(TypeError, match=rf"^{name}: expected an integer, got {value!r}; convert"):
-        MemoryConfig(**{name: value})
-
-
-@pytest.mark.parametrize("size", [1, 0, -2])
-def test_an_axis_below_two_voxels_is_refused(size):
-    message = rf"^grid: expected at least 2 voxels .*, got \(4, {size}\); drop the axis instead"
-    with pytest.raises(ValueError, match=message):
-        MemoryConfig(grid=(4, size))
-
-
-@pytest.mark.parametrize("grid", [(), (2,) * 5])
-def test_a_grid_of_no_or_too_many_axes_is_refused(grid):
-    message = rf"^grid: expected 1 to 4 axes, got {len(grid)}; give the voxels of each axis"
-    with pytest.raises(ValueError, match=message):
-        MemoryConfig(grid=grid)
-
-
-@pytest.mark.parametrize("grid", [8, (8.0, 8), ("8",), "88", (True, 4), None])
-def test_a_grid_that_is_no_tuple_of_integers_is_refused(grid):
-    with pytest.raises(TypeError, match=r"^grid: expected a tuple of integers, got .*; write it"):
-        MemoryConfig(grid=grid)
-
-
-NUMBERS = ["sigma_scale", "spread_bias", "forget_bias", "input_bias", "feedback", "gain"]
-
-
-@pytest.mark.parametrize("name", NUMBERS)
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), "1", None, True])
-def test_numbers_that_are_not_finite_are_refused(name, value):
-    message = rf"^{name}: expected a finite number, got {value!r}; leave it out for the default"
-    with pytest.raises(ValueError, match=message):
-        MemoryConfig(**{name: value})
-
-
-@pytest.mark.parametrize("value", [0.0, -1.0])
-@pytest.mark.parametrize("name", ["sigma_scale", "gain"])
-def test_a_scale_that_is_not_positive_is_refused(name, value):
-    message = rf"^{name}: expected a positive number, got {value}; leave it out"
-    with pytest.raises(ValueError, match=message):
-        MemoryConfig(**{name: value})
-
-
-@pytest.mark.parametrize(
-    ("name", "allowed"),
-    [
-        ("reads", "chunk, token"),
-        ("write", "gaussian, nearest"),
-        ("mixing", "factorized, pointwise"),
-    ],
-)
-def test_an_unknown_choice_is_named_beside_the_known(name, allowed):
-    message = rf"^{name}: expected one of {allowed}, got 'other'; leave it out for the default"
-    with pytest.raises(ValueError, match=message):
-        MemoryConfig(**{name: "other"})
-
-
-def test_a_backend_that_is_no_name_and_a_choice_that_is_no_bool_are_refused():
-    with pytest.raises(TypeError, match=r"^backend: expected a backend's name, got None; leave it"):
-        MemoryConfig(backend=None)
-    with pytest.raises(TypeError, match=r"^share_coordinates: expected True or False, got 'no'"):
-        MemoryConfig(share_coordinates="no")
+@pytest.mark.parametrize(("names", "values", "error", "message"), REFUSED)
+def test_a_value_that_makes_no_memory_is_refused_by_its_field(names, values, error, message):
+    for name, value in itertools.product(names, values):
+        with pytest.raises(error, match=f"^{name}: {message.format(repr(value))}"):
+            MemoryConfig(**{name: value})
 
 
 def test_what_is_no_dictionary_is_refused():

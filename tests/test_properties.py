@@ -57,18 +57,6 @@ def test_cutting_anywhere_changes_nothing(option, call, places, seed, started):
     assert_same_state(joined_end, end)
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("cut", [4, 9])
-def test_cutting_inside_a_chunk_or_inside_the_padding_changes_nothing(option, cut):
-    memory = make_memory(OPTIONS[option])
-    left, right = torch.arange(10) >= 5, torch.arange(10) < 5
-    call = Call(make_tokens(2, 10, DIM), mask=torch.stack([left, right]))
-    whole, end = run(memory, [call])
-    joined, joined_end = run(memory, [call.part(0, cut), call.part(cut, 10)])
-    assert_same(joined, whole)
-    assert_same_state(joined_end, end)
-
-
 def padded(kind: str, rows: int, length: int, seed: int) -> torch.Tensor:
     """A mask (B, N) with padding on the left, on the right, or in holes, a row at times empty."""
     generator = torch.Generator().manual_seed(seed)
@@ -111,18 +99,6 @@ def test_an_all_masked_row_reads_nothing_and_keeps_its_state_bit_for_bit(option,
     m, end = memory(call.x, state, mask=mask)
     assert m[row].eq(0).all()
     assert_identical_state(end.select([row]), state.select([row]))
-
-
-def test_rows_may_use_different_numbers_of_chunks_in_one_scan():
-    memory = make_memory(OPTIONS["paper"])
-    x, counts = make_tokens(4, 12, DIM), torch.tensor([0, 1, 7, 12])
-    mask = torch.arange(12) < counts[:, None]
-    m, end = memory(x, mask=mask)
-    assert end.fill.tolist() == [0, 1, 1, 0]
-    for b, count in enumerate(counts.tolist()):
-        alone, alone_end = memory(x[b : b + 1, :count])
-        assert_same(m[b : b + 1, :count], alone)
-        assert_same_state(end.select([b]), alone_end)
 
 
 @pytest.mark.parametrize("option", OPTIONS)

@@ -19,8 +19,6 @@ from tensor_memory.ops import launch
 from tensor_memory.ops.launch import BoundKernel, bind
 from tensor_memory.ops.scan.triton import plan
 from tensor_memory.ops.scan.triton.plan import Shape, layout
-from tensor_memory.ops.scan.triton.weight_gradients import taps_launch
-from tensor_memory.ops.scan.triton.write_gradients import writes_launch
 
 SMS = 132
 
@@ -227,30 +225,3 @@ def test_programs_that_wait_for_each_other_are_resident_and_own_every_voxel(
             assert rows.options["launch_cooperative_grid"]
             together = -(-B * rows.parts // SMS)
             assert 255 * 32 * warps * together <= 65536  # registers of a multiprocessor
-
-
-@pytest.mark.parametrize(
-    ("C", "grid", "tile", "warps"),
-    [(16, (6, 6, 6), 16, 1), (16, (8, 8, 8), 64, 4), (32, (8, 8, 8), 32, 4), (64, (5,), 8, 2)],
-)
-def test_the_taps_tiles_cover_a_plane_and_leave_little_empty(C, grid, tile, warps):
-    launch = taps_launch.__wrapped__(shape(2, C, grid, torch.float32))
-    assert launch.kernel.settings["BLOCK_V"] == tile
-    assert launch.kernel.settings["num_warps"] == warps
-    plane = grid[-1] * (grid[-2] if len(grid) > 1 else 1)
-    assert launch.tiles == -(-plane // tile)
-
-
-@pytest.mark.parametrize(
-    ("C", "grid", "products", "tile", "warps"),
-    [
-        (64, (8, 8, 8), torch.bfloat16, 64, 8),
-        (32, (8, 8, 8), torch.bfloat16, 64, 4),
-        (16, (6, 6, 6), torch.float32, 16, 1),
-        (128, (3,), torch.float32, 16, 4),
-    ],
-)
-def test_the_tiles_of_writes_are_ones_that_a_product_can_take(C, grid, products, tile, warps):
-    settings = writes_launch.__wrapped__(shape(2, C, grid, products)).settings
-    assert settings["BLOCK_V"] == tile
-    assert settings["num_warps"] == warps
