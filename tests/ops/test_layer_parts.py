@@ -16,13 +16,9 @@ if why_not("triton", HERE) is not None:
 
 import triton.language as tl
 
-from tensor_memory.ops.scan.layer import heads, norm, weights
-from tensor_memory.ops.scan.layer.residual import (
-    Drop,
-    ReadoutLayout,
-    add_gated,
-    add_gated_backward,
-)
+from tensor_memory.ops import layer_norm as norm
+from tensor_memory.ops.gated_sum import Drop, ReadoutLayout, add_gated, add_gated_backward
+from tensor_memory.ops.scan.layer import heads, weights
 from tensor_memory.ops.scan.layer.weights import LayerWeights, Packed, gather, pack
 
 D, WIDE, COLUMNS = 10, 40, 16
