@@ -170,7 +170,7 @@ def test_a_token_takes_one_launch():
         _, state = layer(x[:, :1])
         layer(x[:, :1], state)
         activities = [torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as profile:
+        with torch.profiler.profile(activities=activities, acc_events=True) as profile:
             layer(x[:, :1], state)
             torch.cuda.synchronize()
     kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]

@@ -20,7 +20,7 @@ MOST_CHANNELS = 64
 """C that a program can hold on chip beside its chunk."""
 MOST_VOXELS = {"linear": 4096, "delta": 256}
 """V that whole addresses are made of, by rule."""
-SPARSE_FROM, SPARSE_AXES = 256, 3
+SPARSE_FROM, SPARSE_AXES = 512, 3
 """V from which on corners are faster than whole addresses, and most axes they are taken of."""
 
 
@@ -31,15 +31,17 @@ def why_not(inputs: PlaceInputs) -> str | None:
         return f"it computes in float32, got {inputs.dtype}"
     if C > MOST_CHANNELS:
         return f"it holds up to {MOST_CHANNELS} channels on chip, got {C}"
-    if inputs.width is not None and most < V:
+    if most < V and _way(inputs) is dense:
         return (
-            f"with kernel 'gaussian' and rule '{inputs.rule}' it takes up to {most} voxels, got {V}"
+            f"with rule '{inputs.rule}' it takes up to {most} voxels, got {V}; more with kernel "
+            f"'linear' and up to {SPARSE_AXES} axes"
         )
     return None
 
 
 def _way(inputs: PlaceInputs) -> ModuleType:
-    return sparse if inputs.width is None and voxels(inputs.grid) >= SPARSE_FROM else dense
+    V, few = voxels(inputs.grid), inputs.width is None and len(inputs.grid) <= SPARSE_AXES
+    return sparse if few and (V >= SPARSE_FROM or MOST_VOXELS[inputs.rule] < V) else dense
 
 
 def forward(

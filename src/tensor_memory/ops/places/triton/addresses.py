@@ -12,20 +12,14 @@ padded to a power of two.
 # pyright: reportAssignmentType=false
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tensor_memory.ops.launch import bind, or_else
+from tensor_memory.ops.launch import or_else
 from tensor_memory.ops.places.inputs import PlaceInputs
-
-MOST_VALUES = 2048
-"""Of addresses that a program holds, which decides T."""
+from tensor_memory.ops.places.triton.plan import Plan
 
 
 @triton.jit
@@ -200,35 +194,15 @@ def address_backward_kernel(
         tl.store(by_width + part + tl.program_id(2), tl.sum(tl.where(real, by_w, 0.0)))
 
 
-def grid_constants(grid: Sequence[int], wrap: Sequence[bool]) -> dict[str, int]:
-    """A grid by the names it has in the kernels."""
-    sizes = (*grid, 1, 1, 1)[:4]
-    return {
-        "n": len(grid),
-        "V": math.prod(grid),
-        **{f"G{axis}": size for axis, size in enumerate(sizes)},
-        **{f"P{axis}": triton.next_power_of_2(size) for axis, size in enumerate(sizes)},
-        **{f"W{axis}": wraps for axis, wraps in enumerate((*wrap, False, False, False)[:4])},
-    }
-
-
-def _constants(inputs: PlaceInputs) -> dict[str, Any]:
-    grid = grid_constants(inputs.grid, inputs.wrap)
-    values = math.prod(grid[f"P{axis}"] for axis in range(4))
-    return grid | {
-        "H": inputs.content.shape[2],
-        "T": max(1, MOST_VALUES // values),
-        "GAUSSIAN": inputs.width is not None,
-    }
-
-
-def make_addresses(inputs: PlaceInputs, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def make_addresses(
+    inputs: PlaceInputs, plan: Plan, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
     """φ (B, N, H, V) of the writes, and of the reads where they have places of their own."""
-    (B, N, H, _), constants = inputs.content.shape, _constants(inputs)
-    phi = inputs.content.new_empty(B, N, H, constants["V"], dtype=dtype)
+    B, N, H, _ = inputs.content.shape
+    phi = inputs.content.new_empty(B, N, H, plan["V"], dtype=dtype)
     psi = None if inputs.read_at is None else torch.empty_like(phi)
-    bind(address_kernel, **constants)(
-        (B * H, triton.cdiv(N, constants["T"]), 1 if psi is None else 2),
+    plan.bound(address_kernel, warps=4)(
+        (B * H, triton.cdiv(N, plan["T"]), 1 if psi is None else 2),
         (inputs.write_at, inputs.asked_at, or_else(inputs.width, phi), phi, or_else(psi, phi)),
         (N,),
     )
@@ -236,15 +210,15 @@ def make_addresses(inputs: PlaceInputs, dtype: torch.dtype) -> tuple[Tensor, Ten
 
 
 def addresses_backward(
-    inputs: PlaceInputs, by_phi: Tensor, by_psi: Tensor | None
+    inputs: PlaceInputs, plan: Plan, by_phi: Tensor, by_psi: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """What write_at, read_at and width receive; `by_psi` is None where they share places."""
-    (B, N, H, _), constants = inputs.content.shape, _constants(inputs)
+    B, N, H, _ = inputs.content.shape
     by_write_at = torch.empty_like(inputs.write_at)
     by_read_at = None if by_psi is None else torch.empty_like(inputs.asked_at)
-    grid = (B * H, triton.cdiv(N, constants["T"]), 1 if by_psi is None else 2)
+    grid = (B * H, triton.cdiv(N, plan["T"]), 1 if by_psi is None else 2)
     by_width = inputs.write_at.new_empty(B, H, *grid[1:])
-    bind(address_backward_kernel, **constants)(
+    plan.bound(address_backward_kernel, warps=4)(
         grid,
         (
             inputs.write_at, inputs.asked_at, or_else(inputs.width, by_width), by_phi,

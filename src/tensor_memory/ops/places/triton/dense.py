@@ -27,7 +27,6 @@ from tensor_memory.ops.places.triton.addresses import addresses_backward, make_a
 from tensor_memory.ops.places.triton.plan import (
     LENGTH,
     Plan,
-    bound,
     chunk_grid,
     low_dtype,
     make_plan,
@@ -425,24 +424,24 @@ def forward(
     N, plan = inputs.content.shape[1], make_plan(inputs, products)
     kept = Kept.empty(inputs, products)
     before, written, solved = kept
-    phi, psi = make_addresses(inputs, before.dtype)
+    phi, psi = make_addresses(inputs, plan, before.dtype)
     after, reads = torch.empty_like(inputs.state), inputs.empty_reads()
     content, rate, log_keep = inputs.content, inputs.rate, inputs.log_keep
     marks = or_else(inputs.resets, phi)
     if written is None or solved is None:
-        bound(state_kernel, plan, _tiles(plan), BACKWARD=False, HAS_START=True)(
+        plan.bound(state_kernel, **_tiles(plan), BACKWARD=False, HAS_START=True)(
             _tile_grid(inputs, plan),
             (phi, content, rate, log_keep, marks, inputs.state, before, after),
             (N,),
         )
     else:
-        bound(solve_kernel, plan)(chunk_grid(inputs), (phi, rate, log_keep, marks, solved), (N,))
-        bound(delta_state_kernel, plan, _columns(plan))(
+        plan.bound(solve_kernel)(chunk_grid(inputs), (phi, rate, log_keep, marks, solved), (N,))
+        plan.bound(delta_state_kernel, **_columns(plan))(
             _column_grid(inputs, plan),
             (phi, content, rate, log_keep, marks, solved, inputs.state, written, before, after),
             (N,),
         )
-    bound(read_kernel, plan)(
+    plan.bound(read_kernel)(
         chunk_grid(inputs),
         (phi, or_else(psi, phi), or_else(written, content), rate, log_keep, marks, before, reads),
         (N,),
@@ -460,25 +459,25 @@ def backward(
 ) -> PlaceInputs:
     """The gradients in the places of the inputs."""
     before, written, solved = Kept(*kept)
-    phi, psi = make_addresses(inputs, before.dtype)  # again: keeping them takes much memory
     N, plan = inputs.content.shape[1], make_plan(inputs, products)
+    phi, psi = make_addresses(inputs, plan, before.dtype)  # again: keeping them takes much memory
     content, rate, log_keep = inputs.content, inputs.rate, inputs.log_keep
     marks, asked = or_else(inputs.resets, phi), or_else(psi, phi)
     by_after, by_state = torch.empty_like(before), torch.empty_like(inputs.state)
     begins, by_right = or_else(grad_state, by_state), phi
     has_start = {"HAS_START": grad_state is not None}
     if written is None or solved is None:
-        bound(state_kernel, plan, _tiles(plan), BACKWARD=True, **has_start)(
+        plan.bound(state_kernel, **_tiles(plan), BACKWARD=True, **has_start)(
             _tile_grid(inputs, plan),
             (asked, grad_reads, rate, log_keep, marks, begins, by_after, by_state),
             (N,),
         )
     else:
         by_written, by_right = torch.empty_like(written), torch.empty_like(written)
-        bound(delta_written_kernel, plan)(
+        plan.bound(delta_written_kernel)(
             chunk_grid(inputs), (phi, asked, log_keep, marks, grad_reads, by_written), (N,)
         )
-        bound(delta_state_backward_kernel, plan, _columns(plan), **has_start)(
+        plan.bound(delta_state_backward_kernel, **_columns(plan), **has_start)(
             _column_grid(inputs, plan),
             (
                 phi, asked, rate, log_keep, marks, solved, grad_reads, by_written, begins,
@@ -488,7 +487,7 @@ def backward(
         )  # fmt: skip
     by_phi, by_psi = torch.empty_like(phi), None if psi is None else torch.empty_like(psi)
     by_content, by_rate, by_log_keep = (torch.empty_like(t) for t in (content, rate, log_keep))
-    bound(gradient_kernel, plan, {"VB": min(32, plan["VB"])}, SAME=psi is None)(
+    plan.bound(gradient_kernel, VB=min(32, plan["VB"]), SAME=psi is None)(
         chunk_grid(inputs),
         (
             phi, asked, content, or_else(written, content), rate, log_keep, marks, before,
@@ -497,7 +496,7 @@ def backward(
         ),
         (N,),
     )  # fmt: skip
-    by_write_at, by_read_at, by_width = addresses_backward(inputs, by_phi, by_psi)
+    by_write_at, by_read_at, by_width = addresses_backward(inputs, plan, by_phi, by_psi)
     found = (by_write_at, by_read_at, by_content, by_rate, by_log_keep, by_width, by_state)
     return PlaceInputs._make((*found, None, None, None))
 

@@ -290,14 +290,15 @@ def _run_backward(ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None) 
     )
     heads = _head_weights(weights)
     by_weight = dict(zip(heads, by_heads.split([w.shape[0] for w in heads.values()]), strict=True))
-    biases, H, n = by_said.float().sum(0), sizes["H"], sizes["n"]
+    H, n = sizes["H"], sizes["n"]
     first = H * n * sum(w is not None for w in (weights.write_place, weights.read_place))
+    by_rate_bias, by_keep_bias = by_said[:, first : first + 2 * H].float().sum(0).split(H)
     by_weight |= {
         "norm": by_norm[:, 0].sum(0),
         "norm_bias": by_norm[:, 1].sum(0),
         "residual_gate": by_gate.sum().view(weights.residual_gate.shape),
-        "rate_bias": biases[first : first + H],
-        "keep_bias": biases[first + H : first + 2 * H],
+        "rate_bias": by_rate_bias,
+        "keep_bias": by_keep_bias,
         "log_width": None if found.width is None else found.width * inputs.width,
         "read_norm": by_read_norm,
         "output": by_output,

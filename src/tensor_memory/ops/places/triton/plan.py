@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import triton
 
 from tensor_memory.ops.launch import INTERPRETED, BoundKernel, bind
-from tensor_memory.ops.places.addresses import voxels
 from tensor_memory.ops.places.inputs import PlaceInputs
 
 LENGTH = 32
 """L, tokens per chunk. From 64 on products take Hopper's wide instructions, and Triton 3.6 then
 writes astray."""
 WARPS = 2
-
-Plan = dict[str, Any]
+MOST_VALUES = 2048
+"""Of addresses that a program makes, which decides T, its tokens."""
 
 
 def low_dtype(products: torch.dtype) -> torch.dtype:
@@ -24,25 +26,79 @@ def low_dtype(products: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if products == torch.bfloat16 else torch.float32
 
 
+class Plan(dict[str, Any]):
+    """Constants by the names they have in the kernels, and the kernels bound to them once."""
+
+    def __init__(self, constants: dict[str, Any]) -> None:
+        super().__init__(constants)
+        self._bound: dict[tuple[Any, ...], BoundKernel] = {}
+
+    def bound(self, kernel: Any, *, warps: int = WARPS, **more: Any) -> BoundKernel:
+        """The kernel with those of the constants that it takes; `more` goes before."""
+        key = (id(kernel), warps, *more.items())
+        if key not in self._bound:
+            constants = self | more
+            taken = {name: constants[name] for name in kernel.arg_names if name in constants}
+            options = {} if INTERPRETED else {"num_warps": warps}
+            self._bound[key] = bind(kernel, **taken, **options)
+        return self._bound[key]
+
+
 def make_plan(inputs: PlaceInputs, products: torch.dtype) -> Plan:
-    """Constants by the names they have in the kernels."""
-    V, C = voxels(inputs.grid), inputs.content.shape[-1]
-    precision = "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    """How a call is launched, the same object for calls of the same sizes."""
+    H, C = inputs.content.shape[2:]
+    return _plan(
+        inputs.grid, tuple(inputs.wrap), H, C, inputs.rule, inputs.width is not None,
+        inputs.resets is not None, products, torch.get_float32_matmul_precision(),
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)
+def _plan(
+    grid: tuple[int, ...],
+    wrap: tuple[bool, ...],
+    H: int,
+    C: int,
+    rule: str,
+    gaussian: bool,
+    has_resets: bool,
+    products: torch.dtype,
+    float32_products: str,
+) -> Plan:
+    constants = grid_constants(grid, wrap)
+    V, padded = constants["V"], math.prod(constants[f"P{axis}"] for axis in range(4))
+    precision = "tf32x3" if float32_products == "highest" else "tf32"
     exact, low = ("ieee", "bf16-emulated") if INTERPRETED else (precision, "bf16")
     is_low = products == torch.bfloat16
+    return Plan(
+        constants
+        | {
+            "H": H,
+            "C": C,
+            "VB": min(64, max(16, triton.next_power_of_2(V))),
+            "CB": max(16, triton.next_power_of_2(C)),
+            "T": max(1, MOST_VALUES // padded),
+            "L": LENGTH,
+            "STEPS": (LENGTH - 1).bit_length(),
+            "E": 2 ** len(grid),
+            "GAUSSIAN": gaussian,
+            "DELTA": rule == "delta",
+            "HAS_RESETS": has_resets,
+            "MODE": low if is_low else exact,
+            "EXACT": "tf32" if is_low and not INTERPRETED else exact,
+        }
+    )
+
+
+def grid_constants(grid: Sequence[int], wrap: Sequence[bool]) -> dict[str, int]:
+    """A grid by the names it has in the kernels, with axes of one voxel up to four."""
+    sizes = (*grid, 1, 1, 1)[:4]
     return {
-        "H": inputs.content.shape[2],
-        "V": V,
-        "C": C,
-        "VB": min(64, max(16, triton.next_power_of_2(V))),
-        "CB": max(16, triton.next_power_of_2(C)),
-        "L": LENGTH,
-        "STEPS": (LENGTH - 1).bit_length(),
-        "E": 2 ** len(inputs.grid),
-        "DELTA": inputs.rule == "delta",
-        "HAS_RESETS": inputs.resets is not None,
-        "MODE": low if is_low else exact,
-        "EXACT": "tf32" if is_low and not INTERPRETED else exact,
+        "n": len(grid),
+        "V": math.prod(grid),
+        **{f"G{axis}": size for axis, size in enumerate(sizes)},
+        **{f"P{axis}": triton.next_power_of_2(size) for axis, size in enumerate(sizes)},
+        **{f"W{axis}": wraps for axis, wraps in enumerate((*wrap, False, False, False)[:4])},
     }
 
 
@@ -50,17 +106,3 @@ def chunk_grid(inputs: PlaceInputs) -> tuple[int, int]:
     """A program per chunk of every row and head."""
     B, N, H, _ = inputs.content.shape
     return triton.cdiv(N, LENGTH), B * H
-
-
-def bound(
-    kernel: Any,
-    plan: Plan,
-    tiles: dict[str, int] | None = None,
-    *,
-    warps: int = WARPS,
-    **more: Any,
-) -> BoundKernel:
-    """The kernel with those of the constants that it takes."""
-    constants = plan | (tiles or {}) | more
-    taken = {name: constants[name] for name in kernel.arg_names if name in constants}
-    return bind(kernel, **taken, **({} if INTERPRETED else {"num_warps": warps}))

@@ -22,9 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tensor_memory.ops.launch import bind, or_else
+from tensor_memory.ops.launch import or_else
 from tensor_memory.ops.places.inputs import PlaceInputs
-from tensor_memory.ops.places.triton.addresses import grid_constants
 from tensor_memory.ops.places.triton.dense import (
     decay_between,
     decays,
@@ -38,7 +37,6 @@ from tensor_memory.ops.places.triton.dense import (
 from tensor_memory.ops.places.triton.plan import (
     LENGTH,
     Plan,
-    bound,
     chunk_grid,
     low_dtype,
     make_plan,
@@ -587,7 +585,7 @@ class Lazy(NamedTuple):
     def settled(self, plan: Plan) -> Tensor:
         """The grid as it is after the last chunk."""
         B, H = self.buffer.shape[:2]
-        bound(settle_kernel, plan, {"VB": 64})(
+        plan.bound(settle_kernel, VB=64)(
             (B * H, triton.cdiv(plan["V"], 64)), (self.buffer, self.last, self.page, self.end)
         )
         return self.buffer
@@ -602,17 +600,17 @@ def forward(
     content, rate, log_keep = inputs.content, inputs.rate, inputs.log_keep
     marks, nothing = or_else(inputs.resets, reads), kept.held
     corners, written = kept.corners, or_else(kept.written, content)
-    bind(corner_kernel, H=H, T=LENGTH, **_axes(inputs))(
+    plan.bound(corner_kernel, warps=4, T=LENGTH)(
         (B * H, triton.cdiv(N, LENGTH), 1 if inputs.read_at is None else 2),
         (inputs.write_at, inputs.asked_at, *corners),
         (N,),
     )
     if kept.solved is not None:
-        bound(sparse_solve_kernel, plan, warps=plan["E"])(
+        plan.bound(sparse_solve_kernel, warps=plan["E"])(
             chunk_grid(inputs), (*corners[:2], rate, log_keep, marks, kept.solved), (N,)
         )
     lazy = Lazy.of(inputs.state.clone())
-    bound(sparse_state_kernel, plan, warps=plan["E"], KEEP=keep)(
+    plan.bound(sparse_state_kernel, warps=plan["E"], KEEP=keep)(
         (B * H,),
         (
             *corners, content, rate, log_keep, marks, or_else(kept.solved, nothing), *lazy[:3],
@@ -621,7 +619,7 @@ def forward(
         ),
         (N,),
     )  # fmt: skip
-    bound(sparse_read_kernel, plan, warps=plan["E"])(
+    plan.bound(sparse_read_kernel, warps=plan["E"])(
         chunk_grid(inputs), (*corners, written, rate, log_keep, marks, kept.held, reads), (N,)
     )
     return reads, lazy.settled(plan), kept.tensors if keep else []
@@ -645,14 +643,14 @@ def backward(
     by_written, by_right = held, held
     if found.solved is not None:
         by_written, by_right = torch.empty_like(held), torch.empty_like(held)
-        bound(sparse_written_kernel, plan, warps=plan["E"])(
+        plan.bound(sparse_written_kernel, warps=plan["E"])(
             chunk_grid(inputs), (*corners, log_keep, marks, grad_reads, by_written), (N,)
         )
     begins = torch.zeros_like(inputs.state) if grad_state is None else grad_state.clone()
     lazy, phi_dS = Lazy.of(begins), torch.empty_like(held)
     by_write_weight, by_read_weight = (torch.empty_like(corners[1]) for _ in range(2))
     sums = held.new_empty(B, H, triton.cdiv(N, LENGTH), 3)
-    bound(sparse_state_backward_kernel, plan, warps=plan["E"])(
+    plan.bound(sparse_state_backward_kernel, warps=plan["E"])(
         (B * H,),
         (
             *corners, content, written, rate, log_keep, marks, solved, held, was, grad_reads,
@@ -663,7 +661,7 @@ def backward(
     by_state = lazy.settled(plan)
     dot = (inputs.state * by_state).flatten(2).sum(-1)  # (B, H)
     by_content, by_rate, by_log_keep = (torch.empty_like(t) for t in (content, rate, log_keep))
-    bound(sparse_gradient_kernel, plan, warps=plan["E"])(
+    plan.bound(sparse_gradient_kernel, warps=plan["E"])(
         chunk_grid(inputs),
         (
             *corners, content, written, rate, log_keep, marks, held, was, found.around_reads,
@@ -677,7 +675,7 @@ def backward(
         by_write_weight += by_read_weight
     else:
         by_read_at = torch.empty_like(inputs.read_at)
-    bind(corner_backward_kernel, H=H, T=LENGTH, **_axes(inputs))(
+    plan.bound(corner_backward_kernel, warps=4, T=LENGTH)(
         (B * H, triton.cdiv(N, LENGTH), 1 if by_read_at is None else 2),
         (
             inputs.write_at, inputs.asked_at, by_write_weight, by_read_weight, by_write_at,
@@ -692,9 +690,3 @@ def backward(
 def empty_kept(inputs: PlaceInputs, products: torch.dtype) -> list[Tensor]:
     """Uninitialised tensors like those `forward` keeps."""
     return Kept.empty(inputs, products, keep=True).tensors
-
-
-def _axes(inputs: PlaceInputs) -> dict[str, int]:
-    """The grid's constants without its size and padding."""
-    constants = grid_constants(inputs.grid, inputs.wrap)
-    return {name: value for name, value in constants.items() if name[0] in "nGW"}

@@ -19,7 +19,8 @@ from torch import Tensor
 from tensor_memory.ops.inputs import prepared
 from tensor_memory.ops.launch import INTERPRETED, bind, or_else
 from tensor_memory.ops.places.addresses import voxels
-from tensor_memory.ops.places.triton.addresses import factor, grid_constants, tanh
+from tensor_memory.ops.places.triton.addresses import factor, tanh
+from tensor_memory.ops.places.triton.plan import grid_constants
 
 MOST_STATE = 16_384
 """Values of a head's grid, padded, that a program can hold."""
