@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from torchmetrics.functional.image import structural_similarity_index_measure
 
 from tensor_memory_lab.tasks.masked_images import (
     drawn_visible,
@@ -78,6 +77,8 @@ def test_psnr_is_minus_ten_log_of_the_hidden_error(pictures):
 
 
 def test_ssim_is_the_map_of_the_composed_image_over_hidden_pixels(pictures):
+    from torchmetrics.functional.image import structural_similarity_index_measure  # slow
+
     target, hidden = pictures
     guess = torch.rand_like(target)
     composed = torch.where(hidden[:, None], guess, target)

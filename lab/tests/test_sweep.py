@@ -31,22 +31,35 @@ def in_empty_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-def test_a_sweep_runs_its_grid_skips_what_is_done_and_reports_failures(capsys):
-    grid = ["sweep", SIGN, "--over", "task.trouble=raise,die,none", "--device", "cpu"]
-    assert main([*grid, "--jobs", "2", "--results", "kept.jsonl"]) == 1
+def do_jobs_here(found: Any, **_: Any) -> Any:
+    """What a sweep does of its jobs, in this process: theirs would import torch again."""
+    for job in found:
+        assert jobs.run_command([*job.arguments, "--device", "cpu"]) == 0
+        yield jobs.Ended(job, 1.0, job.folder / "none", killed=False)
+
+
+def test_runs_that_fail_are_told_with_what_their_logs_end_with(capsys):
+    grid = ["sweep", SIGN, "--over", "task.trouble=raise,die", "--device", "cpu"]
+    assert main([*grid, "--jobs", "2"]) == 1
     out = capsys.readouterr()
-    assert out.err.startswith("3 runs to do on device cpu, 0 finished already\n")
-    assert "1 run done, 0 skipped, 2 failed" in out.out
+    assert out.err.startswith("2 runs to do on device cpu, 0 finished already\n")
+    assert "0 runs done, 0 skipped, 2 failed" in out.out
     assert "ValueError: task.trouble: expected none, got what was asked for" in out.err
     assert "its process was killed or stopped" in out.err
-    (found,) = read_records(["kept.jsonl"])
-    assert (found["finished"], found["shared_device"]) == (True, True)
     logs = {path.parent.parent.name: path.read_text() for path in Path().glob("runs/*/log/*.out")}
-    assert len(logs) == 3
+    assert len(logs) == 2
     assert sum("Traceback" in log for log in logs.values()) == 1
     assert not list(Path("runs").rglob("*.pkl"))
-    assert not list(Path("runs").glob("*/checkpoints"))
 
+
+def test_a_sweep_runs_its_grid_and_skips_what_is_done(capsys, monkeypatch):
+    monkeypatch.setattr("tensor_memory_lab.commands.sweep_runs.do_jobs", do_jobs_here)
+    grid = ["sweep", SIGN, "--over", "seed=0,2", "--device", "cpu", "--results", "kept.jsonl"]
+    assert main([*grid, "--jobs", "2"]) == 0
+    assert "2 runs done, 0 skipped, 0 failed" in capsys.readouterr().out
+    found = read_records(["kept.jsonl"])
+    assert [(run["finished"], run["shared_device"]) for run in found] == [(True, True)] * 2
+    assert not list(Path("runs").glob("*/checkpoints"))
     again = ["sweep", SIGN, "--over", "seed=0,1", "--results", "kept.jsonl", "--dry-run"]
     assert main(again) == 0
     _, _, first, second, count = capsys.readouterr().out.splitlines()
@@ -88,13 +101,6 @@ def test_a_run_that_takes_too_long_is_ended(capsys):
     grid = ["sweep", SIGN, "--over", "task.trouble=sleep", "--timeout", "1", "--device", "cpu"]
     assert main(grid) == 1
     assert "its time was over; the same command with a longer" in capsys.readouterr().err
-
-
-def do_jobs_here(found: Any, **_: Any) -> Any:
-    """What a sweep does of its jobs, in this process: theirs would import torch again."""
-    for job in found:
-        assert jobs.run_command([*job.arguments, "--device", "cpu"]) == 0
-        yield jobs.Ended(job, 1.0, job.folder / "none", killed=False)
 
 
 def test_ctrl_c_saves_the_runs_and_the_same_command_continues_them(tmp_path, monkeypatch, capsys):

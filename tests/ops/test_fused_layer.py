@@ -303,7 +303,7 @@ WATCHED = {
 def test_a_module_that_is_watched_in_any_way_is_called(name):
     layer, seen = build(SMALL), []
     handle = WATCHED[name](layer.get_submodule(name), lambda *_: seen.append(1))
-    layer(tokens(1, 6).requires_grad_())[0].sum().backward()
+    layer(tokens(1, 3).requires_grad_())[0].sum().backward()
     if name == "":
         handle.remove()
     assert seen
@@ -352,7 +352,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 @torch.no_grad()
 def test_biases_that_were_taken_away_or_added_count(change, monkeypatch):
-    layer, x = build(SMALL).eval(), tokens(2, 6)
+    layer, x = build(SMALL).eval(), tokens(1, 6)
     CHANGES[change](layer)
     layer.to(HERE)
 

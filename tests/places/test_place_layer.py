@@ -26,6 +26,13 @@ CONFIGS = {
     "three axes, offset": PlaceConfig(grid=(2, 3, 2), channels=2, heads=2, places="offset"),
     "four axes": PlaceConfig(grid=(2, 2, 3, 2), channels=2, rule="delta", kernel="linear"),
 }
+each_config = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.exhaustive] * ("three" in name or "one" in name))
+        for name in CONFIGS
+    ],
+)
 
 
 @pytest.fixture
@@ -87,7 +94,7 @@ def everything(layer, x, where, reset):
     return found | {name: p.grad.clone() for name, p in layer.named_parameters()}
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@each_config
 def test_a_fused_layer_is_the_plain_one(name, monkeypatch):
     layer, (x, where) = build(CONFIGS[name]), draw(CONFIGS[name])
     reset = torch.zeros(ROWS, 4, dtype=torch.bool, device=HERE)
@@ -123,7 +130,7 @@ def test_a_second_derivative_of_a_fused_layer_is_refused():
         grad.sum().backward()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@each_config
 def test_a_token_in_one_launch_is_the_plain_token(name, launches, monkeypatch):
     layer, tokens = build(CONFIGS[name]), draw(CONFIGS[name])
     expected, expected_state = plain(monkeypatch, layer, *tokens)

@@ -97,7 +97,7 @@ def test_shares_across_calls_add_up_to_the_read(call, data):
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("rule", ["linear", "delta"])
+@pytest.mark.parametrize("rule", [pytest.param("linear", marks=pytest.mark.exhaustive), "delta"])
 def test_what_happened_between_calls_is_followed_back(change, rule, way):
     config = PlaceConfig(
         grid=(4, 6), channels=2, heads=2, wrap=(True, False), rule=rule, kernel="linear"
