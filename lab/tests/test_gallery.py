@@ -68,24 +68,3 @@ def test_the_recordings_are_of_what_the_gallery_trains(gallery, name):
     config, _ = parse_run(find_recipe(recipe), flags)
     for layer in Recording.load(DOCS / "recordings" / f"{name}.safetensors").layers:
         assert layer.config == config.model.memory
-
-
-def test_questions_read_where_their_values_were_written():
-    recording = Recording.load(DOCS / "recordings" / "binding.safetensors")
-    layer, near = recording[0], []
-    for row in range(2):
-        for question in range(10, 14):
-            place = re.search(r"\(.*\)", recording.text(0, question, row))[0]
-            asked = next(t for t in range(8) if place in recording.text(0, t, row))
-            apart = layer.read_at[question, row, 0].float() - layer.write_at[:8, row, 0].float()
-            distance = apart.norm(dim=-1)
-            near.append(bool(distance[asked] < 0.1) and int(distance.argmin()) == asked)
-    assert near == [True] * 7 + [False]
-
-
-def test_writes_of_text_cover_the_whole_grid():
-    recording = Recording.load(DOCS / "recordings" / "language.safetensors")
-    for layer in recording.layers:
-        assert float(layer.spread.float().mean()) > 4
-        norm = layer.hidden_norm.float().flatten(2)
-        assert float((norm.std(-1) / norm.mean(-1)).median()) < 0.1

@@ -9,7 +9,6 @@ from torch import nn
 
 from tensor_memory import MemoryConfig
 from tensor_memory_lab.models.language import LanguageModel, LanguageModelConfig
-from tensor_memory_lab.records import read_records
 from tensor_memory_lab.tasks.dice import DiceConfig
 from tensor_memory_lab.tasks.language import (
     PLACES,
@@ -122,22 +121,3 @@ def test_throws_are_independent_uniform_and_drawn_afresh():
     assert task.facts()["vocabulary"] == 7
     first, second = (task.batch("train", index, 64)["targets"] for index in (0, 1))
     assert not torch.equal(first, second)
-
-
-def test_the_committed_demonstration_shows_the_leak():
-    seeds = {}
-    for record in read_records([ROOT / "results" / "leak.jsonl"]):
-        if record["recipe"] != "leak-demo":
-            continue
-        seeds.setdefault(record["method"], set()).add(record["seed"])
-        scores = {split: record["test"][split]["score"] for split in SPLITS}
-        if record["method"] == "tensor-depth":
-            assert record["labels"]["non_causal"]
-            assert scores["test@window"] < 2.5  # six is the floor of what sees only the past
-            assert scores["test@prefix"] > 6
-        else:
-            assert not record["labels"].get("non_causal")
-            assert min(scores.values()) > 5.98
-            assert scores["test@prefix"] == pytest.approx(scores["test@window"], rel=1e-4)
-        assert not record["dirty"]
-    assert seeds == {method: {0, 1, 2} for method in ("tensor-depth", "tensor", "base")}
