@@ -52,16 +52,17 @@ def train_or_die(folder, config=CONFIG, change=None):
 def attempt(folder, change=None, moment=None):
     """One process, killed at its change of a file, or by us after some seconds; did it finish?"""
     process = forked.start(train_or_die, folder, CONFIG, change, folder=folder.parent)
-    if moment is not None:
-        time.sleep(moment)
+    process.join(moment)
+    if process.exitcode is None:
         process.kill()
-    process.join()
+        process.join()
     assert process.exitcode in (0, -signal.SIGKILL), (folder.parent / "err").read_text()
     return process.exitcode == 0
 
 
 def killed_again_and_again(folder, mode):
     """Train in a folder; how many processes died."""
+    assert attempt(folder.with_name("first"))  # starts the server that forks
     started = time.monotonic()
     assert attempt(folder.with_name("timed"))
     alive, draw, died, stood = time.monotonic() - started, random.Random(0), 0, set()
