@@ -59,5 +59,5 @@ $(VENV)/.demo: pyproject.toml $(VENV)/.torch
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml lab/pyproject.toml $(VENV)/.torch
-	$(BIN)/python -m pip install --disable-pip-version-check --editable ".[dev]" --editable lab
+	$(BIN)/python -m pip install --disable-pip-version-check --editable ".[dev]" --editable "lab[test]"
 	@touch $@ $(VENV)/.demo

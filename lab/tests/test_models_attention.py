@@ -17,6 +17,7 @@ from tensor_memory_lab.models.linear_attention import (
 )
 from tensor_memory_lab.models.relative_attention import PositionBias, RelativeAttention
 from tensor_memory_lab.models.side import ShortConvolution
+from tensor_memory_lab.models.window_attention import WindowAttention
 from tolerances import assert_same
 
 DOUBLE = torch.float64
@@ -202,6 +203,41 @@ def test_segments_side_by_side_equal_segments_one_by_one(monkeypatch, smallest, 
         made, carried = alone(part, carried)
         parts.append(made)
     assert_same(together(x)[0], torch.cat(parts, 1))
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+@pytest.mark.parametrize("cuts", [(200,), (1, 99, 100), (3, 2, 170, 25)])
+@pytest.mark.parametrize("window", [1, 5, 70])
+def test_a_window_that_crosses_calls_is_a_window_over_all_of_them(window, cuts, rotary):
+    carried = drawn(WindowAttention(8, 2, window, rotary=rotary))
+    at_once = SelfAttention(8, 2, window=window, rotary=rotary).double().eval()
+    at_once.load_state_dict(carried.state_dict())
+    x, cache, parts = torch.randn(2, 200, 8, dtype=DOUBLE), None, []
+    for part in x.split(cuts, dim=1):
+        made, cache = carried(part, cache)
+        parts.append(made)
+    assert_same(torch.cat(parts, 1), at_once(x)[0])
+    assert cache["seen"].tolist() == [window - 1] * 2
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda kept_in: relative(segment=4, cache=8, carried=True, kept_in=kept_in),
+        lambda kept_in: drawn(WindowAttention(8, 2, 6, kept_in=kept_in)),
+    ],
+)
+def test_a_cache_in_bf16_takes_half_the_bytes_and_loses_nothing_under_autocast(make):
+    x, found = torch.randn(2, 12, 8), []
+    for kept_in in ("float32", "bf16"):
+        module = make(kept_in).float()
+        with torch.autocast("cpu", torch.bfloat16):
+            _, cache = module(x[:, :8])
+            found.append(module(x[:, 8:], cache)[0])
+        sizes = {t.itemsize for name, t in module.zeros(2, x).items() if name != "seen"}
+        assert sizes == {module.state_bytes() // (8 * 8 if "inputs" in cache else 2 * 5 * 8)}
+    assert cache["seen"].dtype == torch.long
+    assert torch.equal(*found)
 
 
 def test_an_empty_cache_equals_none():

@@ -10,12 +10,14 @@ from tensor_memory import MemoryConfig, MemoryResidual, PlaceConfig, TensorMemor
 from tensor_memory_lab.models.attention import SelfAttention
 from tensor_memory_lab.models.block import Block, drop_path, initialise
 from tensor_memory_lab.models.language import LanguageModelConfig
+from tensor_memory_lab.models.peers import PeerConfig
 from tensor_memory_lab.models.stack import Stack, StackConfig
 from tensor_memory_lab.models.toy import ToyModelConfig
 from tolerances import assert_same
 
 MEMORY = MemoryConfig(channels=3, grid=(3, 4), chunk_size=3)
 PLACE = PlaceConfig(channels=3, grid=(3, 4), heads=2, share_places=False, rule="delta")
+PEER = PeerConfig(state_bytes=4 * 32, heads=2)
 PLAIN = StackConfig(dim=8, layers=2, heads=2, length=12, carried=True)
 CARRIED = {  # attention that cannot reach into the call before, so that only the state does
     "tensor": replace(PLAIN, window=1, side="tensor", memory=MEMORY, side_layers=(0, 1)),
@@ -29,6 +31,9 @@ CARRIED = {  # attention that cannot reach into the call before, so that only th
     "linear side": replace(PLAIN, window=1, side="linear", memory=MEMORY, side_layers=(0, 1)),
     "linear": replace(PLAIN, attention="linear"),
     "xl": replace(PLAIN, attention="relative", segment=3, cache=4),
+    "window+": replace(PLAIN, window=2, extra_keys=3, rotary=True),
+    "gla": replace(PLAIN, window=1, side="gla", peer=PEER, side_layers=(0, 1)),
+    "gated-deltanet": replace(PLAIN, window=1, side="gated-deltanet", peer=PEER, side_layers=(1,)),
     "recurrent slots": replace(PLAIN, recurrent_slots=2, segment=3),
 }
 
@@ -64,7 +69,7 @@ def test_carried_calls_equal_one_long_pass(name):
 
 @pytest.mark.parametrize("lengths", [[4, 4, 4], [1, 2, 9], [6, 1, 5]])
 @pytest.mark.parametrize(
-    "name", ["tensor", "tensor, token reads", "place", "linear", "linear side"]
+    "name", ["tensor", "tensor, token reads", "place", "linear", "linear side", "gla", "window+"]
 )
 def test_calls_may_be_cut_inside_a_chunk(name, lengths):
     stack, x = made(CARRIED[name]), tokens()
@@ -159,6 +164,22 @@ def test_the_initialiser_leaves_memory_norms_and_gates_alone(side):
     if side == "place":
         assert stack.memory.keep.bias.tolist() == [6.0] * 4
     assert stack.blocks[0].side.gate.item() == -2.0
+
+
+def test_extra_keys_are_a_longer_window_whose_bytes_count():
+    plain, more = (
+        made(replace(PLAIN, carried=False, **changes))
+        for changes in ({"window": 5}, {"window": 2, "extra_keys": 3, "cache_type": "bf16"})
+    )
+    x = tokens()
+    assert torch.equal(plain(x)[0], more(x)[0])
+    assert (plain.state_bytes(), more.state_bytes()) == (0, 2 * 2 * 2 * 8 * 3)
+
+
+@pytest.mark.parametrize("changes", [{"window": None}, {"window": 2, "attention": "linear"}])
+def test_extra_keys_without_a_window_are_refused(changes):
+    with pytest.raises(ValueError, match="extra_keys: expected 0 or more, and 0 without a window"):
+        replace(PLAIN, extra_keys=2, **changes)
 
 
 def test_places_that_the_caller_gives_are_refused_for_text():

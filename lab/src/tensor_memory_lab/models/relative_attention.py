@@ -14,15 +14,21 @@ head, d width.
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tensor_memory_lab.models.attention import check_heads, merge_heads, split_heads
-from tensor_memory_lab.models.side import FLOAT_BYTES
 
 SMALLEST_BLOCK = 64
+
+CacheType = Literal["float32", "bf16"]
+"""What cached tokens are kept in. Under bf16 autocast nothing is lost by bf16: the product that
+takes them would round them."""
+
+CACHE_BYTES: dict[CacheType, int] = {"float32": 4, "bf16": 2}
 
 Cache = dict[str, Tensor]
 """{"inputs": (B, cache, d) of the layer, "seen": (B,) how many of the last of them are real}."""
@@ -47,6 +53,7 @@ class RelativeAttention(nn.Module):
         segment: tokens read at once; None takes all of a call.
         cache: tokens before the segment that can be seen.
         carried: whether calls continue each other; a call then takes and returns a cache.
+        kept_in: the type of what is cached.
     """
 
     def __init__(
@@ -58,6 +65,7 @@ class RelativeAttention(nn.Module):
         segment: int | None = None,
         cache: int = 0,
         carried: bool = False,
+        kept_in: CacheType = "float32",
     ) -> None:
         super().__init__()
         check_heads(dim, heads)
@@ -68,6 +76,7 @@ class RelativeAttention(nn.Module):
                 f"expected cache of 0 or more and segment of 1 or more, got {cache} and {segment}"
             )
         self.heads, self.segment, self.cache, self.carried = heads, segment, cache, carried
+        self.kept_in: CacheType = kept_in
         self.__dict__["bias"] = bias  # a plain reference: it is registered once, for all layers
         self.qkv = nn.Linear(dim, 3 * dim)
         self.relative = nn.Linear(dim, dim, bias=False)
@@ -88,7 +97,7 @@ class RelativeAttention(nn.Module):
         (q,) = split_heads(F.linear(x, weight[:d], bias[:d]), 1, self.heads)
         k, v = split_heads(F.linear(source, weight[d:], bias[d:]), 2, self.heads)
         q = F.pad(q, (0, 0, 0, S * b - N)).unflatten(2, (S, b))
-        k, v = (_behind(t, N, b, S, back) for t in (k, v))
+        k, v = (behind(t, N, b, S, back) for t in (k, v))
         q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))  # (B · S, h, b or L, e)
 
         u, place = (p.unflatten(0, (self.heads, 1, -1)) for p in self._bias())
@@ -103,13 +112,13 @@ class RelativeAttention(nn.Module):
         if not self.carried:
             return None
         return {
-            "inputs": like.new_zeros(rows, self.cache, self.qkv.in_features),
+            "inputs": kept(like.new_zeros(rows, self.cache, self.qkv.in_features), self.kept_in),
             "seen": torch.zeros(rows, dtype=torch.long, device=like.device),
         }
 
     def state_bytes(self) -> int:
         """Bytes of the cached inputs of one row."""
-        return FLOAT_BYTES * self.cache * self.qkv.in_features
+        return CACHE_BYTES[self.kept_in] * self.cache * self.qkv.in_features
 
     def _bias(self) -> tuple[Tensor, Tensor]:
         bias: PositionBias = self.__dict__["bias"]
@@ -155,13 +164,13 @@ class RelativeAttention(nn.Module):
         if not self.carried:
             return None
         missing = self.cache - source.shape[1]
-        kept = F.pad(source, (0, 0, missing, 0)) if missing > 0 else source
-        kept = kept[:, kept.shape[1] - self.cache :]
+        last = F.pad(source, (0, 0, missing, 0)) if missing > 0 else source
+        last = kept(last[:, last.shape[1] - self.cache :], self.kept_in)
         before = torch.zeros_like(source[:, 0, 0], dtype=torch.long) if seen is None else seen
-        return {"inputs": kept, "seen": (before + N).clamp(max=self.cache)}
+        return {"inputs": last, "seen": (before + N).clamp(max=self.cache)}
 
 
-def _behind(keys: Tensor, N: int, b: int, S: int, back: int) -> Tensor:
+def behind(keys: Tensor, N: int, b: int, S: int, back: int) -> Tensor:
     """Keys (B, h, cached + N, e) -> (B, h, S, back + b, e): each block after what precedes it."""
     late = S * b - N
     early = back + N - keys.shape[2]
@@ -171,3 +180,8 @@ def _behind(keys: Tensor, N: int, b: int, S: int, back: int) -> Tensor:
     blocks = blocks.unflatten(2, (-1, b))
     shifted = [blocks[:, :, start : start + S] for start in range(back // b + 1)]
     return torch.cat(shifted, dim=3)
+
+
+def kept(tokens: Tensor, kept_in: CacheType) -> Tensor:
+    """Tokens as they are cached."""
+    return tokens.to(torch.bfloat16) if kept_in == "bf16" else tokens

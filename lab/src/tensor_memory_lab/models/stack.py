@@ -22,9 +22,16 @@ from tensor_memory_lab.models import Carry
 from tensor_memory_lab.models.attention import SelfAttention
 from tensor_memory_lab.models.block import Block, LayerState, Place
 from tensor_memory_lab.models.linear_attention import LinearAttention, LinearMemory, sizes_for
-from tensor_memory_lab.models.relative_attention import PositionBias, RelativeAttention
+from tensor_memory_lab.models.peers import PEERS, Peer, PeerConfig
+from tensor_memory_lab.models.relative_attention import (
+    CACHE_BYTES,
+    CacheType,
+    PositionBias,
+    RelativeAttention,
+)
 from tensor_memory_lab.models.side import FLOAT_BYTES, ShortConvolution, SideMemory, side_residual
 from tensor_memory_lab.models.slots import RecurrentSlots, Registers
+from tensor_memory_lab.models.window_attention import WindowAttention
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,11 @@ class StackConfig:
     attention_out_norm: bool = False
     window: int | None = None
     """Tokens that softmax attention sees, itself included; None sees the whole past."""
+    extra_keys: int = 0
+    """Tokens before the window that softmax attention sees too: what a state's bytes buy in keys
+    and values. Where calls continue each other they may be of an earlier call."""
+    cache_type: CacheType = "float32"
+    """What relative attention's cache and the extra keys and values are kept in."""
     rotary: bool = False
     """Whether softmax attention turns queries and keys by their place."""
     segment: int | None = None
@@ -54,6 +66,8 @@ class StackConfig:
     """The memory, or for the linear side path the size of its state."""
     place: PlaceConfig = field(default_factory=PlaceConfig)
     """The place memory, for the side path of that name."""
+    peer: PeerConfig = field(default_factory=PeerConfig)
+    """How much a peer keeps, for the side paths named in `PEERS`."""
     side_layers: tuple[int, ...] = ()
     side_place: Place = "after_mlp"
     gate_init: float = 0.0
@@ -71,6 +85,12 @@ class StackConfig:
             raise ValueError(f"layers: expected 1 or more, got {self.layers}")
         if self.side not in ("none", *SIDES):
             raise ValueError(f"side: expected none, {', '.join(SIDES)}, got {self.side!r}")
+        windowed = self.attention == "softmax" and self.window is not None
+        if self.extra_keys < 0 or (self.extra_keys and (not windowed or self.recurrent_slots)):
+            raise ValueError(
+                "extra_keys: expected 0 or more, and 0 without a window of softmax attention, got "
+                f"{self.extra_keys}"
+            )
         if self.side == "place" and self.place.places != "learned":
             raise ValueError(
                 "place.places: expected learned, since nobody tells a token of text where it "
@@ -83,11 +103,16 @@ def _linear_memory(config: StackConfig) -> LinearMemory:
     return LinearMemory(config.dim, config.heads, *sizes, gain=config.memory.gain)
 
 
+def _peer(kind: Callable[[int, PeerConfig], Peer]) -> Callable[[StackConfig], Peer]:
+    return lambda config: kind(config.dim, config.peer)
+
+
 SIDES: dict[str, Callable[[StackConfig], TensorMemory | PlaceMemory | SideMemory]] = {
     "tensor": lambda config: TensorMemory(config.dim, config.memory),
     "place": lambda config: PlaceMemory(config.dim, config.place),
     "linear": _linear_memory,
     "convolution": lambda config: ShortConvolution(config.dim),
+    **{name: _peer(kind) for name, kind in PEERS.items()},
 }
 """What a side path may hold, by name: a mechanism to compare is one more line."""
 
@@ -201,6 +226,9 @@ class Stack(nn.Module):
         )
         if config.thread_depth:
             side = side[:1]  # one state goes through all layers
+        if config.extra_keys and not config.carried:
+            kept = config.layers * config.extra_keys
+            attention = [extra_bytes(config.dim, kept, config.cache_type)]
         return FLOAT_BYTES * tokens * config.dim + sum(attention) + sum(side)
 
     def _mechanisms(self) -> list[tuple[Any, Any]]:
@@ -231,13 +259,26 @@ class Stack(nn.Module):
                 segment=config.segment,
                 cache=config.cache,
                 carried=config.carried,
+                kept_in=config.cache_type,
             )
+        window = config.window
+        if config.extra_keys:
+            assert window is not None
+            window += config.extra_keys
+            if config.carried:
+                return WindowAttention(
+                    config.dim,
+                    config.heads,
+                    window,
+                    rotary=config.rotary,
+                    kept_in=config.cache_type,
+                )
         slots, length = config.recurrent_slots, config.length
         segment = (config.segment or length) if slots else length
         return SelfAttention(
             config.dim,
             config.heads,
-            window=config.window,
+            window=window,
             length=(min(segment, length), length % segment or segment),  # the last may be shorter
             read_slots=slots + config.registers,
             write_slots=slots,
@@ -263,6 +304,11 @@ class Stack(nn.Module):
             state = side.from_tensors(held, x) if held else None
             states.append((_inside(carry, f"{index}.attention.") or None, state))
         return states
+
+
+def extra_bytes(dim: int, tokens: int, cache_type: CacheType) -> int:
+    """Bytes of the keys and values of so many tokens."""
+    return CACHE_BYTES[cache_type] * 2 * dim * tokens
 
 
 def _inside(carry: Carry, prefix: str) -> Carry:

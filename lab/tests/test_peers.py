@@ -1,0 +1,248 @@
+"""Every peer against flash-linear-attention's naive recurrences, and against itself in parts."""
+
+import math
+from dataclasses import replace
+from functools import cache
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import pytest
+import torch
+
+from tensor_memory import find_leak
+from tensor_memory_lab.models.gated_rule import LEAST_DECAY, gated_rule
+from tensor_memory_lab.models.peers import PEERS, PeerConfig, dplr_rule, unit
+from tolerances import assert_same, assert_same_rms
+
+B, H, K, V = 2, 3, 5, 4
+"""Rows, heads and widths of the recurrences; none is a multiple of another."""
+
+
+def drawn(N, forgets):
+    """Inputs of a recurrence (B, N, H, ...) and a state, with decays of `forgets` on average."""
+    torch.manual_seed(N)
+    made = {
+        "q": torch.randn(B, N, H, K),
+        "k": unit(torch.randn(B, N, H, K)),
+        "v": torch.randn(B, N, H, V),
+        "decay": -forgets * torch.rand(B, N, H, K),
+        "rate": torch.rand(B, N, H),
+        "state": torch.randn(B, H, K, V),
+    }
+    return {name: x.requires_grad_() for name, x in made.items()}
+
+
+LOOPS = {
+    "gla": ("gla", "naive_recurrent_gla"),
+    "simple": ("simple_gla", "naive_recurrent_simple_gla"),
+    "deltanet": ("delta_rule", "delta_rule_recurrence"),
+    "gated-deltanet": ("gated_delta_rule", "naive_recurrent_gated_delta_rule"),
+    "kda": ("kda", "naive_recurrent_kda"),
+    "rwkv7": ("generalized_delta_rule/dplr", "dplr_recurrence"),
+}
+"""Folder and name of each loop in flash-linear-attention."""
+
+
+@cache
+def naive_module(folder):
+    """A file of loops alone: its package would import every kernel, and warn without a GPU."""
+    package = find_spec("fla")
+    if package is None:
+        pytest.skip("fla-core is not installed: it is in the lab's extra [test]")
+    file = Path(package.submodule_search_locations[0], "ops", folder, "naive.py")
+    spec = spec_from_file_location(f"naive_{file.parent.name}", file)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def ours(kind, q, k, v, decay, rate, state):
+    q = q * K**-0.5
+    if kind == "gla":
+        return gated_rule(q, k, v, decay, state=state)
+    if kind == "simple":
+        return gated_rule(q, k, v, decay[..., 0], state=state)
+    if kind == "rwkv7":
+        gone = k.flip(-1)  # of unit length too
+        return dplr_rule(q, k, v, decay, gone, gone * rate[..., None], state)
+    per_head = {"deltanet": None, "gated-deltanet": decay[..., 0], "kda": decay}
+    beta = rate[..., None]
+    return gated_rule(q, k, beta * v, per_head[kind], erase=beta * k, state=state)
+
+
+def naive(kind, q, k, v, decay, rate, state):
+    """What flash-linear-attention's loops give; they scale queries themselves."""
+    file, name = LOOPS[kind]
+    gone = k.flip(-1)
+    inputs = {
+        "gla": (q, k, v, decay),
+        "simple": (q, k, v, decay[..., 0]),
+        "deltanet": (q, k, v, rate),
+        "gated-deltanet": (q, k, v, rate, decay[..., 0]),
+        "kda": (q, k, v, decay, rate),
+        "rwkv7": (q, k, v, -gone, gone * rate[..., None], decay),
+    }[kind]
+    heads_first = kind in ("deltanet", "rwkv7")
+    if heads_first:
+        inputs = [x.transpose(1, 2) for x in inputs]
+    loop = getattr(naive_module(file), name)
+    read, state = loop(*inputs, initial_state=state, output_final_state=True)
+    return read.transpose(1, 2) if heads_first else read, state
+
+
+def with_gradients(function, kind, inputs):
+    read, state = function(kind, **inputs)
+    torch.manual_seed(0)
+    loss = sum((x * torch.randn(x.shape)).sum() for x in (read, state))
+    found = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True)
+    return {"read": read, "after": state} | dict(zip(inputs, found, strict=True))
+
+
+@pytest.mark.parametrize("forgets", [0.02, 0.6])
+@pytest.mark.parametrize("N", [1, 63, 130])
+@pytest.mark.parametrize("kind", LOOPS)
+def test_a_recurrence_in_chunks_is_the_naive_loop(kind, N, forgets):
+    inputs = drawn(N, forgets)
+    expected = with_gradients(naive, kind, inputs)
+    for name, found in with_gradients(ours, kind, inputs).items():
+        if expected[name] is None:
+            assert found is None, name
+        else:
+            assert_same_rms(f"{kind} {name}", found, expected[name], torch.float32)
+
+
+def step_by_step(q, k, v, decay, erase, state):
+    """The definition, a token at a time."""
+    reads = []
+    for t in range(q.shape[1]):
+        if decay is not None:
+            g = decay[:, t, :, :, None] if decay.ndim == 4 else decay[:, t, :, None, None]
+            state = g.exp() * state
+        u = v[:, t]
+        if erase is not None:
+            u = u - torch.einsum("bhk,bhkv->bhv", erase[:, t], state)
+        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], u)
+        reads.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state))
+    return torch.stack(reads, 1), state
+
+
+@pytest.mark.parametrize("forgets", [0.1, -2 * LEAST_DECAY])
+@pytest.mark.parametrize("kind", ["gla", "kda"])
+def test_features_that_forget_at_once_neither_overflow_nor_leak(kind, forgets):
+    """Decays up to e^-10 a token: those below the bound are taken as the bound."""
+    inputs = {name: x.detach().double() for name, x in drawn(100, forgets).items()}
+    q, k, v, decay, rate, state = inputs.values()
+    erase = None if kind == "gla" else rate[..., None] * k
+    decay.requires_grad_()
+    got = gated_rule(q, k, v, decay, erase, state)
+    expected = step_by_step(q, k, v, decay.clamp(min=LEAST_DECAY), erase, state)
+    assert_same(got[0], expected[0])
+    assert_same(got[1], expected[1])
+    for found in torch.autograd.grad(got[0].sum() + got[1].sum(), decay):
+        assert found.isfinite().all()
+    low = [None if x is None else x.float() for x in (q, k, v, decay, erase, state)]
+    assert_same_rms("float32", gated_rule(*low)[0], expected[0], torch.float32)
+
+
+@pytest.mark.parametrize("decay", ["none", "head", "feature"])
+@pytest.mark.parametrize("delta", [False, True])
+def test_a_recurrence_goes_on_where_the_call_before_ended(delta, decay):
+    inputs = {name: x.detach().double() for name, x in drawn(90, 0.3).items()}
+    q, k, v, g, rate, state = inputs.values()
+    g = {"none": None, "head": g[..., 0], "feature": g}[decay]
+    erase = rate[..., None] * k if delta else None
+    expected = step_by_step(q, k, v, g, erase, state)
+    reads = []
+    for part in torch.arange(90).split([1, 16, 0, 40, 33]):
+        cut = [None if x is None else x[:, part] for x in (q, k, v, g, erase)]
+        read, state = gated_rule(*cut, state)
+        reads.append(read)
+    assert_same(torch.cat(reads, 1), expected[0])
+    assert_same(state, expected[1])
+
+
+DIM = 12
+CONFIG = PeerConfig(state_bytes=4 * 160, heads=2)
+
+
+def built(name):
+    torch.manual_seed(1)
+    peer = PEERS[name](DIM, CONFIG).double()
+    with torch.no_grad():  # what starts at zero would hide what is behind it
+        for parameter in peer.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return peer
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peer_goes_on_where_the_call_before_ended(name):
+    peer, state, found = built(name), None, []
+    x = torch.randn(2, 75, DIM, dtype=torch.float64)
+    expected, after = peer(x)
+    for part in x.split([1, 2, 40, 32], dim=1):
+        m, state = peer(part, state)
+        found.append(m)
+    assert_same(torch.cat(found, 1), expected)
+    assert state.keys() == after.keys() == peer.zeros(2, x).keys()
+    for key, tensor in state.items():
+        assert_same(tensor, after[key])
+        assert tensor.shape == peer.zeros(2, x)[key].shape
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peer_is_causal(name):
+    peer = built(name).eval()
+    report = find_leak(lambda x: peer(x)[0], torch.randn(2, 70, DIM, dtype=torch.float64))
+    assert not report, report
+    assert "no leak at" in str(report)
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peer_keeps_the_bytes_it_states_within_its_budget(name):
+    peer = PEERS[name](DIM, CONFIG)
+    _, state = peer(torch.randn(3, 20, DIM))
+    assert sum(tensor.nbytes for tensor in state.values()) == 3 * peer.state_bytes()
+    budget = CONFIG.state_bytes
+    assert 0.75 * budget <= state["state"][0].nbytes <= budget
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_every_weight_of_a_peer_learns(name):
+    peer = built(name)
+    m, state = peer(torch.randn(2, 70, DIM, dtype=torch.float64))
+    (m.square().sum() + state["state"].square().sum()).backward()
+    for label, parameter in peer.named_parameters():
+        assert parameter.grad is not None, label
+        assert parameter.grad.any(), label
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peer_runs_in_bf16_and_keeps_its_state_in_float32(name):
+    torch.manual_seed(1)
+    peer = PEERS[name](DIM, CONFIG)
+    x = torch.randn(2, 70, DIM)
+    with torch.autocast("cpu", torch.bfloat16):
+        m, state = peer(x)
+    assert m.dtype == torch.bfloat16
+    assert state["state"].dtype == torch.float32
+    assert_same_rms(name, state["state"], peer(x)[1]["state"], torch.bfloat16)
+
+
+def test_decays_start_where_the_authors_start_them():
+    torch.manual_seed(0)
+    config = PeerConfig(state_bytes=4 * 64 * 64, heads=64)
+    for name, least in (("gated-deltanet", 0.0), ("mamba2", 1.0), ("kda", 1.0)):
+        peer = PEERS[name](256, replace(config, state_bytes=4 * 64 * 256))
+        speed, step = peer.log_speed.exp(), torch.nn.functional.softplus(peer.step_bias)
+        assert speed.min() >= least
+        assert speed.max() <= 16
+        assert step.min() >= 0.001 * (1 - 1e-4)
+        assert step.max() <= 0.1 * (1 + 1e-4)
+    assert step.log().mean().item() == pytest.approx(math.log(0.01), abs=0.3)  # of many
+
+
+def test_a_budget_too_small_is_refused():
+    with pytest.raises(ValueError, match=r"peer: expected 1 head or more and 4 bytes or more"):
+        PeerConfig(state_bytes=8, heads=4)
+    with pytest.raises(ValueError, match=r"peer.state_bytes: expected 96 or more for mamba2"):
+        PEERS["mamba2"](12, PeerConfig(state_bytes=64, heads=1))
