@@ -78,6 +78,54 @@ def test_what_does_not_attend_or_does_nothing_else_is_no_block(parts: Any) -> No
         find_blocks(row(*parts))
 
 
+class GatedDeltaNet(MLP):
+    """Mixes tokens, by its name alone."""
+
+
+def convolution(groups: int) -> nn.Conv1d:
+    return nn.Conv1d(WIDTH, WIDTH, 4, groups=groups)
+
+
+@pytest.mark.parametrize("mixer", [GatedDeltaNet(), convolution(WIDTH)], ids=["name", "depthwise"])
+def test_what_mixes_tokens_without_attention_is_a_block_with_nothing_beside_it(mixer: Any) -> None:
+    assert [block.path for block in find_blocks(row(NORM, mixer))] == ["row.0", "row.1"]
+
+
+def test_convolutions_over_all_channels_are_no_blocks() -> None:
+    with pytest.raises(NoBlocksFoundError):
+        find_blocks(row(NORM, convolution(1), linear()))
+
+
+class Holds(nn.Module):
+    """A block of a mixed row."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.part = nn.LayerNorm(WIDTH), part
+
+
+class HoldsToo(Holds):
+    """One of another class."""
+
+
+def test_a_mixed_row_is_found_whole() -> None:
+    """As NemotronH has it, of one class; of several classes each must mix tokens."""
+    attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+    mixed = nn.ModuleList([Holds(GatedDeltaNet()), Holds(attention), Holds(MLP())])
+    assert [block.path for block in find_blocks(nn.ModuleDict({"row": mixed}))] == [
+        "row.0",
+        "row.1",
+        "row.2",
+    ]
+    mixed.append(HoldsToo(GatedDeltaNet()))
+    assert len(find_blocks(nn.ModuleDict({"row": mixed}))) == 4
+    mixed.append(HoldsToo(MLP()))
+    assert len(find_blocks(nn.ModuleDict({"row": mixed}))) == 5
+    mixed.append(MLP())
+    with pytest.raises(NoBlocksFoundError):
+        find_blocks(nn.ModuleDict({"row": mixed}))
+
+
 def test_a_block_may_be_named_after_attention_itself() -> None:
     class AttentionBlock(TimmBlock):
         pass

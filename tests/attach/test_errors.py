@@ -128,6 +128,26 @@ def test_rows_inside_a_list_of_lists_are_several() -> None:
     )
 
 
+class HyperConnection(nn.Module):
+    """Mixes residual streams."""
+
+
+class Streams(nn.Module):
+    """A block that returns (B, N, streams, d)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.connection, self.mlp = HyperConnection(), nn.Linear(WIDTH, WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+
+def test_a_block_of_several_residual_streams_is_refused_at_once() -> None:
+    model = nn.ModuleDict({"layers": nn.ModuleList([Streams(), Streams()])})
+    cause = r"one residual stream, got 'layers.0' \(Streams\), whose 'connection' .*mixes several"
+    refused(model, ValueError, cause + r".* layers='layers.\*.mlp'")
+    assert attach(model, SMALL, layers="layers.*.mlp").paths == ["layers.0.mlp", "layers.1.mlp"]
+
+
 @pytest.mark.parametrize(
     ("layers", "every", "paths"),
     [

@@ -1,7 +1,9 @@
 """Finding the repeated blocks of a Transformer by their structure; their width and their place.
 
-A block is one of a row of siblings that all attend (a module with query, key and value
-projections inside) and all have weights beside their attention (a feed-forward part).
+A block is one of a row of siblings that each mix tokens: by attention (a module with query, key and
+value projections inside) with weights beside it (a feed-forward part), or by a recurrence or a
+short convolution (Mamba and its kin), alone too. In a row of one class some may hold another part
+in its place, as NemotronH's do.
 """
 
 from __future__ import annotations
@@ -19,6 +21,14 @@ Layers = str | Sequence[str] | Callable[[str, nn.Module], bool]
 
 _FUSED = ("qkv", "wqkv", "c_attn", "in_proj", "query_key_value", "qkv_proj")
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
+_RECURRENT = ("mixer", "mamba", "mamba2", "deltanet", "rglru", "ssm", "lstm", "lstmlayer")
+"""How the names of classes end that mix tokens without attention."""
+
+_STREAMS = ("hyperconnection", "hyper_connection", "altup")
+"""Names of the parts with which a block mixes several residual streams."""
+
+_TOKENS_FIRST = frozenset({"xlnet", "fsmt"})
+"""Hosts of transformers, by their `model_type`, whose blocks return (N, B, d)."""
 
 
 class NoBlocksFoundError(ValueError):
@@ -62,6 +72,7 @@ def find_blocks(
     found = _auto(model) if isinstance(layers, str) and layers == "auto" else _named(model, layers)
     blocks = []
     for path, module in found[::every]:
+        _require_one_stream(path, module)
         inferred = _width(module, config_value(model, "hidden_size"))
         if inferred is None and dim is None:
             raise ValueError(
@@ -76,6 +87,7 @@ def find_blocks(
         width = inferred or dim
         assert width is not None
         if batch_first is None:
+            _refuse_tokens_first(model, path)
             sequence_first = _is_sequence_first(path, module)
         else:
             sequence_first = not batch_first
@@ -110,7 +122,7 @@ def _auto(model: nn.Module) -> list[tuple[str, nn.Module]]:
     rows = {
         path: container
         for path, container in _containers(model)
-        if all(_is_block(child) for child in container.children())
+        if _is_row(list(container.children()))
     }
     outermost = {
         path: row
@@ -207,14 +219,30 @@ def _rows_in(container: nn.Module) -> list[tuple[str, list[nn.Module]]]:
     return [(f"*.{name}", [those[name] for those in parts]) for name in names]
 
 
+def _is_row(children: list[nn.Module]) -> bool:
+    """Whether all are blocks, or of the class of one."""
+    kinds = {type(child) for child in children if _is_block(child)} - {nn.Sequential}
+    return all(_is_block(child) or type(child) in kinds for child in children)
+
+
 def _is_block(module: nn.Module) -> bool:
     if isinstance(module, _NEVER_CALLED):
         return False
-    attention = [part for part in module.modules() if part is not module and _attends(part)]
+    parts = [part for part in module.modules() if part is not module]
+    if any(_recurs(part) for part in parts):
+        return True
+    attention = [part for part in parts if _attends(part)]
     inside = {id(part) for top in attention for part in top.modules()}
     return bool(attention) and any(
         id(part) not in inside and len(_weight_shape(part)) == 2 for part in module.modules()
     )
+
+
+def _recurs(module: nn.Module) -> bool:
+    """Whether it mixes tokens without attention: a convolution per channel over time tells too."""
+    if isinstance(module, nn.Conv1d):
+        return module.groups == module.in_channels > 1
+    return type(module).__name__.lower().endswith(_RECURRENT)
 
 
 def _attends(module: nn.Module) -> bool:
@@ -277,6 +305,33 @@ def _is_sequence_first(path: str, block: nn.Module) -> bool:
             "pass batch_first=True if the block returns (B, N, d), False if (N, B, d)"
         )
     return found
+
+
+def _refuse_tokens_first(model: nn.Module, path: str) -> None:
+    """Raise for a host that is known to turn its rows around its blocks."""
+    parts = path.split(".")
+    for length in range(len(parts)):
+        config = getattr(model.get_submodule(".".join(parts[:length])), "config", None)
+        kind = getattr(config, "model_type", None)
+        if kind in _TOKENS_FIRST:
+            raise ValueError(
+                f"attach: block '{path}' is one of a host ({kind}) that puts tokens first, "
+                "expected hidden states (B, N, d) and would get (N, B, d), whose memory would mix "
+                "rows; attach with batch_first=False"
+            )
+
+
+def _require_one_stream(path: str, block: nn.Module) -> None:
+    """Raise where the block returns several residual streams, which have no one hidden state."""
+    for name, part in block.named_modules():
+        said = f"{name} {type(part).__name__}".lower()
+        if any(word in said for word in _STREAMS):
+            raise ValueError(
+                f"attach: expected a block with one residual stream, got '{path}' "
+                f"({type(block).__name__}), whose '{name}' ({type(part).__name__}) mixes several; "
+                "the memory would not know which to read; name a part that sees one stream, as in "
+                f"layers='{path.rpartition('.')[0]}.*.mlp'"
+            )
 
 
 def config_value(model: nn.Module, name: str) -> object:
