@@ -38,9 +38,7 @@ class Part(nn.Module):
         super().__init__()
         self.block = encoder().layers[0]
 
-    def forward(
-        self, x: Tensor, attention_mask: Any = None, position_ids: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, attention_mask: Any = None, **kwargs: Tensor) -> Tensor:
         return self.block(x)
 
 
@@ -112,7 +110,9 @@ def test_a_whole_host_is_told_its_mask_after_ctrl_c_in_its_part() -> None:
     assert torch.equal(seen[0][0], MASK.bool())
 
 
-def test_a_block_that_is_given_the_last_tokens_alone_has_their_marks() -> None:
+def test_a_mask_of_more_tokens_than_a_block_sees_is_refused() -> None:
+    """Its last columns say nothing of these tokens, unless the others are in a cache."""
+
     class Narrowing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -122,11 +122,26 @@ def test_a_block_that_is_given_the_last_tokens_alone_has_their_marks() -> None:
             return self.layers[1](self.layers[0](x)[:, -3:])
 
     model = Narrowing().double().eval()
+    attach(model, SMALL)
+    with pytest.raises(
+        ValueError,
+        match=r"expected 3 columns, .* 'layers.1' .* got \(1, 8\).* Pass a mask of these",
+    ):
+        model(tokens(), attention_mask=MASK)
+    model(tokens(), attention_mask=torch.ones_like(MASK))
+
+
+def test_a_mask_of_more_tokens_than_the_call_and_its_cache_is_refused() -> None:
+    model: Any = mistral(window=None).double().eval()
     seen = watch(attach(model, SMALL))
-    model(tokens(), attention_mask=MASK)
-    (wide, _), (narrow, _) = seen
-    assert torch.equal(wide, MASK.bool())
-    assert torch.equal(narrow, MASK.bool()[:, -3:])
+    text = torch.randint(1, VOCABULARY, (1, 8))
+    cache = model(text, attention_mask=MASK, use_cache=True).past_key_values
+    later = torch.cat([MASK, torch.tensor([[0, 1]])], dim=1)
+    seen.clear()
+    model(text[:, :2], attention_mask=later, past_key_values=cache)
+    assert [mask.tolist() for mask, _ in seen] == [[[False, True]]] * 2
+    with pytest.raises(ValueError, match=r"expected 2 columns, .* or 12 with those of the cache"):
+        model(text[:, :2], attention_mask=torch.cat([later, MASK], 1), past_key_values=cache)
 
 
 def test_one_row_of_a_mask_serves_all_rows_and_another_number_does_not() -> None:
@@ -134,8 +149,77 @@ def test_one_row_of_a_mask_serves_all_rows_and_another_number_does_not() -> None
     attach(model, SMALL)
     text = torch.randint(1, VOCABULARY, (2, 8))
     assert torch.equal(model(text, MASK), model(text, MASK.expand(2, 8)))
-    with pytest.raises(ValueError, match=r"expected shape .* = \(2, 8 or more\) .* got \(3, 8\)"):
+    with pytest.raises(ValueError, match=r"8 columns, .* and 2 rows or one, got \(3, 8\)"):
         model(text, MASK.expand(3, 8))
+
+
+SPEECH: dict[str, Any] = dict(
+    hidden_size=WIDTH,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    intermediate_size=24,
+    conv_dim=(8, 8),
+    conv_stride=(2, 2),
+    conv_kernel=(4, 2),
+    num_feat_extract_layers=2,
+    num_conv_pos_embeddings=4,
+    num_conv_pos_embedding_groups=2,
+    feat_extract_norm="layer",
+    do_stable_layer_norm=False,
+    apply_spec_augment=False,
+)
+
+
+def speech_to_text() -> Any:
+    config = transformers.Speech2TextConfig(
+        **BOTH, input_feat_per_channel=6, conv_channels=8, max_source_positions=40
+    )
+    return transformers.Speech2TextModel(config).get_encoder()
+
+
+@pytest.mark.parametrize(
+    ("build", "layers", "per_token"),
+    [
+        (lambda: transformers.Wav2Vec2Model(transformers.Wav2Vec2Config(**SPEECH)), "auto", 4),
+        (
+            lambda: transformers.SEWModel(transformers.SEWConfig(**SPEECH, squeeze_factor=2)),
+            "auto",
+            8,
+        ),
+        (speech_to_text, "auto", 4),
+    ],
+    ids=["Wav2Vec2", "SEW", "Speech2Text"],
+)
+def test_a_mask_that_the_host_shortens_is_found_as_its_blocks_see_it(
+    build: Any, layers: Any, per_token: int
+) -> None:
+    """Wav2Vec2 shortens it outside its encoder, the others inside, where blocks get 4-D masks."""
+    model = build().double().eval()
+    seen = watch(attach(model, SMALL, layers=layers))
+    wave = torch.randn(2, 66, dtype=torch.float64)
+    wave = wave[..., None].expand(-1, -1, 6) if "Speech2Text" in type(model).__name__ else wave
+    mask = torch.ones(2, 66, dtype=torch.long)
+    mask[1, 34:] = 0
+    model(wave, attention_mask=mask)
+    for found, _ in seen:
+        assert found[0].all()
+        assert found[1].sum() in (34 // per_token, -(-34 // per_token))
+        assert found[1].int().diff().max() <= 0  # real ones first
+    seen.clear()
+    model(wave, attention_mask=torch.ones_like(mask))
+    assert [found for found, _ in seen] == [None, None]
+
+
+def test_a_mask_that_the_host_shortens_and_does_not_hand_on_is_refused() -> None:
+    config = transformers.FunnelConfig(
+        vocab_size=VOCABULARY, block_sizes=[1, 1], d_model=WIDTH, n_head=2, d_head=8, d_inner=24
+    )
+    model: Any = transformers.FunnelBaseModel(config).double().eval()
+    attach(model, SMALL, layers="encoder.blocks.*.*")
+    text = torch.randint(1, VOCABULARY, (2, 8))
+    model(text)
+    with pytest.raises(ValueError, match=r"'encoder.blocks.1.0' .* host may shorten its tokens"):
+        model(text, attention_mask=MASK.expand(2, 8))
 
 
 def test_a_row_without_a_batch_axis_has_a_padding_mask_without_one() -> None:
@@ -145,25 +229,128 @@ def test_a_row_without_a_batch_axis_has_a_padding_mask_without_one() -> None:
     assert_same(model(x, src_key_padding_mask=padding)[4:], model(x[4:]))
 
 
+ONE = [0, 1, 2, 0, 1, 2, 3, 4]
+IMAGE = [[0, 1, 1, 1, 3, 0, 1, 1], [0, 1, 1, 2, 3, 0, 1, 2], [0, 1, 2, 1, 3, 0, 1, 1]]
+"""Time, height and width of two documents, each of text and an image."""
+
+
 @pytest.mark.parametrize(
-    ("positions", "starts"),
+    ("given", "starts"),
     [
-        ([0, 1, 2, 0, 1, 2, 3, 4], [3]),  # without a batch axis
-        ([[0, 1, 2, 0, 1, 2, 3, 4]], [3]),
-        ([[0, 0]], [1]),
-        ([[0, 1, 2, 0]], None),  # of other tokens
+        (dict(position_ids=ONE), [3]),  # without a batch axis
+        (dict(position_ids=[ONE]), [3]),
+        (dict(position_ids=[[0, 0]]), [1]),
+        (dict(position_ids=[[0, 1, 2, 0]]), None),  # of other tokens
+        (dict(position_ids=[[row] for row in IMAGE]), [5]),
+        (dict(position_ids=[[ONE], *([row] for row in IMAGE)]), [3]),  # the first counts tokens
+        (dict(position_ids=[[[0, 0]]] * 3), [1]),
+        (dict(cu_seq_lens_q=[0, 2, 3, 8]), [2, 3]),
+        (dict(cu_seqlens=[0, 8]), None),
+        (dict(seq_idx=[[0, 0, 1, 1, 1, 2, 2, 2]]), [2, 5]),
+        (dict(grid_thw=[[1, 1, 2], [3, 1, 2]]), [2]),  # a video is one
+        (dict(position_ids=[ONE], cu_seq_lens_q=[0, 5, 8]), [3, 5]),
     ],
 )
-def test_positions_start_documents_in_the_row_they_belong_to(
-    positions: Any, starts: list[int] | None
-) -> None:
+def test_documents_start_where_an_argument_says_so(given: Any, starts: list[int] | None) -> None:
     model = Part().double().eval()
     seen = watch(attach(model, SMALL, layers="block"))
-    given = torch.tensor(positions)
-    length = 8 if starts is None else given.shape[-1]
-    model(tokens(length), position_ids=given)
+    values = {name: torch.tensor(value) for name, value in given.items()}
+    length = 2 if values.get("position_ids", MASK).shape[-1] == 2 else 8
+    model(tokens(length), **values)
     ((_, reset),) = seen
     assert (None if reset is None else reset[0].nonzero().flatten().tolist()) == starts
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        (dict(position_ids=[[[5, 6, 2, 3]]] * 3), r"fall to another value; pass \(4, B, N\)"),
+        (dict(position_ids=[[[0, 1]] * 4]), r"expected shape \(B, N\) .* got \(1, 4, 2\)"),
+        (dict(position_ids=[[[[0, 1, 2, 3]]]]), r"expected shape \(B, N\) .* got \(1, 1, 1, 4\)"),
+        (dict(cu_seqlens=[0, 2, 3]), r"expected the lengths of the 4 tokens .* got 3 tokens"),
+    ],
+)
+def test_arguments_that_do_not_tell_where_documents_start_are_refused(
+    given: Any, match: str
+) -> None:
+    model = Part().double().eval()
+    attach(model, SMALL, layers="block")
+    values = {name: torch.tensor(value) for name, value in given.items()}
+    with pytest.raises(ValueError, match=match):
+        model(tokens(4), **values)
+
+
+VISION: dict[str, Any] = dict(depth=2, embed_dim=WIDTH, hidden_size=WIDTH, num_heads=2, mlp_ratio=2)
+
+
+def test_images_in_one_row_of_a_vision_tower_do_not_see_each_other() -> None:
+    """A video is one image of several frames, which the memory goes through."""
+    config = transformers.Qwen2VLConfig(vision_config=VISION).vision_config
+    tower: Any = transformers.models.qwen2_vl.modeling_qwen2_vl
+    model = tower.Qwen2VisionTransformerPretrainedModel(config).double().eval()
+    seen = watch(attach(model, SMALL, gate_init=3.0))
+    grid = torch.tensor([[1, 2, 4], [2, 2, 2]])
+    pixels = torch.randn(16, 3 * 2 * 14 * 14, dtype=torch.float64)
+    both = model(pixels, grid_thw=grid).last_hidden_state
+    assert [reset.nonzero().tolist() for _, reset in seen] == [[[0, 8]]] * 2
+    assert_same(both[8:], model(pixels[8:], grid_thw=grid[1:]).last_hidden_state)
+
+
+def test_images_in_one_row_are_told_apart_by_a_mask_of_pairs() -> None:
+    config = transformers.PixtralVisionConfig(
+        hidden_size=WIDTH,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=8,
+        patch_size=4,
+    )
+    model: Any = transformers.PixtralVisionModel(config).double().eval()
+    attach(model, SMALL, gate_init=3.0)
+    pixels = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    both = model(pixels).last_hidden_state
+    assert_same(both[:, 4:], model(pixels[1:]).last_hidden_state)
+
+
+def test_images_in_one_row_that_nothing_tells_apart_are_refused() -> None:
+    class Joining(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = encoder().layers
+
+        def forward(self, pixel_values: Tensor) -> Tensor:
+            return self.layers[0](pixel_values.flatten(2).transpose(1, 2).reshape(1, -1, WIDTH))
+
+    model = Joining().double().eval()
+    attach(model, SMALL, layers="layers.0")
+    pixels = torch.randn(3, WIDTH, 2, 2, dtype=torch.float64)
+    model(pixels[:1])
+    with pytest.raises(ValueError, match=r"'layers.0' sees 3 images in one row, .* one image per"):
+        model(pixels)
+
+
+def test_packed_rows_of_three_axes_do_not_see_each_other() -> None:
+    """Qwen2-VL: text alone, whose three axes are equal."""
+    config = transformers.Qwen2VLConfig(
+        text_config=dict(
+            hidden_size=WIDTH,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            intermediate_size=24,
+            vocab_size=VOCABULARY,
+            rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[1, 1, 2]),
+        ),
+        vision_config=VISION,
+    )
+    model: Any = transformers.Qwen2VLForConditionalGeneration(config).double().eval()
+    seen = watch(attach(model, SMALL, layers="model.language_model.layers.*"))
+    text = torch.randint(1, VOCABULARY, (1, 8))
+    model(text, position_ids=torch.tensor(ONE).expand(3, 1, 8))
+    assert [reset.nonzero().tolist() for _, reset in seen] == [[[0, 3]]] * 2
+    seen.clear()
+    model(text)
+    assert [reset for _, reset in seen] == [None, None]
 
 
 def test_the_first_real_token_of_a_call_starts_no_document() -> None:

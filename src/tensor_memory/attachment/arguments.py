@@ -1,15 +1,16 @@
-"""What the arguments of a module around the blocks say about its tokens.
+"""What the arguments of a host's modules say about its tokens: which are real, where one starts.
 
-Blocks see a 4-D attention mask or none, so the 2-D mask and the position ids are taken from the
-arguments of the host and of the modules between it and its blocks.
+The 2-D mask and the position ids are taken from the arguments of the host and of the modules
+between it and its blocks. Some hosts change them on the way: a speech encoder makes one token of
+many samples, a vision tower puts all images into one row. Then the arguments of the block tell.
 
-Letters: B batch, N tokens, W columns of a mask, at least N.
+Letters: B batch, N tokens, W columns of a mask, A axes of position ids.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from tensor_memory.attachment.caches import find_cache
+
+ArgumentOf = Callable[[str], Any]
+"""An argument of one call by its name, None where it was not given."""
 
 
 class Signature:
@@ -58,13 +62,22 @@ class TokenArguments:
     """(B, N) or (N,): torch.nn's mask, true or not zero where a token is not real."""
 
     positions: Tensor | None = None
-    """(B, N) or (N,) position ids."""
+    """(B, N) or (N,) position ids, or (A, B, N) of several axes, as Qwen2-VL has them."""
+
+    lengths: Tensor | None = None
+    """Tokens of each document, or image, of one row: they follow each other."""
+
+    documents: Tensor | None = None
+    """(B, N), the number of each token's document, as Mamba-2 takes it."""
 
     tokens: tuple[int, ...] | None = None
     """B and N in either order, of the ids or hidden states given; None for another input."""
 
     ids: tuple[int, ...] | None = None
     """(B, N), shape of the token ids given."""
+
+    images: int = 0
+    """How many images it was given as its input."""
 
     holds_tokens: bool = True
     """False where it was given an input of its own that is no row of tokens: pixels, say."""
@@ -101,9 +114,12 @@ class TokenArguments:
         return cls(
             mask,
             _padding(signature, args, kwargs),
-            _tensor(signature.get("position_ids", args, kwargs), (1, 2)),
+            _tensor(signature.get("position_ids", args, kwargs), (1, 2, 3, 4)),
+            lengths_of(lambda name: signature.get(name, args, kwargs)),
+            _tensor(signature.get("seq_idx", args, kwargs), (2,)),
             tokens,
             None if ids is None else tuple(ids.shape),
+            _images(signature, args, kwargs),
             tokens is not None or not any(isinstance(v, Tensor) for v in (*args, *kwargs.values())),
             additive,
             signature.two_sided,
@@ -114,10 +130,8 @@ class TokenArguments:
     def mask(self) -> Tensor | None:
         """(B, W) bool, true where a token is real."""
         given = self.attention_mask
-        if given is not None and self.additive:  # ones tell that it marks tokens after all
-            return torch.where((given == 1).any(), given != 0, given >= 0)
         if given is not None:
-            return given != 0
+            return _marks(given) if self.additive else given != 0
         if self.padding is not None:
             return (self.padding == 0).reshape(-1, self.padding.shape[-1])
         return None
@@ -136,41 +150,138 @@ def refuse_4d_mask(signature: Signature, args: tuple[Any, ...], kwargs: dict[str
         )
 
 
-def last_columns(mask: Tensor | None, B: int, N: int) -> Tensor | None:
-    """The mask (B, N) of this call's tokens, which are the last N columns of (B or 1, W)."""
-    if mask is None:
+def columns_of_call(mask: Tensor, B: int, N: int, before: int | None) -> Tensor | None:
+    """The mask (B, N) of this call's tokens; None where `mask` is of other tokens.
+
+    It has a column for each token of the call, or for the `before` tokens of the cache too. Where
+    `before` is not known the call's tokens are the last ones.
+    """
+    W = mask.shape[1]
+    fits = W >= N if before is None else W in (N, before + N)
+    return mask[:, W - N :].expand(B, N) if fits and mask.shape[0] in (1, B) else None
+
+
+def mask_of_block(given: ArgumentOf, B: int, N: int) -> Tensor | None:
+    """The mask (B, N) that a block is given, where its host made one of the caller's.
+
+    A token is real where another one sees it.
+    """
+    mask = _tensor(given("attention_mask"), (2, 4))
+    if mask is None or mask.shape[-1] != N or mask.shape[0] not in (1, B):
         return None
-    if mask.shape[1] < N or mask.shape[0] not in (1, B):
-        raise ValueError(
-            f"attention_mask: expected shape (B, at least N) = ({B}, {N} or more) like the hidden "
-            f"states of the blocks that carry the memory, got {tuple(mask.shape)}; a mask of "
-            "pairs, or of fewer tokens than the blocks see, must go by another name, and the "
-            "memory then has none"
-        )
-    return mask[:, mask.shape[1] - N :].expand(B, N)
+    sees = _marks(mask) if mask.is_floating_point() else mask != 0
+    return (sees if mask.ndim == 2 else sees.flatten(1, 2).any(1)).expand(B, N)
 
 
-def document_starts(positions: Tensor | None, mask: Tensor | None, B: int, N: int) -> Tensor | None:
+def refuse_mask(mask: Tensor, path: str, B: int, N: int, before: int | None) -> None:
+    """Raise where a caller's mask is not that of a block's tokens; a longer one may be all true."""
+    if not torch.compiler.is_compiling() and mask.shape[1] > N and bool(mask.all()):
+        return
+    cached = f", or {before + N} with those of the cache" if before else ""
+    raise ValueError(
+        f"attention_mask: expected {N} columns, one for each token that block '{path}' "
+        f"sees{cached}, and {B} rows or one, got {tuple(mask.shape)}; the host may shorten its "
+        "tokens inside and hand the block no mask of what is left. Pass a mask of these tokens, or "
+        "none; a mask of pairs must go by another name"
+    )
+
+
+def document_starts(positions: Tensor, mask: Tensor | None, B: int, N: int) -> Tensor | None:
     """(B, N) true where a position is not beyond that of the real token before it.
 
     Equal ones count: a document of one token and the start of the next are both at position 0.
     Never at column 0: a call that continues another starts wherever it starts.
+
+    Of several axes (A, B, N) the first of four counts the tokens. Three alone (time, height, width)
+    may fall inside a document, as between the sound and the pictures of a video, so that only zero
+    on all of them starts one and another fall is refused.
     """
-    if positions is None or N < 2 or positions.shape[-1] != N:
+    if positions.ndim > 3 or (positions.ndim == 3 and positions.shape[-1] != N):
+        raise ValueError(
+            f"position_ids: expected shape (B, N) = {(B, N)}, or (3, B, N) or (4, B, N) of several "
+            f"axes, got {tuple(positions.shape)}, which does not tell the memory where a document "
+            "starts; pass one of those, or cu_seq_lens_q"
+        )
+    if N < 2 or positions.shape[-1] != N:
         return None
-    positions = positions.reshape(-1, N).expand(B, N)
-    if mask is None:
-        starts = positions[:, 1:] <= positions[:, :-1]
-        starts = torch.cat([torch.zeros_like(starts[:, :1]), starts], dim=1)
-    else:  # padding carries positions of no meaning, so each token looks back at a real one
-        column = torch.arange(N, device=positions.device).expand(B, N)
-        last_real = torch.where(mask, column, -1).cummax(1).values
-        before = torch.cat([torch.full_like(last_real[:, :1], -1), last_real[:, :-1]], dim=1)
-        earlier = positions.gather(1, before.clamp(min=0))
-        starts = mask & (before >= 0) & (positions <= earlier)
-    if not torch.compiler.is_compiling() and not bool(starts.any()):
-        return None
+    axes = positions if positions.ndim == 3 else positions.reshape(1, -1, N)
+    axes = (axes[:1] if len(axes) == 4 else axes).expand(-1, B, N)
+    before, known = _real_before(axes, mask)
+    falls, same = torch.zeros_like(known), torch.ones_like(known)
+    for now, then in zip(axes, before, strict=True):
+        falls, same = falls | (same & (now < then)), same & (now == then)
+    starts = known & (falls | same)
+    tracing = torch.compiler.is_compiling()
+    if len(axes) > 1 and not tracing and bool((starts & (axes != 0).any(0)).any()):
+        raise ValueError(
+            f"position_ids: expected axes {tuple(positions.shape)} that rise within a document and "
+            "are all 0 at the start of the next, got some that fall to another value; pass "
+            "(4, B, N), whose first axis counts the tokens of each document, or cu_seq_lens_q"
+        )
     return starts
+
+
+def _real_before(axes: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The positions (A, B, N) of the real token before each, and where (B, N) both are real.
+
+    Padding carries positions of no meaning, so each token looks back at a real one.
+    """
+    B, N = axes.shape[1:]
+    column = torch.arange(N, device=axes.device).expand(B, N)
+    if mask is None:
+        return torch.cat([axes[..., :1], axes[..., :-1]], dim=2), column > 0
+    last = torch.where(mask, column, -1).cummax(1).values
+    before = torch.cat([torch.full_like(last[:, :1], -1), last[:, :-1]], dim=1)
+    return axes.gather(2, before.clamp(min=0).expand_as(axes)), mask & (before >= 0)
+
+
+def changes(documents: Tensor, B: int, N: int) -> Tensor | None:
+    """(B, N) true where the number of a token's document is not that of the token before."""
+    if documents.shape[-1] != N:
+        return None
+    documents = documents.expand(B, N)
+    return torch.cat(
+        [torch.zeros_like(documents[:, :1], dtype=torch.bool), documents.diff(dim=1) != 0], dim=1
+    )
+
+
+def length_starts(lengths: Tensor, B: int, N: int) -> Tensor | None:
+    """(B, N) true where one of the lengths starts, not at column 0; None where they do not fit."""
+    ends = lengths.cumsum(0)
+    if not torch.compiler.is_compiling() and int(ends[-1]) != B * N:
+        return None
+    starts = torch.zeros(B * N + 1, dtype=torch.bool, device=ends.device)
+    starts[ends] = True
+    starts = starts[:-1].view(B, N)
+    starts[:, 0] = False
+    return starts
+
+
+def blocked_starts(given: ArgumentOf, N: int) -> Tensor | None:
+    """(1, N) true where a token does not see the one before it, by the block's mask of pairs."""
+    mask = _tensor(given("attention_mask"), (4,))
+    if mask is None or mask.shape[-2:] != (N, N):
+        return None
+    sees = (_marks(mask) if mask.is_floating_point() else mask != 0)[:1].any(1)
+    starts = ~sees.diagonal(-1, 1, 2)
+    return torch.cat([torch.zeros_like(starts[:, :1]), starts], dim=1)
+
+
+def lengths_of(given: ArgumentOf) -> Tensor | None:
+    """Tokens of each image of a vision tower, or of each document packed into a row."""
+    grid = _tensor(given("grid_thw"), (2,))
+    if grid is not None:
+        return grid.prod(-1)
+    for name in ("cu_seqlens", "cu_seq_lens_q", "cu_seqlens_q"):
+        ends = _tensor(given(name), (1,))
+        if ends is not None and len(ends) > 1:
+            return ends.diff()
+    return None
+
+
+def _marks(mask: Tensor) -> Tensor:
+    """Where a mask of floats lets tokens through: it is added to scores, unless it holds ones."""
+    return torch.where((mask == 1).any(), mask != 0, mask >= 0)
 
 
 def _tokens(
@@ -183,9 +294,16 @@ def _tokens(
     return tuple(sorted(given[0].shape[:2]))
 
 
+def _images(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    pixels = signature.get("pixel_values", args, kwargs)
+    given = next((v for v in (pixels, *args) if isinstance(v, Tensor)), None)
+    return len(given) if given is not None and given.ndim == 4 else 0
+
+
 def _padding(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """The mask of an encoder of torch.nn, or of a decoder."""
-    named = (signature.get(f"{of}_key_padding_mask", args, kwargs) for of in ("src", "tgt"))
+    """The mask of an encoder of torch.nn, or of a decoder, or XLNet's."""
+    names = ("src_key_padding_mask", "tgt_key_padding_mask", "input_mask")
+    named = (signature.get(name, args, kwargs) for name in names)
     return next((mask for mask in named if _tensor(mask, (1, 2)) is not None), None)
 
 

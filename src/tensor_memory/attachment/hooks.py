@@ -14,7 +14,7 @@ from tensor_memory.attachment.blocks import Block
 from tensor_memory.attachment.caches import UNTRACED, find_cache, refuse_foreign_cache
 from tensor_memory.attachment.causal_hosts import refuse_causal_call
 from tensor_memory.attachment.hidden_states import put_hidden, take_hidden
-from tensor_memory.attachment.host_call import DEPTH, HostCall, HostCalls
+from tensor_memory.attachment.host_call import DEPTH, HostCall, HostCalls, tokens_before
 from tensor_memory.attachment.recompute import FirstRuns, Given, Streamed, in_backward
 from tensor_memory.build import AnyState
 from tensor_memory.config import MemoryConfig
@@ -147,12 +147,15 @@ class BlockHook:
             refuse_causal_call(block.path, args, kwargs)
         slot = DEPTH if depth else call.slot(block.path)
         call.require_rows_first(block.path, x)
-        mask, reset = call.mask_and_reset(x)
+        holder = calls.holder(call, x.shape[1], find_cache(args, kwargs))
+        before = tokens_before(holder, slot)
+        mask, reset = call.mask_and_reset(
+            block.path, x, before, lambda name: self.signature.get(name, args, kwargs)
+        )
         source, where = calls.place_source, None
         if source is not None:
             of_block = self.signature.all_of(source.names, args, kwargs)
             where = call.places(source, of_block, x, mask)
-        holder = calls.holder(call, x.shape[1], find_cache(args, kwargs))
         state = call.states.get(slot) if depth else None
         if state is None and holder is not None:
             state = holder.get(slot)

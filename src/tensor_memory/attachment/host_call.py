@@ -2,11 +2,12 @@
 
 The 2-D mask is taken where the caller gave it: at the host's entry, or at the innermost module
 around the blocks that still has one (a PEFT model calls its base model directly in `generate`, and
-may lengthen the mask on the way in).
+may lengthen the mask on the way in). A block is asked where that mask is of other tokens.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,10 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tensor_memory.attachment.arguments import TokenArguments, document_starts, last_columns
-from tensor_memory.attachment.caches import UNTRACED, StateHolder
+from tensor_memory.attachment.arguments import (
+    ArgumentOf,
+    TokenArguments,
+    blocked_starts,
+    changes,
+    columns_of_call,
+    document_starts,
+    length_starts,
+    lengths_of,
+    mask_of_block,
+    refuse_mask,
+)
+from tensor_memory.attachment.caches import UNTRACED, LentCache, StateHolder
 from tensor_memory.attachment.places import PlaceSource
-from tensor_memory.attachment.stream import OpenStream
+from tensor_memory.attachment.stream import OpenStream, Stream
 from tensor_memory.build import AnyState
 
 DEPTH = "depth"
@@ -108,19 +120,99 @@ class HostCall:
                 "host, and its memory would take them for rows; attach with batch_first=False"
             )
 
-    def mask_and_reset(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def mask_and_reset(
+        self, path: str, x: Tensor, before: int | None, of_block: ArgumentOf
+    ) -> tuple[Tensor | None, Tensor | None]:
         """`mask` and `reset` (B, N) for hidden states x (B, N, d); None where they say nothing.
 
-        Looked up once per call for each number of tokens, since the CPU waits for the device then.
+        `before` counts the tokens in the cache before this call, None where that is not known. What
+        the block itself did not have to say is looked up once per call for each number of tokens,
+        since the CPU waits for the device then.
         """
         B, N = x.shape[:2]
         if self.found is None or self.found_for != (B, N):
-            mask = last_columns(self._innermost("mask"), B, N)
-            reset = document_starts(self._innermost("positions"), mask, B, N)
-            if not torch.compiler.is_compiling() and mask is not None and bool(mask.all()):
+            tracing = torch.compiler.is_compiling()
+            mask, shared = self._mask(path, x, before, of_block)
+            resets, shared_too = self._resets(path, x, mask, of_block)
+            reset = functools.reduce(torch.logical_or, resets) if resets else None
+            if reset is not None and not tracing and not bool(reset.any()):
+                reset = None
+            if mask is not None and not tracing and bool(mask.all()):
                 mask = None  # every row stands at the same place: no bookkeeping per row
+            if not (shared and shared_too):
+                return mask, reset
             self.found, self.found_for = (mask, reset), (B, N)
         return self.found
+
+    def _mask(
+        self, path: str, x: Tensor, before: int | None, of_block: ArgumentOf
+    ) -> tuple[Tensor | None, bool]:
+        """The mask, and whether it serves other blocks too."""
+        B, N = x.shape[:2]
+        given, same = self._innermost("mask")
+        if given is None:
+            return None, True
+        found = columns_of_call(given, B, N, before) if same else None
+        if found is not None:
+            return found, True
+        found = mask_of_block(of_block, B, N)
+        if found is None and same:
+            refuse_mask(given, path, B, N, before)
+        return found, False
+
+    def _resets(
+        self, path: str, x: Tensor, mask: Tensor | None, of_block: ArgumentOf
+    ) -> tuple[list[Tensor], bool]:
+        """Where documents or images start, and whether that serves other blocks too."""
+        B, N = x.shape[:2]
+        packed, shared = self._packed(path, x, of_block)
+        found = [packed]
+        positions, same = self._innermost("positions")
+        # The positions of several axes that a host makes itself are those of one document.
+        if positions is not None and same and (positions.ndim < 3 or self._caller_gave_positions):
+            found.append(document_starts(positions, mask, B, N))
+        documents, same = self._innermost("documents")
+        if documents is not None and same:
+            found.append(changes(documents, B, N))
+        return [starts for starts in found if starts is not None], shared
+
+    def _packed(self, path: str, x: Tensor, of_block: ArgumentOf) -> tuple[Tensor | None, bool]:
+        """Where the parts of a packed row start, and whether that serves other blocks too.
+
+        A tower knows its images. Its blocks know what attends to itself alone: a frame, a window.
+        """
+        B, N = x.shape[:2]
+        lengths, same = self._innermost("lengths")
+        lengths = lengths if same else None
+        starts = None if lengths is None else length_starts(lengths, B, N)
+        if starts is not None:
+            return starts, True
+        of_attention = lengths_of(of_block)
+        if of_attention is not None:
+            lengths, starts = of_attention, length_starts(of_attention, B, N)
+        if starts is None and lengths is not None:
+            raise ValueError(
+                f"cu_seqlens: expected the lengths of the {B * N} tokens that block '{path}' sees, "
+                f"got {int(lengths.sum())} tokens in all; pass the lengths of these tokens"
+            )
+        if starts is None and B == 1 and self._images > 1:
+            starts = blocked_starts(of_block, N)
+            if starts is None:
+                raise ValueError(
+                    f"attach: block '{path}' sees {self._images} images in one row, and expected "
+                    "an argument that says where one ends (grid_thw, cu_seqlens, a mask of pairs), "
+                    "got none; give the host one image per call"
+                )
+        return starts, starts is None
+
+    @property
+    def _caller_gave_positions(self) -> bool:
+        return bool(self.levels) and self.levels[0][1].positions is not None
+
+    @property
+    def _images(self) -> int:
+        """Images given to the innermost module that was given any."""
+        return next((given.images for _, given in reversed(self.levels) if given.images), 0)
 
     def places(
         self,
@@ -149,24 +241,23 @@ class HostCall:
             found |= given.named
         return found
 
-    def _innermost(self, name: str) -> Tensor | None:
-        """What the innermost level says, or one around it that was given the same tokens.
+    def _innermost(self, name: str) -> tuple[Tensor | None, bool]:
+        """What the innermost level says that says anything; was it given the same tokens?
 
         A text's mask says nothing about the patches of an image in the same call, nor a source's
         about its target.
         """
         inner: tuple[int, ...] | None = None
+        same = True
         for outward, (_, given) in enumerate(reversed(self.levels)):
             if outward and given.two_sided:
-                return None
+                break
             value = getattr(given, name)
             if value is not None:
-                same = inner is None or given.tokens is None or inner == given.tokens
-                return value if same else None
-            if not given.holds_tokens:
-                return None
+                return value, same and (None in (inner, given.tokens) or inner == given.tokens)
+            same = same and given.holds_tokens
             inner = inner or given.tokens
-        return None
+        return None, False
 
 
 class HostCalls:
@@ -206,6 +297,19 @@ class HostCalls:
                 "with one attends causally; use scope='layer'"
             )
         return UNTRACED.hold(cache, stream, tokens, call.caches)
+
+
+def tokens_before(holder: StateHolder | None, slot: str) -> int | None:
+    """Tokens of the cache that a layer has seen before this call; None while it is traced.
+
+    A traced number would be compiled in, and every step would compile again.
+    """
+    if holder is None or isinstance(holder, Stream):
+        return 0
+    if torch.compiler.is_compiling():
+        return None
+    memory = holder.memory if isinstance(holder, LentCache) else holder
+    return memory.seen.get(slot, 0)
 
 
 def _are_same(one: list[Any], other: list[Any]) -> bool:
