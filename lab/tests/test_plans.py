@@ -54,6 +54,9 @@ def test_the_runs_of_a_plan_differ(plan):
     assert all(run.timeout for run in runs)
 
 
+UNRUN = ("mqar",)
+"""Plans of which nobody has a record yet."""
+
 NOT_RUN = {"language": [("language-paper", "wide-local", 2)]}
 """Runs of plans that have no record."""
 
@@ -62,6 +65,8 @@ NOT_RUN = {"language": [("language-paper", "wide-local", 2)]}
 def test_every_run_of_a_plan_has_its_record_in_the_study_it_names(plan):
     words = command(plan)
     study = ROOT / words[words.index("--results") + 1]
+    if plan in UNRUN and not study.exists():
+        return
     records = [record for record in read_records([study]) if record["kind"] == "run"]
     found = {run_name(config_from_dict(record["config"])) for record in records}
     missing = [run.config for run in runs_of(plan) if run.name not in found]

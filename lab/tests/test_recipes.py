@@ -31,7 +31,7 @@ from vision_data import CLASSES, write_cub, write_ucf
 TWO_STEPS = (
     "--budget.steps 2 --budget.batch-size 4 --budget.evaluate-every 2 "
     "--budget.evaluation-batches 1 --budget.evaluation-batch-size 4 --optimizer.warmup 1 "
-    "--model.memory.grid 3 3 3 --precision float32 --device cpu --quiet"
+    "--precision float32 --device cpu --quiet"
 )
 
 IMAGE = "--task.data-dir {data} --task.cache-dir {data}/decoded --model.dim 24 --model.layers 3 "
@@ -41,6 +41,8 @@ SMALL = {
     "--model.layers 2 --model.heads 2",
     "cub": IMAGE + "--task.side 32 --task.crop 32 --task.patch 8 --model.decoder-dim 24",
     "images": IMAGE + "--task.side 32 --task.crop 32 --task.patch 8 --model.decoder-dim 24",
+    "mqar": "--task.valid-rows 1 --task.test-rows 1 --task.train-rows 4 --task.vocabulary 520 "
+    "--model.dim 8 --model.state-bytes 1024",
     "ucf101": VIDEO + "--task.height 32 --task.width 64 --task.crop 32 32 --model.heads 2",
 }
 DRAWN = "--task.valid-rows 4 --task.test-rows 4"
@@ -63,7 +65,8 @@ def data(name: str, folder: Path) -> None:
 def small(name: str, folder: Path) -> list[str]:
     """The flags that make a recipe small."""
     flags = next((flags for start, flags in SMALL.items() if name.startswith(start)), DRAWN)
-    return f"{TWO_STEPS} {flags}".format(data=folder).split()
+    grid = "--model.memory.grid 3 3 3" if hasattr(load_recipes()[name]().model, "memory") else ""
+    return f"{TWO_STEPS} {grid} {flags}".format(data=folder).split()
 
 
 def runs() -> list[Any]:

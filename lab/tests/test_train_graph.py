@@ -14,7 +14,7 @@ import torch
 
 from tensor_memory_lab.recipes import find_recipe
 from tensor_memory_lab.train import RunOptions, evaluation, graph, load_run, step, train
-from tensor_memory_lab.train.graph import WARM_UP, no_waiting
+from tensor_memory_lab.train.graph import WARM_UP, Graphed, no_waiting
 from tiny_runs import TinyModel, tiny_run
 from tolerances import TOLERANCE, assert_same
 
@@ -140,6 +140,20 @@ def test_a_batch_of_another_shape_is_taken_eagerly_or_refused(tmp_path, device):
     assert_same_numbers(record, eager)
     with pytest.raises(ValueError, match=r"a batch has other shapes than the first: x \(6, 4, 3\)"):
         run(tmp_path / "graph", replace(config, speed="graph"), device)
+
+
+def test_a_task_that_says_so_has_a_graph_for_each_of_its_shapes(device, monkeypatch):
+    captures, capture = [], graph.capture
+    monkeypatch.setattr(graph, "capture", lambda work: captures.append(work) or capture(work))
+    graphed = Graphed(lambda batch: batch["x"].sum() + len(batch["x"]), shapes=2, required=True)
+    for _ in range(WARM_UP + 2):
+        for rows in (2, 3):
+            x = torch.full((rows, 4), 0.5, device=device)
+            assert graphed({"x": x}).item() == 3 * rows
+    assert len(captures) == 2
+    assert graphed.described == "graph"
+    with pytest.raises(ValueError, match=r"other shapes than the first 2: x \(5, 4\)"):
+        graphed({"x": torch.zeros(5, 4, device=device)})
 
 
 @gpu

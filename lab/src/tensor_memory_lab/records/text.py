@@ -11,8 +11,10 @@ PERCENT = ("accuracy", "top1", "top5")
 
 METHODS = (
     "base", "joint", "frames", "base-sln", "wide", "local", "wide-local", "linear", "linear-local",
-    "conv-local", "xl", "registers", "slots", "slots-matched", "recurrent-slots", "tensor",
-    "spatial", "tensor-local", "tensor-xl", "tensor-depth", "place", "place-local",
+    "conv-local", "attention", "full", "window", "window+", "gla", "deltanet", "gated-deltanet",
+    "kda", "mamba2", "rwkv7", "xl", "registers", "slots", "slots-matched", "recurrent-slots",
+    "tensor", "tensor-long", "spatial", "tensor-local", "tensor-xl", "tensor-depth", "place",
+    "place-local",
 )  # fmt: skip
 """The order of methods in tables and figures; others come after."""
 

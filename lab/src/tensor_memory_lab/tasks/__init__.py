@@ -85,6 +85,14 @@ class KeepsAssets(Protocol):
         ...
 
 
+@runtime_checkable
+class HasShapes(Protocol):
+    """A task whose batches come in a few shapes; a CUDA graph is captured for each."""
+
+    shapes: int
+    """How many, in training or in evaluation."""
+
+
 class Annotations(TypedDict, total=False):
     """What the tokens of a batch were, as `Recording.annotate` takes it."""
 

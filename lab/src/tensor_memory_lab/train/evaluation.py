@@ -20,7 +20,7 @@ from tensor_memory_lab.models import Carry
 from tensor_memory_lab.run_config import RunConfig
 from tensor_memory_lab.tasks import Batch, Sums, Task
 from tensor_memory_lab.train.batches import rows_in, rows_of
-from tensor_memory_lab.train.graph import Graphed, why_not_graph
+from tensor_memory_lab.train.graph import Graphed, shapes_of, why_not_graph
 from tensor_memory_lab.train.step import autocast
 
 if TYPE_CHECKING:
@@ -46,7 +46,9 @@ class Evaluator:
         self._graphed: Graphed | None = None
         graph = config.speed in ("auto", "graph") and not task.carries
         if graph and why_not_graph(self.device, accelerator.num_processes) is None:
-            self._graphed = Graphed(lambda batch: self._measure(batch, None)[0])
+            self._graphed = Graphed(
+                lambda batch: self._measure(batch, None)[0], shapes=shapes_of(task)
+            )
 
     def close(self) -> None:
         """Free what a captured graph holds; from now on every batch is measured eagerly."""

@@ -13,14 +13,15 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from tensor_memory_lab.tasks import Batch
+from tensor_memory_lab.tasks import Batch, HasShapes
 
 WARM_UP = 3
-"""Eager calls before the capture."""
+"""Eager calls before the capture, of each shape of a batch."""
 
 
 def why_not_graph(device: torch.device, processes: int) -> str | None:
@@ -37,16 +38,27 @@ def refuse_graph(reason: str, error: BaseException | None = None) -> None:
     ) from error
 
 
+@dataclass
+class _Captured:
+    """The graph of one shape of a batch."""
+
+    calls: int = 0
+    graph: Any = None
+    batch: Batch = field(default_factory=dict)
+    result: Any = None
+
+
 class Graphed:
     """Calls `work(batch)`: eagerly at first, then by replaying a CUDA graph of it.
 
-    Each replay overwrites what the one before returned. A batch of another shape than the first is
-    worked on eagerly.
+    Each replay overwrites what the one before returned. The first shapes that batches come in have
+    a graph each; a batch of another shape is worked on eagerly.
 
     Args:
         work: takes a batch and reads nothing from the host.
         before: what the host does before each call, such as seeding.
         required: raise where no graph can be captured; otherwise go on eagerly.
+        shapes: how many shapes have a graph.
     """
 
     def __init__(
@@ -55,13 +67,11 @@ class Graphed:
         *,
         before: Callable[[], None] = lambda: None,
         required: bool = False,
+        shapes: int = 1,
     ) -> None:
-        self.work, self.before, self.required = work, before, required
-        self._graph: Any = None
-        self._shapes: dict[str, Any] | None = None
-        self._batch: Batch = {}
-        self._result: Any = None
-        self._calls = self._others = 0
+        self.work, self.before, self.required, self.shapes = work, before, required, shapes
+        self._captured: dict[tuple[Any, ...], _Captured] = {}
+        self._others = 0
         self._reason: str | None = None
 
     @property
@@ -69,43 +79,47 @@ class Graphed:
         """How work is launched, and why not otherwise."""
         if self._reason is not None:
             return f"eager (no CUDA graph: {self._reason})"
-        if self._calls <= WARM_UP:
+        if all(captured.calls <= WARM_UP for captured in self._captured.values()):
             return f"eager (a CUDA graph is captured after {WARM_UP} steps)"
         return f"graph ({self._others} steps eager, of other shapes)" if self._others else "graph"
 
     def __call__(self, batch: Batch) -> Any:
         """What `work` returns for this batch."""
         self.before()
-        shapes = {name: (x.shape, x.dtype) for name, x in batch.items()}
-        self._shapes = self._shapes or shapes
-        if self._reason is None and shapes != self._shapes:
+        if self._reason is not None:
+            return self.work(batch)
+        shape = tuple((name, x.shape, x.dtype) for name, x in batch.items())
+        if shape not in self._captured and len(self._captured) == self.shapes:
             if self.required:
                 told = ", ".join(f"{name} {tuple(x.shape)}" for name, x in batch.items())
-                refuse_graph(f"a batch has other shapes than the first: {told}")
+                first = "first" if self.shapes == 1 else f"first {self.shapes}"
+                refuse_graph(f"a batch has other shapes than the {first}: {told}")
             self._others += 1
             return self.work(batch)
-        self._calls += 1
-        if self._calls <= WARM_UP and self._reason is None:
-            return self._warm_up(batch)
-        if self._graph is None and self._reason is None:
-            self._capture(batch)
-        if self._graph is None:
+        captured = self._captured.setdefault(shape, _Captured())
+        captured.calls += 1
+        if captured.calls <= WARM_UP:
+            return self._warm_up(batch, last=captured.calls == WARM_UP)
+        if captured.graph is None:
+            self._capture(batch, captured)
+        if captured.graph is None:
             return self.work(batch)
         for name, x in batch.items():
-            self._batch[name].copy_(x, non_blocking=True)
-        self._graph.replay()
-        return self._result
+            captured.batch[name].copy_(x, non_blocking=True)
+        captured.graph.replay()
+        return captured.result
 
     def close(self) -> None:
-        """Free what the graph holds."""
-        if self._graph is not None:
-            self._graph.reset()
-        self._graph, self._batch, self._result = None, {}, None
+        """Free what the graphs hold."""
+        for captured in self._captured.values():
+            if captured.graph is not None:
+                captured.graph.reset()
+            captured.graph, captured.batch, captured.result = None, {}, None
 
-    def _warm_up(self, batch: Batch) -> Any:
+    def _warm_up(self, batch: Batch, *, last: bool) -> Any:
         """An eager call on the stream of the capture; the last one may not wait for the device."""
         try:
-            with aside(), no_waiting(self._calls == WARM_UP):
+            with aside(), no_waiting(last):
                 return self.work(batch)
         except RuntimeError as error:
             if "synchronizing CUDA operation" not in str(error):
@@ -117,14 +131,14 @@ class Graphed:
         self.before()  # the call that failed has updated nothing: do it again
         return self.work(batch)
 
-    def _capture(self, batch: Batch) -> None:
-        self._batch = {name: x.clone() for name, x in batch.items()}
+    def _capture(self, batch: Batch, captured: _Captured) -> None:
+        captured.batch = {name: x.clone() for name, x in batch.items()}
 
         def work() -> None:
-            self._result = self.work(self._batch)
+            captured.result = self.work(captured.batch)
 
         try:
-            self._graph = capture(work)
+            captured.graph = capture(work)
         except RuntimeError as error:
             self._give_up(f"capturing failed: {str(error).strip().splitlines()[0]}", error)
 
@@ -132,6 +146,11 @@ class Graphed:
         if self.required:
             refuse_graph(reason, error)
         self._reason = reason
+
+
+def shapes_of(task: Any) -> int:
+    """How many shapes the batches of a task come in."""
+    return task.shapes if isinstance(task, HasShapes) else 1
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from tensor_memory_lab.models import Carry
 from tensor_memory_lab.run_config import OptimizerConfig, RunConfig
 from tensor_memory_lab.tasks import Batch, Task
 from tensor_memory_lab.train.batches import rows_in, rows_of
-from tensor_memory_lab.train.graph import Graphed, refuse_graph, why_not_graph
+from tensor_memory_lab.train.graph import Graphed, refuse_graph, shapes_of, why_not_graph
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -135,7 +135,9 @@ class Step:
         self._reason = why_not_graph(self.device, accelerator.num_processes)
         if config.speed in ("auto", "graph") and self._reason is None:
             required = config.speed == "graph"
-            self._graphed = Graphed(self._run, before=self._prepare, required=required)
+            self._graphed = Graphed(
+                self._run, before=self._prepare, required=required, shapes=shapes_of(task)
+            )
         elif config.speed == "graph":
             refuse_graph(str(self._reason))
 
