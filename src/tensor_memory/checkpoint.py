@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from tensor_memory.attachment import Attachment, attachment_of
+from tensor_memory.attachment.overrides import FILES, MEMORY_FILE
 from tensor_memory.build import AnyConfig
 from tensor_memory.files import load_tensors, read_json, save_tensors, write_text
 from tensor_memory.wording import counted
 
-WEIGHTS, DESCRIPTION = "memory.safetensors", "memory.json"
+WEIGHTS, DESCRIPTION = "memory.safetensors", MEMORY_FILE
 
 _HOW = ("backend", "checkpoint_every")
 """Fields that say how a memory is computed, not what it is."""
@@ -74,6 +75,9 @@ def load_memory(
     weights = load_tensors(folder / WEIGHTS, kind=_KIND)
     _require_fit(weights, attachment.state_dict(), folder / WEIGHTS)
     attachment.load_state_dict(weights, strict=True)
+
+
+FILES.save, FILES.load = save_memory, load_memory  # for hosts that PEFT saves
 
 
 def _describe(attachment: Attachment) -> dict[str, Any]:

@@ -137,7 +137,7 @@ def test_a_stream_refuses_a_cache_whose_tokens_it_has_not_seen() -> None:
         model(tokens[:, :7], past_key_values=of_another)
     with stream(), pytest.raises(ValueError, match="holds 7 tokens, of which the memory has seen"):
         model(tokens[:, 7:], past_key_values=off)
-    with stream(), pytest.raises(ValueError, match="another stream has seen and this one has not"):
+    with stream(), pytest.raises(ValueError, match="was filled in another stream"):
         model(tokens[:, 7:], past_key_values=of_another)
     kept = pickle.loads(pickle.dumps(first.state))
     with stream(kept):  # goes on where the first one ended
@@ -154,7 +154,7 @@ def test_a_stream_s_older_state_does_not_continue_a_cache_that_went_on() -> None
         model(tokens[:, 5:7], past_key_values=cache)
     with (
         model.tensor_memory.stream(early),
-        pytest.raises(ValueError, match="holds 7 tokens that another stream has seen"),
+        pytest.raises(ValueError, match="holds 7 tokens and was filled in another stream"),
     ):
         model(tokens[:, 7:], past_key_values=cache)
 
@@ -173,7 +173,7 @@ def test_rows_of_a_cache_do_not_move_without_their_memory(operation: str, argume
     with model.tensor_memory.stream():
         model(text(2, 6), past_key_values=cache)
         before = cache.layers[0].keys
-        with pytest.raises(ValueError, match=rf"attach: {operation} moves rows of a cache whose"):
+        with pytest.raises(ValueError, match=rf"attach: {operation} changes a cache whose"):
             getattr(cache, operation)(argument)
     assert cache.layers[0].keys is before
 

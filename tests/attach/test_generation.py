@@ -12,7 +12,7 @@ import transformers
 from hosts import SMALL, VOCABULARY, WIDTH, gpt2, ids, llama, mistral
 from torch import Tensor, nn
 
-from tensor_memory import MemoryConfig, attach, memory_disabled
+from tensor_memory import MemoryConfig, attach, detach, memory_disabled
 from tensor_memory.attachment.caches import find_cache
 from tolerances import assert_same
 
@@ -251,38 +251,23 @@ def test_a_cache_that_was_filled_or_went_on_without_the_memory_is_refused() -> N
         model(tokens[:, :1], past_key_values=went_on)
 
 
-def test_a_static_cache_is_refused() -> None:
-    model, (tokens, _) = host(llama), prompts()
-    with pytest.raises(ValueError, match=r"a static cache .* use the default dynamic cache"):
-        generate(model, tokens, cache_implementation="static")
+def test_continuous_batching_is_refused_where_it_starts() -> None:
+    """Its thread would put the error into results that come back empty."""
+    model = host(llama)
+    refused = pytest.raises(ValueError, match=r"continuous batching .* use generate\(\) with padd")
+    with refused:
+        model.generate_batch([[1, 2, 3]], max_new_tokens=2)
+    with refused:
+        model.init_continuous_batching()
+    with memory_disabled(model):
+        assert "init_continuous_batching" not in vars(model)
+    with refused:
+        copy.deepcopy(model).init_continuous_batching()
+    detach(model)
+    assert "init_continuous_batching" not in vars(model)
 
 
-def test_taking_tokens_out_of_a_cache_is_refused_and_taking_none_is_not() -> None:
-    model, (tokens, _) = host(llama), prompts()
-    cache = model(tokens, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match=r"crop\(-2\) would take tokens out .* rolled back; copy"):
-        cache.crop(-2)
-    with pytest.raises(ValueError, match=r"crop\(5\) would take tokens out .* rolled back; copy"):
-        cache.crop(5)
-    assert cache.get_seq_length() == 7
-    cache.crop(0)
-    made = model(tokens[:, :1], past_key_values=cache).logits
-    assert_same(made, model(torch.cat([tokens, tokens[:, :1]], dim=1)).logits[:, -1:])
-
-
-@pytest.mark.parametrize("kind", ["assistant", "prompt lookup"])
-def test_assisted_decoding_is_refused_once_a_draft_is_rejected(kind: str) -> None:
-    model, tokens = host(llama), torch.randint(1, VOCABULARY, (1, 12))
-    options = (
-        dict(assistant_model=llama().double().eval())
-        if kind == "assistant"
-        else dict(prompt_lookup_num_tokens=3)
-    )
-    with pytest.raises(ValueError, match="generate without assisted decoding"):
-        generate(model, tokens, **options)
-
-
-def test_continuous_batching_is_refused() -> None:
+def test_a_paged_cache_that_comes_another_way_is_refused() -> None:
     paged = pytest.importorskip("transformers.generation.continuous_batching.cache")
     cache = object.__new__(paged.PagedAttentionCache)
     with pytest.raises(ValueError, match=r"continuous batching packs .* use generate\(\)"):

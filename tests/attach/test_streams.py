@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 from pathlib import Path
@@ -89,6 +90,43 @@ def test_a_stream_can_start_from_a_state_kept_earlier() -> None:
         with attachment.stream(kept):
             last = model(tokens[:, 7:], use_cache=False).logits
         assert_same(last, model(tokens, use_cache=False).logits[:, 7:])
+
+
+def test_a_prompt_is_read_once_and_continued_many_times() -> None:
+    model = window_1()
+    attachment = attach(model, SMALL)
+    prompt, questions = text(1, 8), text(3, 5)
+    whole = model(torch.cat([prompt.expand(3, -1), questions], 1), use_cache=False).logits[:, 8:]
+    with attachment.stream() as s:
+        model(prompt, use_cache=False)
+        kept = s.snapshot()
+        for row in range(3):
+            last = model(questions[row : row + 1], use_cache=False).logits
+            assert_same(last, whole[row : row + 1])
+            s.restore(kept)
+        s.restore(kept.select([0, 0, 0]))
+        assert_same(model(questions, use_cache=False).logits, whole)
+        with pytest.raises(ValueError, match=r"expected states for .*, got one for h\.0"):
+            s.restore({"h.0": next(iter(kept.values()))})
+
+
+def test_a_restored_stream_goes_on_with_the_cache_of_its_snapshot_alone() -> None:
+    model = llama().double().eval()
+    attachment = attach(model, SMALL)
+    prompt, questions = text(2, 6), text(2, 4)
+    cache = DynamicCache(config=model.config)
+    whole = model(torch.cat([prompt, questions], 1)).logits[:, 6:]
+    with attachment.stream() as s, torch.no_grad():
+        model(prompt, past_key_values=cache)
+        kept, copied = s.snapshot(), [copy.deepcopy(cache) for _ in range(2)]
+        assert_same(model(questions, past_key_values=cache).logits, whole)
+        with pytest.raises(ValueError, match="at another moment of this one"):
+            model(questions, past_key_values=copied[0])  # the stream has gone on since
+        for again in copied:
+            s.restore(kept)
+            with pytest.raises(ValueError, match=r"restore the snapshot that belongs"):
+                model(questions, past_key_values=cache)
+            assert_same(model(questions, past_key_values=again).logits, whole)
 
 
 def test_a_stream_refuses_a_state_of_other_blocks() -> None:

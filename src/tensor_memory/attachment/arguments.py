@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tensor_memory.attachment.caches import find_cache
+from tensor_memory.attachment.caches import find_cache, is_static, real_tokens
 
 ArgumentOf = Callable[[str], Any]
 """An argument of one call by its name, None where it was not given."""
@@ -105,7 +105,7 @@ class TokenArguments:
         `around` is what the module outside was given: a mask of floats that a host makes itself, as
         Longformer does, is added to its scores. `names` are kept in `named`.
         """
-        mask = _tensor(signature.get("attention_mask", args, kwargs), (2,))
+        mask = _token_mask(signature, args, kwargs)
         additive = around is not None and mask is not None and mask.is_floating_point()
         if around is not None and mask is around.attention_mask:
             additive = around.additive
@@ -140,14 +140,31 @@ class TokenArguments:
 def refuse_4d_mask(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise where the caller's own mask does not tell padding from what is not attended to."""
     mask = signature.get("attention_mask", args, kwargs)
-    if isinstance(mask, Mapping) or (isinstance(mask, Tensor) and mask.ndim > 2):
-        find_cache(args, kwargs)  # generate() makes such masks for static caches, refused by name
+    if _is_of_pairs(mask) and _static_cache(args, kwargs) is None:
         got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(
             f"attention_mask: expected shape (B, W), not zero where a token is real, got {got}, "
             "from which the memory cannot tell which tokens are padding; pass the 2-D mask (packed "
             "rows are told apart by position_ids)"
         )
+
+
+def _token_mask(
+    signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor | None:
+    """The 2-D mask of a call; with a static cache also from the 4-D one that generate() makes."""
+    mask = signature.get("attention_mask", args, kwargs)
+    cache = _static_cache(args, kwargs) if _is_of_pairs(mask) else None
+    return _tensor(mask, (2,)) if cache is None else real_tokens(mask, cache)
+
+
+def _is_of_pairs(mask: Any) -> bool:
+    return isinstance(mask, Mapping) or (isinstance(mask, Tensor) and mask.ndim > 2)
+
+
+def _static_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any | None:
+    cache = find_cache(args, kwargs)
+    return cache if cache is not None and is_static(cache) else None
 
 
 def columns_of_call(mask: Tensor, B: int, N: int, before: int | None) -> Tensor | None:

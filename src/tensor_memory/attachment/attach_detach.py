@@ -145,7 +145,7 @@ def attach(
     )
     with ExitStack() as undo:  # a host that refuses half-way is left as it was
         undo.callback(_unfreeze, attachment)
-        undo.callback(attachment.uninstall)
+        undo.callback(attachment.retire)
         if freeze_host:
             attachment.frozen = [p for p in model.parameters() if p.requires_grad]
             for parameter in attachment.frozen:

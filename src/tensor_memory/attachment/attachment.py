@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -11,8 +12,14 @@ from torch.utils.hooks import RemovableHandle
 from tensor_memory.attachment.blocks import Block, placement
 from tensor_memory.attachment.caches import UNTRACED, memory_of
 from tensor_memory.attachment.compiled import guard_hooks
-from tensor_memory.attachment.hooks import BlockHook, EntryHook, modules_around
+from tensor_memory.attachment.hooks import NAME, BlockHook, EntryHook, modules_around
 from tensor_memory.attachment.host_call import DEPTH, HostCalls
+from tensor_memory.attachment.overrides import (
+    Overrides,
+    go_with_adapters,
+    refuse_continuous_batching,
+    warn_if_left_out,
+)
 from tensor_memory.attachment.places import PlaceSource
 from tensor_memory.attachment.stream import Stream
 from tensor_memory.build import AnyConfig, AnyState, build_memory
@@ -74,9 +81,16 @@ class Attachment(nn.Module):
         self._calls = HostCalls(
             host, self, scope=scope, refuse_causal=refuse_causal, place_source=place_source
         )
+        self._refusals, self._companions = Overrides(), Overrides()
+        self.told_frozen = self.told_left_out = False
+        """What has been said about PEFT, which is said once."""
+        self.register_state_dict_post_hook(warn_if_left_out)
+        self._make_hooks(blocks, layers)
+
+    def _make_hooks(self, blocks: Sequence[Block], layers: Sequence[MemoryResidual]) -> None:
         self._entries = [
             EntryHook(self._calls, module, next_to_blocks=next_to_blocks)
-            for module, next_to_blocks in modules_around(host, self.paths)
+            for module, next_to_blocks in modules_around(self.host, self.paths)
         ]
         self._block_hooks = [
             BlockHook(self._calls, block, layer)
@@ -93,15 +107,32 @@ class Attachment(nn.Module):
         """Whether all layers share one set of memory weights."""
         return self.memory is not None
 
+    @property
+    def rollback(self) -> int:
+        """Tokens that can be taken back out of a cache: `crop`, and so assisted decoding.
+
+        64 at first. The hidden states of so many tokens, at most of twice as many, are kept for
+        every layer of a cache, and two states beside the one in use. It grows by itself with the
+        drafts that are seen. 0 keeps nothing.
+        """
+        return self._calls.rollback
+
+    @rollback.setter
+    def rollback(self, tokens: int) -> None:
+        if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
+            raise ValueError(
+                f"rollback: expected a number of tokens, 0 or more, got {tokens!r}; 64 is enough "
+                "for drafts of about 20"
+            )
+        self._calls.rollback = tokens
+
     def num_parameters(self) -> int:
         """Numbers the memory adds to the host."""
         return sum(p.numel() for p in self.parameters())
 
     def stream(self, state: Mapping[str, AnyState] | None = None) -> Stream:
         """Calls that belong together: `with attachment.stream() as s:`, see `Stream`."""
-        if state is not None:
-            self._require_states(state)
-        return Stream(self._calls.opened, state)
+        return Stream(self._calls.opened, state, require=self._require_states)
 
     def _require_states(self, state: Mapping[str, AnyState]) -> None:
         if not isinstance(state, Mapping):
@@ -122,7 +153,12 @@ class Attachment(nn.Module):
     def state_on(self, cache: Any) -> dict[str, AnyState]:
         """The states a Hugging Face cache carries, by the path of their block."""
         memory = memory_of(cache)
-        return dict(memory.states) if memory is not None else {}
+        if memory is None:
+            return {}
+        runs = {hook.block.path: hook.run for hook in self._block_hooks}
+        for slot in list(memory.to_read):  # after tokens were taken back
+            memory.get(slot, runs[slot.partition("#")[0]])
+        return dict(memory.states)
 
     def extra_repr(self) -> str:  # noqa: D102
         kind = "one memory shared" if self.shared else "one memory each"
@@ -132,10 +168,42 @@ class Attachment(nn.Module):
         """x, unchanged: a host that is an `nn.Sequential` calls whatever is registered on it."""
         return x
 
+    def requires_grad_(self, requires_grad: bool = True) -> Attachment:
+        """Train the memory, or do not; saying so here spares a warning that PEFT has frozen it."""
+        self.told_frozen = not requires_grad
+        return super().requires_grad_(requires_grad)
+
+    def move_to(self, host: nn.Module) -> None:
+        """Become a part of `host`, a module inside the one that has the memory now.
+
+        For a host that comes out of its PEFT wrapper; blocks are known by their paths in it then.
+        """
+        around = self.host
+        inside = [path for path, module in around.named_modules() if module is host and path]
+        if not inside:
+            return
+        was_on = self.uninstall()
+        self._companions.remove()
+        delattr(around, NAME)
+        self.paths = [path.removeprefix(f"{inside[0]}.") for path in self.paths]
+        blocks = [
+            replace(hook.block, path=path, module=host.get_submodule(path))
+            for path, hook in zip(self.paths, self._block_hooks, strict=True)
+        ]
+        self._calls.host = host
+        self._make_hooks(blocks, [hook.layer for hook in self._block_hooks])
+        host.add_module(NAME, self)
+        if was_on:
+            self.install()
+        else:
+            self.disable()
+
     def install(self) -> None:
         """Put the hooks on the host."""
         UNTRACED.update()
         guard_hooks()
+        refuse_continuous_batching(self.host, self._refusals)
+        go_with_adapters(self.host, self, self._companions)
         for entry in self._entries:
             self._handles += entry.install()
             if getattr(entry.module, _NESTED, False) is True:
@@ -151,6 +219,7 @@ class Attachment(nn.Module):
         for handle in (*handles, *self._taking):
             handle.remove()
         self._taking = []
+        self._refusals.remove()
         for module in self._unnested:
             setattr(module, _NESTED, True)
         self._unnested = []
@@ -174,4 +243,5 @@ class Attachment(nn.Module):
     def retire(self) -> None:
         """Take the hooks off for good: no stream of this memory opens any more."""
         self.uninstall()
+        self._companions.remove()
         self._calls.opened.detached = True

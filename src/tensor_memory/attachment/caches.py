@@ -9,40 +9,19 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from tensor_memory.attachment.stream import Stream
+from tensor_memory.attachment.cache_memory import CacheMemory, StaticCacheMemory, cache_layers
+from tensor_memory.attachment.rollback import Call, Run
+from tensor_memory.attachment.stream import Moment, Stream
 from tensor_memory.build import AnyState
 from tensor_memory.wording import counted
 
 _ATTRIBUTE = "_tensor_memory"
-
-
-class CacheMemory:
-    """States of all memory layers for the rows of one cache."""
-
-    def __init__(self) -> None:
-        self.states: dict[str, AnyState] = {}
-        self.seen: dict[str, int] = {}
-        """Tokens each layer has seen, padding included: the length the cache must have."""
-        self.moment: tuple[str, int] | None = None
-        """The stream that held the state while this cache was filled, and how far it had come."""
-
-    def get(self, slot: str) -> AnyState | None:
-        """The state of one memory layer, None before its first call."""
-        return self.states.get(slot)
-
-    def put(self, slot: str, state: AnyState, tokens: int) -> None:
-        """Continue that layer from `state` in the next call, after `tokens` more."""
-        self.states[slot] = state
-        self.seen[slot] = self.seen.get(slot, 0) + tokens
-
-    def change(self, change: Callable[[AnyState], AnyState]) -> None:
-        """Replace every state by what `change` makes of it."""
-        self.states = {slot: change(state) for slot, state in self.states.items()}
 
 
 def find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any | None:
@@ -58,15 +37,52 @@ def find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any | None:
                 "keeps no state per request, so a memory cannot be served there; use generate()"
             )
         if isinstance(value, module.Cache):
-            parts = (value, getattr(value, "self_attention_cache", None))
-            if any(isinstance(part, module.StaticCache) for part in parts):
-                raise ValueError(
-                    "attach: a static cache is filled in place by a compiled step and cannot "
-                    "carry the memory's state; use the default dynamic cache "
-                    "(cache_implementation=None)"
-                )
             return value
     return None
+
+
+def is_static(cache: Any) -> bool:
+    """Whether a cache of transformers is filled in place, as compiled steps need it."""
+    kind = sys.modules["transformers.cache_utils"].StaticCache
+    return isinstance(getattr(cache, "self_attention_cache", cache), kind)
+
+
+def real_tokens(mask: Tensor | Mapping[str, Tensor | None], cache: Any) -> Tensor | None:
+    """(B, N) true where a token is real, from the 4-D mask that generate() makes.
+
+    It makes one (B, 1, N, keys) for static caches, or several by the kind of their layers. A
+    token is real where it attends to itself. None: all are.
+    """
+    layers = cache_layers(cache)
+    index = next((i for i, layer in enumerate(layers) if not _is_sliding(layer)), 0)
+    kind = "sliding_attention" if _is_sliding(layers[index]) else "full_attention"
+    pairs = mask.get(kind) if isinstance(mask, Mapping) else mask
+    if pairs is None:
+        return None
+    attends = pairs[:, 0] if pairs.dtype == torch.bool else pairs[:, 0] >= 0  # (B, N, keys)
+    B, N, _ = attends.shape
+    _, first_key = layers[index].get_mask_sizes(N)
+    own = torch.arange(N, device=attends.device) + layers[index].get_seq_length() - first_key
+    real = attends.gather(2, own[None, :, None].expand(B, N, 1))[..., 0]
+    if not torch.compiler.is_compiling() and N > 1 and not _is_sliding(layers[index]):
+        _require_causal(attends, real)
+    return real
+
+
+def _is_sliding(layer: Any) -> bool:
+    return bool(getattr(layer, "is_sliding", False))
+
+
+def _require_causal(attends: Tensor, real: Tensor) -> None:
+    """Raise where tokens do not attend to all the real ones before them: documents, say."""
+    earlier = attends.sum(-1) - real.cumsum(1)  # (B, N) real tokens before this call
+    most = earlier.masked_fill(~real, 0).amax(1, keepdim=True)
+    if bool((real & (earlier != most)).any()):
+        raise ValueError(
+            f"attention_mask: expected each token to attend to all real tokens before it, got a "
+            f"mask {tuple(attends.shape)} of other pairs, from which the memory cannot tell where "
+            "documents start; pass the 2-D mask (packed rows are told apart by position_ids)"
+        )
 
 
 def refuse_foreign_cache(module: Any, arguments: Callable[[str], Any]) -> None:
@@ -97,7 +113,7 @@ def carry(cache: Any) -> CacheMemory:
     """The memory a cache carries, after giving it an empty one where it has none."""
     memory = memory_of(cache)
     if memory is None:
-        memory = CacheMemory()
+        memory = StaticCacheMemory() if is_static(cache) else CacheMemory()
         cache.__class__ = _carrying(type(cache))
         setattr(cache, _ATTRIBUTE, memory)
     return memory
@@ -109,30 +125,38 @@ class LentCache:
     def __init__(self, memory: CacheMemory, stream: Stream) -> None:
         self.memory, self.stream = memory, stream
 
-    def get(self, slot: str) -> AnyState | None:
+    def get(self, slot: str, run: Run) -> AnyState | None:
         """The state of one memory layer, None before its first call."""
-        return self.stream.get(slot)
+        return self.stream.get(slot, run)
 
-    def put(self, slot: str, state: AnyState, tokens: int) -> None:
+    def put(self, slot: str, state: AnyState, tokens: int, call: Call | None) -> None:
         """Continue that layer from `state` in the next call, after `tokens` more."""
-        self.stream.put(slot, state, tokens)
-        self.memory.seen[slot] = self.memory.seen.get(slot, 0) + tokens
-        self.memory.moment = self.stream.moment
+        self.stream.put(slot, state, tokens, call)
+        self.memory.count(slot, tokens)
+        self.memory.moments[slot] = self.stream.moments[slot]
+
+    def can_go_back(self, x: Tensor) -> bool:
+        """Whether tokens are remembered: no, the stream has a snapshot for that."""
+        return False
 
 
 StateHolder = Stream | CacheMemory | LentCache
 """Who keeps the state of every memory layer from one call of the host to the next."""
 
 
-def admit(cache: Any, stream: Stream | None, added: int = 0) -> None:
+def admit(cache: Any, stream: Stream | None, virtual: int = 0, added: int = 0) -> None:
     """Raise where the memory has not seen what a cache holds.
 
     Asked where a call enters the host, before its attention puts anything into the cache. A cache
     that the host made itself is first met after a block: `added` tokens later, or none where no
-    block so far has lengthened it (one without attention, or one that training drops).
+    block so far has lengthened it (one without attention, or one that training drops). A new one
+    may hold `virtual` tokens, of prefix tuning.
     """
     memory, held = carry(cache), tokens_in(cache)
-    seen = max(memory.seen.values(), default=0)
+    if virtual and held == virtual and not memory.tokens_seen():
+        memory.virtual = virtual
+    held -= memory.virtual
+    seen = memory.tokens_seen()
     if stream is not None and memory.states:
         raise ValueError(
             "stream: the cache carries a state of the memory, and so does the open stream; start "
@@ -143,30 +167,32 @@ def admit(cache: Any, stream: Stream | None, added: int = 0) -> None:
         raise ValueError(
             f"attach: the cache holds {counted(before, 'token')}, of which the memory has "
             f"seen {seen}: it was filled before attach(), with the memory disabled, by a call that "
-            "failed, or changed by hand; start from an empty cache"
+            "failed, by prefix tuning around the host (attach to the PEFT model then), or changed "
+            "by hand; start from an empty cache"
         )
-    if seen and memory.moment is not None:
-        _require_stream(memory.moment, seen, stream)
+    if seen and memory.moments:
+        _require_stream(memory.moments, seen, stream)
 
 
-def _require_stream(moment: tuple[str, int], seen: int, stream: Stream | None) -> None:
+def _require_stream(moments: dict[str, Moment], seen: int, stream: Stream | None) -> None:
     if stream is None:
         raise ValueError(
             f"attach: the cache holds {counted(seen, 'token')}, and it was filled inside a stream, "
             "which owned the state; start from an empty cache, or go on in that stream"
         )
-    if stream.name != moment[0] and stream.continues != moment:
+    if any(stream.moments.get(slot) != moment for slot, moment in moments.items()):
         raise ValueError(
-            f"stream: the cache holds {counted(seen, 'token')} that another stream has seen and "
-            "this one has not; start from an empty cache, or open this stream with the other's "
-            "state: attachment.stream(s.state)"
+            f"stream: the cache holds {counted(seen, 'token')} and was filled in another stream, "
+            "or at another moment of this one; start from an empty cache, open the stream with "
+            "the other's state (attachment.stream(s.state)), or restore the snapshot that belongs "
+            "to the cache (s.restore(snapshot))"
         )
 
 
 def hold(cache: Any, stream: Stream | None, tokens: int, admitted: list[Any]) -> StateHolder:
     """Who keeps the state of a call with this cache; one the host made itself is checked here."""
     if not any(cache is other for other in admitted):
-        admit(cache, stream, tokens)
+        admit(cache, stream, added=tokens)
         admitted.append(cache)
     memory = carry(cache)
     return memory if stream is None else LentCache(memory, stream)
@@ -177,7 +203,7 @@ def tokens_in(cache: Any) -> int:
 
     The first layer may count and hold nothing: one without attention keeps its state elsewhere.
     """
-    layers = _layers(cache)
+    layers = cache_layers(cache)
     if not layers:
         return int(cache.get_seq_length())
     counted = [int(layer.get_seq_length()) for layer in layers if hasattr(layer, "get_seq_length")]
@@ -189,25 +215,43 @@ def tokens_in(cache: Any) -> int:
     return max(counted)
 
 
-def _layers(cache: Any) -> list[Any]:
-    return list(getattr(getattr(cache, "self_attention_cache", cache), "layers", ()))
-
-
 class _Untraced:
     """`admit` and `hold` for the hooks: dynamo, which cannot trace a change of class, skips them.
 
     Importing dynamo takes seconds, so they are wrapped only after something else has imported it.
-    transformers, where caches come from, does.
+    transformers, where caches come from, does. A static cache that carries a memory already is
+    traced, since its compiled steps are.
     """
 
     def __init__(self) -> None:
-        self.admit: Callable[..., Any] = admit
-        self.hold: Callable[..., Any] = hold
+        self._admit: Callable[..., Any] = admit
+        self._hold: Callable[..., Any] = hold
+
+    def admit(self, cache: Any, stream: Stream | None, virtual: int) -> None:
+        """`admit`, where a call enters the host."""
+        memory = _traced_memory(cache, stream)
+        if memory is not None:
+            memory.require_length(cache)
+        else:
+            self._admit(cache, stream, virtual)
+
+    def hold(
+        self, cache: Any, stream: Stream | None, tokens: int, admitted: list[Any]
+    ) -> StateHolder:
+        """`hold`, after a block."""
+        return _traced_memory(cache, stream) or self._hold(cache, stream, tokens, admitted)
 
     def update(self) -> None:
         """Wrap the functions where dynamo has been imported since."""
-        if "torch._dynamo" in sys.modules and self.hold is hold:
-            self.admit, self.hold = torch.compiler.disable(admit), torch.compiler.disable(hold)
+        if "torch._dynamo" in sys.modules and self._hold is hold:
+            self._admit, self._hold = torch.compiler.disable(admit), torch.compiler.disable(hold)
+
+
+def _traced_memory(cache: Any, stream: Stream | None) -> StaticCacheMemory | None:
+    if not torch.compiler.is_compiling() or stream is not None:
+        return None
+    memory = getattr(cache, _ATTRIBUTE, None)
+    return memory if isinstance(memory, StaticCacheMemory) else None
 
 
 UNTRACED = _Untraced()
@@ -216,49 +260,43 @@ UNTRACED = _Untraced()
 class _Carries:
     """Mixed into the class of a cache that carries a memory."""
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+    def reorder_cache(self, beam_idx: Tensor) -> None:
         self._require_own_state("reorder_cache")
         super().reorder_cache(beam_idx)  # type: ignore[misc]
-        carry(self).change(lambda state: state.select(beam_idx))
+        carry(self).select(lambda rows: beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._require_own_state("batch_repeat_interleave")
         super().batch_repeat_interleave(repeats)  # type: ignore[misc]
-        carry(self).change(
-            lambda state: state.select(torch.arange(state.batch_size).repeat_interleave(repeats))
-        )
+        carry(self).select(lambda rows: torch.arange(rows).repeat_interleave(repeats))
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: Tensor) -> None:
         self._require_own_state("batch_select_indices")
         super().batch_select_indices(indices)  # type: ignore[misc]
-        carry(self).change(
-            lambda state: state.select(
-                torch.arange(state.batch_size, device=indices.device)[indices]
-            )
-        )
+        carry(self).select(lambda rows: torch.arange(rows, device=indices.device)[indices])
 
     def reset(self) -> None:
         super().reset()  # type: ignore[misc]
-        memory = carry(self)
-        memory.states, memory.seen, memory.moment = {}, {}, None
+        carry(self).reset()
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
-        held = int(self.get_seq_length())  # type: ignore[attr-defined]
+        held = tokens_in(self)
         amount = int(next(iter((*args, *kwargs.values())), 0))
-        if held and amount and amount < held:  # below 0: so many go; in older caches: what stays
-            raise ValueError(
-                f"attach: crop({amount}) would take tokens out of a cache whose memory has "
-                "already written them, and a memory cannot be rolled back; copy the cache before "
-                "the tokens that may have to go (copy.deepcopy), and generate without assisted "
-                "decoding (assistant_model, prompt_lookup_num_tokens)"
-            )
+        wish = f"crop({amount})"
+        # Below 0: so many go. Above, in older caches: so many stay.
+        taken = min(-amount, held) if amount <= 0 else max(held - amount, 0)
+        if taken:
+            self._require_own_state(wish)
+            carry(self).require_history(taken, wish)
         super().crop(*args, **kwargs)  # type: ignore[misc]
+        carry(self).take_back(held - tokens_in(self))
 
     def _require_own_state(self, operation: str) -> None:
-        if carry(self).moment is not None:
+        if carry(self).moments:
             raise ValueError(
-                f"attach: {operation} moves rows of a cache whose memory is owned by a stream; "
-                "leave the stream first, so that the state lives on the cache (beam search)"
+                f"attach: {operation} changes a cache whose memory is owned by a stream; leave the "
+                "stream first, so that the state lives on the cache (beam search, assisted "
+                "decoding), or go back with stream.snapshot() and stream.restore()"
             )
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # the subclass exists in this process alone

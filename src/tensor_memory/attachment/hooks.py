@@ -15,7 +15,9 @@ from tensor_memory.attachment.caches import UNTRACED, find_cache, refuse_foreign
 from tensor_memory.attachment.causal_hosts import refuse_causal_call
 from tensor_memory.attachment.hidden_states import put_hidden, take_hidden
 from tensor_memory.attachment.host_call import DEPTH, HostCall, HostCalls, tokens_before
+from tensor_memory.attachment.overrides import virtual_tokens, warn_if_frozen
 from tensor_memory.attachment.recompute import FirstRuns, Given, Streamed, in_backward
+from tensor_memory.attachment.rollback import run_and_remember
 from tensor_memory.build import AnyState
 from tensor_memory.config import MemoryConfig
 from tensor_memory.residual import MemoryResidual
@@ -72,6 +74,8 @@ class EntryHook:
                 self._require_registered()
                 if in_backward():
                     self.streamed.refuse(args, kwargs, stream_open=stream is not None)
+                if module.training and torch.is_grad_enabled():
+                    warn_if_frozen(self.calls.memory)
             call = HostCall()
         if not call.levels:
             refuse_4d_mask(self.signature, args, kwargs)
@@ -80,7 +84,7 @@ class EntryHook:
         if self.next_to_blocks:  # further out, it may be the cache of blocks without a memory
             cache = find_cache(args, kwargs)
             if cache is not None:
-                UNTRACED.admit(cache, stream)
+                UNTRACED.admit(cache, stream, virtual_tokens(self.calls.host))
                 call.caches.append(cache)
         if not compiling and stream is not None:
             self.streamed.remember(args, kwargs)
@@ -124,6 +128,7 @@ class BlockHook:
         self.calls, self.block, self.layer = calls, block, layer
         self.signature = Signature(block.module)
         self.first_runs = FirstRuns()
+        self.chunk = getattr(layer.memory.config, "chunk_size", 1)
 
     def install(self) -> RemovableHandle:
         """Put the hook on the block."""
@@ -139,7 +144,7 @@ class BlockHook:
         call = calls.current
         if call is None and in_backward():
             given = self.first_runs.recall(block.path, args, kwargs)
-            return put_hidden(output, block, self._run(x, given)[0])
+            return put_hidden(output, block, self.run(x, given)[0])
 
         call = call or HostCall()
         depth = calls.scope == DEPTH
@@ -158,21 +163,23 @@ class BlockHook:
             where = call.places(source, of_block, x, mask)
         state = call.states.get(slot) if depth else None
         if state is None and holder is not None:
-            state = holder.get(slot)
+            state = holder.get(slot, self.run)
 
         given = Given(state, mask, reset, where)
         if not torch.compiler.is_compiling() and (torch.is_grad_enabled() or module.training):
             self.first_runs.remember(args, kwargs, given)
-        y, state = self._run(x, given)
+        keep = calls.rollback if holder is not None and holder.can_go_back(x) else 0
+        y, state, seen = run_and_remember(self.run, x, given, chunk=self.chunk, keep=keep)
         if depth:
             call.states[slot] = state
         if holder is not None:
-            call.results.append((holder, slot, state, x.shape[1]))
+            call.results.append((holder, slot, state, x.shape[1], seen))
             if not call.levels:  # the block was called by itself
                 call.hand_over()
         return put_hidden(output, block, y)
 
-    def _run(self, x: Tensor, given: Given) -> tuple[Tensor, AnyState]:
+    def run(self, x: Tensor, given: Given) -> tuple[Tensor, AnyState]:
+        """The memory layer on hidden states x (B, N, d)."""
         held = self.layer.memory.output.weight.dtype
         if x.dtype != held and not torch.is_autocast_enabled(x.device.type):
             raise TypeError(

@@ -30,6 +30,7 @@ from tensor_memory.attachment.arguments import (
 )
 from tensor_memory.attachment.caches import UNTRACED, LentCache, StateHolder
 from tensor_memory.attachment.places import PlaceSource
+from tensor_memory.attachment.rollback import ROLLBACK, Call
 from tensor_memory.attachment.stream import OpenStream, Stream
 from tensor_memory.build import AnyState
 
@@ -47,9 +48,10 @@ class HostCall:
     states: dict[str, AnyState] = field(default_factory=dict)
     """States that live for this call alone."""
 
-    results: list[tuple[StateHolder, str, AnyState, int]] = field(default_factory=list)
-    """States for their holders, each with its slot and its number of tokens. They are handed over
-    when the call succeeds, so that a call that fails can be made again."""
+    results: list[tuple[StateHolder, str, AnyState, int, Call | None]] = field(default_factory=list)
+    """States for their holders, each with its slot, its number of tokens, and what is remembered
+    to take them back. They are handed over when the call succeeds, so that a call that fails can
+    be made again."""
 
     returned: object | None = None
     """The module that returned last; one that is left and is not this one has raised."""
@@ -101,8 +103,8 @@ class HostCall:
 
     def hand_over(self) -> None:
         """Give every holder its states."""
-        for holder, slot, state, tokens in self.results:
-            holder.put(slot, state, tokens)
+        for holder, slot, state, tokens, call in self.results:
+            holder.put(slot, state, tokens, call)
 
     def slot(self, path: str) -> str:
         """Name of the state that the next run of block `path` uses."""
@@ -266,7 +268,7 @@ class HostCalls:
     def __init__(
         self,
         host: nn.Module,
-        memory: nn.Module,
+        memory: Any,
         *,
         scope: str,
         refuse_causal: bool,
@@ -275,6 +277,8 @@ class HostCalls:
         self.host, self.memory, self.place_source = host, memory, place_source
         self.scope, self.refuse_causal = scope, refuse_causal
         self.opened = OpenStream()
+        self.rollback = ROLLBACK
+        """Tokens that can be taken back out of a cache."""
         self._threads = _CallOfThread()
 
     @property
@@ -300,7 +304,7 @@ class HostCalls:
 
 
 def tokens_before(holder: StateHolder | None, slot: str) -> int | None:
-    """Tokens of the cache that a layer has seen before this call; None while it is traced.
+    """Tokens of the cache before this call; None while it is traced, and for a static cache.
 
     A traced number would be compiled in, and every step would compile again.
     """
@@ -309,7 +313,7 @@ def tokens_before(holder: StateHolder | None, slot: str) -> int | None:
     if torch.compiler.is_compiling():
         return None
     memory = holder.memory if isinstance(holder, LentCache) else holder
-    return memory.seen.get(slot, 0)
+    return memory.tokens_before(slot)
 
 
 def _are_same(one: list[Any], other: list[Any]) -> bool:

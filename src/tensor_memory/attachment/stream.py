@@ -3,48 +3,90 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 from torch import Tensor
 
+from tensor_memory.attachment.rollback import Call, Run
 from tensor_memory.build import AnyState
+
+Moment = tuple[str, int]
+"""A stream, and how many states it had been given: no other moment of any stream is the same."""
 
 
 class StreamState(dict[str, AnyState]):
-    """States by the path of their block, and the moment of the stream they were taken at."""
+    """States by the path of their block, and the moments of a stream that they come from."""
 
-    def __init__(self, states: Mapping[str, AnyState], moment: tuple[str, int]) -> None:
+    def __init__(self, states: Mapping[str, AnyState], moments: Mapping[str, Moment]) -> None:
         super().__init__(states)
-        self.moment = moment
+        self.moments = dict(moments)
+
+    def select(self, rows: Tensor | Sequence[int]) -> StreamState:
+        """The rows named by index, repeats allowed: one prompt for many requests.
+
+        >>> import torch
+        >>> from torch import nn
+        >>> from tensor_memory import MemoryConfig, attach
+        >>> block = nn.TransformerEncoderLayer(16, 2, batch_first=True)
+        >>> model = nn.TransformerEncoder(block, 2, enable_nested_tensor=False).eval()
+        >>> attachment = attach(model, MemoryConfig(channels=4, grid=(3, 3), chunk_size=2))
+        >>> with attachment.stream() as s, torch.no_grad():
+        ...     _ = model(torch.randn(1, 7, 16))  # the prompt, once
+        ...     prompt = s.snapshot()
+        ...     for _ in range(2):  # each request goes on from the prompt
+        ...         s.restore(prompt.select([0, 0, 0]))
+        ...         _ = model(torch.randn(3, 5, 16))
+        """
+        chosen = {slot: state.select(rows) for slot, state in self.items()}
+        return StreamState(chosen, self.moments)
 
 
 class Stream:
     """Open with `with attachment.stream() as s:`; while open it owns the memory's state.
 
     The state stays readable after the stream has closed, and `attachment.stream(s.state)`
-    continues from it.
+    continues from it. `snapshot` and `restore` go back inside a stream: a prompt is read once and
+    continued many times.
     """
 
-    def __init__(self, opened: OpenStream, state: Mapping[str, AnyState] | None = None) -> None:
-        self._opened = opened
-        self._states = dict(state or {})
-        self._puts = 0
-        self.name = uuid.uuid4().hex
-        """Tells the caches filled in this stream from those of others."""
-        self.continues = state.moment if isinstance(state, StreamState) else None
-        """The moment of another stream that this one started from."""
+    def __init__(
+        self,
+        opened: OpenStream,
+        state: Mapping[str, AnyState] | None = None,
+        *,
+        require: Callable[[Mapping[str, AnyState]], None],
+    ) -> None:
+        self._opened, self._require = opened, require
+        self._states: dict[str, AnyState] = {}
+        self._name, self._puts = uuid.uuid4().hex, 0
+        self.moments: dict[str, Moment] = {}
+        """Where each memory layer stands; a cache filled in a stream must stand there too."""
+        if state is not None:
+            self.restore(state)
 
     @property
     def state(self) -> StreamState:
         """The state of every memory layer by the path of its block; empty before the first call."""
-        return StreamState(self._states, self.moment)
+        return StreamState(self._states, self.moments)
 
-    @property
-    def moment(self) -> tuple[str, int]:
-        """The stream and how far it has come."""
-        return self.name, self._puts
+    def snapshot(self) -> StreamState:
+        """The state of every memory layer now, to come back to: `restore`.
+
+        States are values, so that nothing is copied and no later call changes a snapshot.
+        """
+        return self.state
+
+    def restore(self, snapshot: Mapping[str, AnyState]) -> None:
+        """Go back to a snapshot, of this stream or of another one of the same model.
+
+        A Hugging Face cache in use must go back too: go on with a copy that was made together
+        with the snapshot (`copy.deepcopy(cache)`). Any other is refused.
+        """
+        self._require(snapshot)
+        self._states = dict(snapshot)
+        self.moments = dict(snapshot.moments) if isinstance(snapshot, StreamState) else {}
 
     @property
     def nbytes(self) -> int:
@@ -59,14 +101,18 @@ class Stream:
         """Cut the state off from the graph: truncated back-propagation through time."""
         self._states = {slot: state.detach() for slot, state in self._states.items()}
 
-    def get(self, slot: str) -> AnyState | None:
+    def get(self, slot: str, run: Run) -> AnyState | None:
         """The state of one memory layer, None before its first call."""
         return self._states.get(slot)
 
-    def put(self, slot: str, state: AnyState, tokens: int) -> None:
+    def put(self, slot: str, state: AnyState, tokens: int, call: Call | None) -> None:
         """Continue that layer from `state` in the next call."""
-        self._states[slot] = state
         self._puts += 1
+        self._states[slot], self.moments[slot] = state, (self._name, self._puts)
+
+    def can_go_back(self, x: Tensor) -> bool:
+        """Whether tokens are remembered, to be taken back: no, `snapshot` is there for that."""
+        return False
 
     def __enter__(self) -> Stream:
         self._opened.open(self)

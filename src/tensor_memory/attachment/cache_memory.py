@@ -1,0 +1,212 @@
+"""States of all memory layers for the rows of one cache, and how to take tokens back."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensor_memory.attachment.rollback import Call, History, Run, select_rows
+from tensor_memory.attachment.stream import Moment
+from tensor_memory.build import AnyState
+from tensor_memory.state import MemoryState
+from tensor_memory.wording import counted
+
+
+class CacheMemory:
+    """States of all memory layers for the rows of one cache."""
+
+    def __init__(self) -> None:
+        self.states: dict[str, AnyState] = {}
+        self.seen: dict[str, int] = {}
+        """Tokens each layer has seen, padding included: the length the cache must have."""
+        self.moments: dict[str, Moment] = {}
+        """Where the stream that owns the states stood when this cache was filled, by layer."""
+        self.virtual = 0
+        """Tokens in the cache that prefix tuning put there, and no layer sees."""
+        self.histories: dict[str, History] = {}
+        """What each layer has seen last, so that tokens can be taken back."""
+        self.to_read: dict[str, Call] = {}
+        """What layers must read again to have their state, after tokens were taken back."""
+
+    def get(self, slot: str, run: Run) -> AnyState | None:
+        """The state of one memory layer, None before its first call; `run` runs that layer."""
+        call = self.to_read.pop(slot, None)
+        if call is not None:
+            state = run(call.x, call.given)[1] if call.tokens else call.given.state
+            self.states.pop(slot, None)
+            if state is not None:
+                self.states[slot] = state
+        return self.states.get(slot)
+
+    def put(self, slot: str, state: AnyState, tokens: int, call: Call | None) -> None:
+        """Continue that layer from `state` in the next call, after `tokens` more."""
+        self.states[slot] = state
+        self.count(slot, tokens)
+        if call is not None:
+            self.histories.setdefault(slot, History()).add(call)
+        elif self.histories:
+            self.histories = {}
+
+    def count(self, slot: str, tokens: int) -> None:
+        """A layer has seen so many more tokens."""
+        self.seen[slot] = self.seen.get(slot, 0) + tokens
+
+    def tokens_seen(self) -> int:
+        """Tokens that the memory has seen."""
+        return max(self.seen.values(), default=0)
+
+    def tokens_before(self, slot: str) -> int | None:
+        """Tokens of the cache before the next call of a layer; None where a device knows it."""
+        return self.seen.get(slot, 0) + self.virtual
+
+    def reset(self) -> None:
+        """Start empty."""
+        self.states, self.seen, self.moments, self.virtual = {}, {}, {}, 0
+        self.histories, self.to_read = {}, {}
+
+    def can_go_back(self, x: Tensor) -> bool:
+        """Whether tokens with these hidden states are remembered, to be taken back.
+
+        Not where gradients go through them, which would be kept alive, and not in traced code.
+        """
+        learns = torch.is_grad_enabled() and x.requires_grad
+        return not learns and not torch.compiler.is_compiling()
+
+    def take_back(self, tokens: int) -> None:
+        """Put every layer back to where it was before its last tokens."""
+        for slot, history in self.histories.items():
+            call = history.take_back(tokens)
+            if call is not None:
+                self.to_read[slot] = call
+                self.seen[slot] -= tokens
+
+    def require_history(self, tokens: int, wish: str) -> None:
+        """Raise unless so many tokens can be taken back."""
+        held = (self.histories[slot].tokens for slot in self.states if slot in self.histories)
+        reach = min(held, default=0) if len(self.histories) == len(self.states) else 0
+        if tokens > reach:
+            raise ValueError(
+                f"attach: {wish} takes {counted(tokens, 'token')} out of a cache, and its memory "
+                f"can go back by {reach}; set attachment.rollback = {tokens} before they are read "
+                "(without gradients, and not compiled), or copy the cache before tokens that may "
+                "have to go: copy.deepcopy"
+            )
+
+    def select(self, rows: Callable[[int], Tensor]) -> None:
+        """Keep these rows: indices (B,) of the number of rows there are."""
+        self.states = {
+            slot: state.select(rows(state.batch_size)) for slot, state in self.states.items()
+        }
+        self.to_read = {
+            slot: select_rows(call, rows(call.x.shape[0])) for slot, call in self.to_read.items()
+        }
+        self.histories = {}  # of other rows
+
+
+class StaticCacheMemory(CacheMemory):
+    """The same for a static cache: in tensors that stay where they are.
+
+    A compiled step reads and writes them in place, so that it is compiled once and a CUDA graph
+    can replay it. For the same reason nothing here is a number that changes from call to call.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, Tensor] = {}
+        """Tokens each layer has seen, padding included."""
+
+    def put(self, slot: str, state: AnyState, tokens: int, call: Call | None) -> None:
+        """Continue that layer from `state` in the next call, after `tokens` more."""
+        held = self.states.get(slot)
+        if held is None or held.batch_size != state.batch_size:
+            self.states[slot] = _fixed(state)
+        else:
+            for old, new in zip(_tensors(held), _tensors(state), strict=True):
+                old.copy_(new)
+        self.count(slot, tokens)
+
+    def count(self, slot: str, tokens: int) -> None:
+        """A layer has seen so many more tokens."""
+        if slot not in self.counts:
+            held = self.states.get(slot)
+            device = None if held is None else next(iter(_tensors(held))).device
+            self.counts[slot] = _at_fixed_address(torch.zeros((), dtype=torch.long, device=device))
+        self.counts[slot].add_(tokens)
+
+    def tokens_seen(self) -> int:
+        """Tokens that the memory has seen."""
+        return max((int(count) for count in self.counts.values()), default=0)
+
+    def tokens_before(self, slot: str) -> int | None:
+        """Tokens of the cache before the next call of a layer; None where a device knows it."""
+        return None
+
+    def reset(self) -> None:
+        """Start empty."""
+        self.moments = {}
+        for state in self.states.values():  # an empty memory is zero in all that it holds
+            for tensor in _tensors(state):
+                tensor.zero_()
+        for count in self.counts.values():
+            count.zero_()
+
+    def can_go_back(self, x: Tensor) -> bool:
+        """Whether tokens are remembered, to be taken back: no, a static cache has no `crop`."""
+        return False
+
+    def select(self, rows: Callable[[int], Tensor]) -> None:
+        """Keep these rows: indices (B,) of the number of rows there are."""
+        for slot, state in self.states.items():
+            self.put(slot, state.select(rows(state.batch_size)), 0, None)
+
+    def require_length(self, cache: Any) -> None:
+        """`admit` in a compiled step, where the device compares and nobody waits for it."""
+        lengths = [layer.get_seq_length() for layer in cache_layers(cache)]
+        held = [length for length in lengths if isinstance(length, Tensor)]
+        for count in self.counts.values() if held else ():
+            torch.ops.aten._assert_async.msg(
+                count == held[0],
+                "attach: the cache holds tokens that the memory has not seen; start from an empty "
+                "cache",
+            )
+            break
+
+
+def _tensors(state: AnyState) -> list[Tensor]:
+    values = [getattr(state, name, None) for name in _NAMES]
+    return [value for value in values if value is not None]
+
+
+_NAMES = ("hidden", "cell", "tokens", "fill", "readout", "values", "origin", "scale")
+"""The tensors of a `MemoryState` or a `PlaceState`."""
+
+
+def _fixed(state: AnyState) -> AnyState:
+    """A copy in tensors of its own, whose rows may stand anywhere in their chunks."""
+    named = {name: getattr(state, name, None) for name in _NAMES}
+    copies = {
+        name: _at_fixed_address(tensor.clone())
+        for name, tensor in named.items()
+        if tensor is not None
+    }
+    if isinstance(state, MemoryState):
+        return replace(state, **copies, aligned=None)
+    return replace(state, **copies)
+
+
+def _at_fixed_address(tensor: Tensor) -> Tensor:
+    """The tensor, which compiled code need not copy to where its CUDA graph reads it."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and not torch.compiler.is_compiling():
+        dynamo.mark_static_address(tensor)
+    return tensor
+
+
+def cache_layers(cache: Any) -> list[Any]:
+    """The layers of a cache of transformers, of its decoder where it has two sides."""
+    return list(getattr(getattr(cache, "self_attention_cache", cache), "layers", ()))
