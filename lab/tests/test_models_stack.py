@@ -184,7 +184,7 @@ def test_extra_keys_without_a_window_are_refused(changes):
 
 def test_places_that_the_caller_gives_are_refused_for_text():
     with pytest.raises(ValueError, match=r"place.places: expected learned, .* got 'given'"):
-        replace(CARRIED["place"], place=PlaceConfig.map())
+        LanguageModelConfig(method="place", place=PlaceConfig.map())
 
 
 def test_all_methods_start_from_the_same_weights_under_one_seed():

@@ -43,6 +43,8 @@ SMALL = {
     "images": IMAGE + "--task.side 32 --task.crop 32 --task.patch 8 --model.decoder-dim 24",
     "mqar": "--task.valid-rows 1 --task.test-rows 1 --task.train-rows 4 --task.vocabulary 520 "
     "--model.dim 8 --model.state-bytes 1024",
+    "world": IMAGE.replace("layers 3", "layers 2 --model.heads 2 --model.memory-layers 1")
+    + "--task.side 32 --task.patch 4 --task.glimpses 48 --task.valid-rows 4 --task.test-rows 4",
     "ucf101": VIDEO + "--task.height 32 --task.width 64 --task.crop 32 32 --model.heads 2",
 }
 DRAWN = "--task.valid-rows 4 --task.test-rows 4"
@@ -56,7 +58,7 @@ def data(name: str, folder: Path) -> None:
     if name.startswith("language"):
         for split in ("train", "valid", "test"):
             (folder / f"{split}.txt").write_text(" the cat sat on the mat . \n" * 40)
-    elif name.startswith(("cub", "images")):
+    elif name.startswith(("cub", "images", "world")):
         write_cub(folder)
     elif name.startswith("ucf101"):
         write_ucf(folder, groups=3, clips=1, frames=8)

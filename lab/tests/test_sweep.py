@@ -17,6 +17,8 @@ import forked
 from invented_runs import record, sign
 from tensor_memory_lab.cli import main
 from tensor_memory_lab.commands import jobs
+from tensor_memory_lab.commands.arguments import parse_run
+from tensor_memory_lab.recipes import find_recipe
 from tensor_memory_lab.records import append, read_records, run_name, write_result
 
 SIGN = "invented_runs:sign"
@@ -66,6 +68,71 @@ def test_a_sweep_runs_its_grid_and_skips_what_is_done(capsys, monkeypatch):
     assert first.split()[0] == "finished"
     assert second.split() == ["new", second.split()[1], "seed=1"]
     assert count == "2 runs, 1 of them finished"
+
+
+TRIES = f"""
+[[stage]]
+recipes = "{SIGN}"
+over = {{ "model.method" = ["base", "tensor"], seed = [1, 2] }}
+tries = {{ "optimizer.lr" = [1e-9, 0.3] }}
+"""
+
+
+def test_every_method_gets_the_same_tries_and_the_best_goes_on(capsys, monkeypatch):
+    monkeypatch.setattr("tensor_memory_lab.commands.sweep_runs.do_jobs", do_jobs_here)
+    Path("plan.toml").write_text(TRIES)
+    sweep = ["sweep", "--plan", "plan.toml", "--device", "cpu", "--results", "kept.jsonl"]
+    assert main([*sweep, "--budget.steps", "20"]) == 0
+    assert "8 runs done, 0 skipped, 0 failed" in capsys.readouterr().out
+    found = read_records(["kept.jsonl"])
+    tries, runs = [r for r in found if "tries" not in r], [r for r in found if "tries" in r]
+    for method in ("base", "tensor"):
+        mine = [r for r in tries if r["method"] == method]
+        assert [(r["seed"], r["config"]["optimizer"]["lr"]) for r in mine] == [(0, 1e-9), (0, 0.3)]
+        told = {
+            "optimizer.lr": [1e-9, 0.3],
+            "valid": [r["valid"]["accuracy"] for r in mine],
+            "seed": 0,
+        }
+        best = told["optimizer.lr"][told["valid"].index(max(told["valid"]))]
+        for run in (r for r in runs if r["method"] == method):
+            assert run["tries"] == told
+            assert run["config"]["optimizer"]["lr"] == best == 0.3
+    assert all(r["test"] == {} for r in tries)  # the test split is touched by what counts alone
+    assert all(set(r["test"]) == {"test"} for r in runs)
+    assert [r["seed"] for r in runs] == [1, 1, 2, 2]
+    assert main([*sweep, "--budget.steps", "20", "--dry-run"]) == 0
+    assert capsys.readouterr().out.endswith("8 runs, 8 of them finished\n")
+
+
+def test_runs_of_equal_time_get_the_steps_that_take_it(monkeypatch):
+    def fake(found: Any, **_: Any) -> Any:
+        for job in found:
+            config, settings = parse_run(find_recipe(job.arguments[0]), job.arguments[1:])
+            slow = config.model.method == "tensor"
+            shared = settings.shared_device
+            kept = record(config, step_ms=20.0 if slow else 5.0, shared_device=shared)
+            settings.output.mkdir(parents=True)
+            write_result(settings.output / "result.json", kept)
+            yield jobs.Ended(job, 1.0, job.folder / "none", killed=False)
+
+    monkeypatch.setattr("tensor_memory_lab.commands.sweep_runs.do_jobs", fake)
+    Path("plan.toml").write_text(TRIES + "seconds = 10\n")
+    sweep = ["sweep", "--plan", "plan.toml", "--device", "cpu", "--results", "kept.jsonl"]
+    assert main([*sweep, "--jobs", "3"]) == 0
+    found = read_records(["kept.jsonl"])
+    steps = {(r["method"], r["steps"]) for r in found if "tries" in r}
+    assert steps == {("base", 2000), ("tensor", 500)}
+    timed = [r for r in found if r["steps"] == 200]
+    assert [r["shared_device"] for r in timed] == [False, False]
+    assert all(r["tries"]["seconds"] == 10 for r in found if "tries" in r)
+
+
+def test_a_method_none_of_whose_tries_finished_is_told(capsys, monkeypatch):
+    monkeypatch.setattr("tensor_memory_lab.commands.sweep_runs.do_jobs", lambda *_, **__: iter(()))
+    tries = ["--over", "model.method=base", "--tries", "optimizer.lr=0.1,0.2", "--device", "cpu"]
+    assert main(["sweep", SIGN, *tries]) == 1
+    assert "expected a try that has finished, got none" in capsys.readouterr().err
 
 
 def test_what_is_finished_is_not_run_again_and_its_result_is_copied(capsys):

@@ -63,6 +63,9 @@ class BudgetConfig:
     """Stop after this many evaluations without a better one; None never stops early."""
     checkpoint_every: int = 1000
     """Steps between checkpoints; the last step always leaves one."""
+    test: bool = True
+    """Whether the test splits are measured at the end. A run that only helps to choose a rate
+    leaves them alone."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "accumulate", "evaluate_every", "checkpoint_every"):

@@ -7,6 +7,7 @@ A plan is TOML, its stages are done in the order of the file:
     recipes = ["windowed-binding", "windowed-map"]
     set = { "budget.steps" = 4000 }
     over = { "model.method" = ["base", "tensor"], "seed" = [0, 1, 2] }
+    tries = { "optimizer.lr" = [1e-3, 3e-3] }   # see `tries`
 """
 
 from __future__ import annotations
@@ -39,6 +40,12 @@ class Stage:
     """Seconds that a run may take."""
     where: str = ""
     """The plan and the number in it, for messages; empty for a grid of the command line."""
+    tries: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Values of which each combination of `over` gets the best on "valid"."""
+    seconds: float | None = None
+    """How long a run should train, in place of the recipe's steps."""
+    told: Mapping[str, Any] = field(default_factory=dict)
+    """What the records of its runs say about what was tried."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,8 @@ class PlannedRun:
     changes: tuple[str, ...]
     """What tells it from the others, as `field=value`."""
     timeout: float | None = None
+    told: Mapping[str, Any] = field(default_factory=dict)
+    """What its record says about what was tried."""
 
     @property
     def name(self) -> str:
@@ -58,8 +67,8 @@ class PlannedRun:
         return run_name(self.config)
 
 
-def parse_over(texts: Iterable[str]) -> dict[str, list[str]]:
-    """The values of `--over field=a,b` arguments.
+def parse_over(texts: Iterable[str], flag: str = "--over") -> dict[str, list[str]]:
+    """The values of `--over field=a,b` arguments, or of another flag that takes the same.
 
     >>> parse_over(["model.method=base,tensor", "model.memory.grid=4 4 4,6 6 6"])
     {'model.method': ['base', 'tensor'], 'model.memory.grid': ['4 4 4', '6 6 6']}
@@ -70,11 +79,11 @@ def parse_over(texts: Iterable[str]) -> dict[str, list[str]]:
         found = [value.strip() for value in values.split(",")]
         if not equals or not name or not all(found):
             raise ValueError(
-                f"--over: expected field=value,value such as seed=0,1,2, got {text!r}; "
+                f"{flag}: expected field=value,value such as seed=0,1,2, got {text!r}; "
                 "quote values that hold spaces"
             )
         if _field(name) in map(_field, over):
-            raise ValueError(f"--over {name}: expected each field once, got it twice")
+            raise ValueError(f"{flag} {name}: expected each field once, got it twice")
         over[name.lstrip("-")] = found
     return over
 
@@ -130,7 +139,7 @@ def _runs(name: str, stage: Stage) -> Iterator[PlannedRun]:
         if seed.isdecimal():
             config, flags = replace(config, seed=int(seed)), (*flags, "--seed", seed)
         changes = tuple(f"{key}={value}" for key, value in chosen.items())
-        yield PlannedRun(config, (name, *flags), changes, stage.timeout)
+        yield PlannedRun(config, (name, *flags), changes, stage.timeout, stage.told)
 
 
 def _config(recipe: Recipe, flags: Sequence[str], stage: Stage) -> RunConfig[Any, Any]:
@@ -188,20 +197,23 @@ def read_plan(path: str | Path, flags: Sequence[str] = ()) -> list[Stage]:
 
 def _stage(values: Any, where: str, timeout: Any, flags: Sequence[str]) -> Stage:
     _expect(isinstance(values, dict), where, "a table", values)
-    _check_keys(values, ("recipes", "set", "over", "timeout"), where)
+    _check_keys(values, ("recipes", "set", "over", "tries", "seconds", "timeout"), where)
     recipes, timeout = values.get("recipes"), values.get("timeout", timeout)
     recipes = [recipes] if isinstance(recipes, str) else recipes
-    fixed, over = values.get("set", {}), values.get("over", {})
+    fixed, over, tries = (values.get(key, {}) for key in ("set", "over", "tries"))
+    duration = values.get("seconds")
     named = isinstance(recipes, list) and recipes and all(type(name) is str for name in recipes)
     _expect(named, where, 'recipes = ["name", ...]', recipes)
     _expect(isinstance(fixed, dict), where, "a table for 'set'", fixed)
-    _expect(isinstance(over, dict), where, "a table for 'over'", over)
-    for name, options in over.items():
-        _expect(isinstance(options, list) and options, where, f"a list for {name!r}", options)
-    given = timeout is None or (type(timeout) in (int, float) and timeout > 0)
-    _expect(given, where, "timeout in seconds", timeout)
+    for key, lists in (("over", over), ("tries", tries)):
+        _expect(isinstance(lists, dict), where, f"a table for {key!r}", lists)
+        for name, options in lists.items():
+            _expect(isinstance(options, list) and options, where, f"a list for {name!r}", options)
+    for key, time in (("timeout", timeout), ("seconds", duration)):
+        given = time is None or (type(time) in (int, float) and time > 0)
+        _expect(given, where, f"{key} in seconds" if key == "timeout" else key, time)
     set_flags = [flag for name, value in fixed.items() for flag in _flag(name, _text(value))]
-    return Stage(recipes, over, [*set_flags, *flags], timeout, where)
+    return Stage(recipes, over, [*set_flags, *flags], timeout, where, tries, duration)
 
 
 def _expect(holds: object, where: str, expected: str, got: Any) -> None:

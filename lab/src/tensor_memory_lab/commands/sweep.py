@@ -40,6 +40,14 @@ def _parser() -> argparse.ArgumentParser:
         help="values of one field; several make a grid. A value of several numbers is written "
         "with spaces: 'model.memory.grid=4 4 4,6 6 6'",
     )
+    parser.add_argument(
+        "--tries",
+        action="append",
+        default=[],
+        metavar="FIELD=A,B",
+        help="values of which every combination gets the best, tried with seed 0 and chosen on "
+        "the validation split; the records of the runs say what was tried",
+    )
     parser.add_argument("--plan", type=Path, help="a TOML file with stages of grids")
     parser.add_argument(
         "--jobs",

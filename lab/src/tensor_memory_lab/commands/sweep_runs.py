@@ -10,8 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tensor_memory_lab.commands.grid import PlannedRun, Stage, expand, parse_over, read_plan
+from tensor_memory_lab.commands.grid import PlannedRun, Stage, parse_over, read_plan
 from tensor_memory_lab.commands.jobs import Ended, Job, do_jobs
+from tensor_memory_lab.commands.tries import chosen_runs, first_runs, timing_runs
 from tensor_memory_lab.files import make_folder
 from tensor_memory_lab.interruption import terminated_as_interrupted
 from tensor_memory_lab.progress import progress
@@ -31,19 +32,15 @@ from tensor_memory_lab.wording import counted
 
 def do_sweep(recipes: Sequence[str], flags: Sequence[str], options: argparse.Namespace) -> int:
     """Do the runs that are not finished; the exit status."""
-    runs = expand(_stages(recipes, flags, options))
-    finished = _finished_names(options.results)
-    states = {run.name: _state(run, options.output, finished) for run in runs}
-    todo = [run for run in runs if states[run.name] != "finished"]
-    skipped = len(runs) - len(todo)
+    stages = _stages(recipes, flags, options)
+    timing, first = timing_runs(stages), first_runs(stages)
+
+    def find(run: PlannedRun) -> dict[str, Any] | None:
+        return _read_finished(options.output / run.name) or known.get(run.name)
+
+    known = _finished_records(options.results)
     if options.dry_run:
-        print_table(
-            [
-                {"state": states[run.name], "run": run.name, "changes": " ".join(run.changes)}
-                for run in runs
-            ]
-        )
-        print(f"{counted(len(runs), 'run')}, {skipped} of them finished")
+        _show([*timing, *first, *chosen_runs(stages, find)[0]], options, known)
         return 0
     if options.slurm is not None and shutil.which("srun") is None:
         raise ValueError(
@@ -56,35 +53,73 @@ def do_sweep(recipes: Sequence[str], flags: Sequence[str], options: argparse.Nam
     make_folder(options.output, "runs")
     if options.results is not None:
         make_folder(options.results.parent, "results")
-        for run in runs:  # an earlier sweep may have left them in their folders alone
-            record = _read_finished(options.output / run.name)
-            if record is not None and run.name not in finished:
-                append(options.results, record)
-    _print_header(todo, skipped, options)
+    alone = argparse.Namespace(**vars(options) | {"jobs": 1})
+    done = skipped = 0
+    failures: list[str] = []
     try:
         with terminated_as_interrupted():
-            failures = _do(todo, options) if todo else []
+            for runs, how in ((timing, alone), (first, options), (None, options)):
+                if runs is None:  # what was tried is known now
+                    runs, missing = chosen_runs(stages, find)
+                    failures += missing
+                todo = [run for run in runs if _state(run, options.output, known) != "finished"]
+                _copy_finished(runs, options, known)
+                skipped += len(runs) - len(todo)
+                if todo or runs is first:
+                    _print_header(todo, len(runs) - len(todo), how)
+                failed = _do(todo, how) if todo else []
+                done += len(todo) - len(failed)
+                failures += failed
     except KeyboardInterrupt:
         print("sweep: interrupted; the same command continues it", file=sys.stderr)
         return 130
-    done = counted(len(todo) - len(failures), "run")
-    print(f"{done} done, {skipped} skipped, {len(failures)} failed")
+    print(f"{counted(done, 'run')} done, {skipped} skipped, {len(failures)} failed")
     for line in failures:
         print(line, file=sys.stderr)
     return 1 if failures else 0
+
+
+def _show(
+    runs: Sequence[PlannedRun], options: argparse.Namespace, known: Mapping[str, Any]
+) -> None:
+    """List runs and which of them are finished."""
+    states = [_state(run, options.output, known) for run in runs]
+    print_table(
+        [
+            {"state": state, "run": run.name, "changes": " ".join(run.changes)}
+            for run, state in zip(runs, states, strict=True)
+        ]
+    )
+    print(f"{counted(len(runs), 'run')}, {states.count('finished')} of them finished")
+
+
+def _copy_finished(
+    runs: Iterable[PlannedRun], options: argparse.Namespace, known: Mapping[str, Any]
+) -> None:
+    """Add to the study what an earlier sweep may have left in the runs' folders alone."""
+    for run in runs if options.results is not None else ():
+        record = _read_finished(options.output / run.name)
+        if record is not None and run.name not in known:
+            append(options.results, record | _told(run))
+
+
+def _told(run: PlannedRun) -> dict[str, Any]:
+    """What a record says of the tries before the run."""
+    return {"tries": dict(run.told)} if run.told else {}
 
 
 def _stages(
     recipes: Sequence[str], flags: Sequence[str], options: argparse.Namespace
 ) -> list[Stage]:
     if options.plan is not None:
-        if recipes or options.over:
+        if recipes or options.over or options.tries:
             raise ValueError(
                 "sweep: expected recipes and --over, or --plan, got both; put them into the plan"
             )
         stages = read_plan(options.plan, flags)
     elif recipes:
-        stages = [Stage(recipes, parse_over(options.over), flags)]
+        tries = parse_over(options.tries, "--tries")
+        stages = [Stage(recipes, parse_over(options.over), flags, tries=tries)]
     else:
         raise ValueError(
             "sweep: expected the names of recipes first, or --plan; "
@@ -110,16 +145,16 @@ def _read_finished(folder: Path) -> dict[str, Any] | None:
     return record if record is not None and record["finished"] else None
 
 
-def _finished_names(results: Path | None) -> set[str]:
-    """The names that the finished runs of a study have today."""
-    names = set()
+def _finished_records(results: Path | None) -> dict[str, dict[str, Any]]:
+    """The finished runs of a study by the names that they have today."""
+    found = {}
     for record in read_records([results]) if results is not None and results.exists() else []:
         if record["kind"] == "run" and record["finished"]:
             try:
-                names.add(run_name(config_from_dict(record["config"])))
+                found[run_name(config_from_dict(record["config"]))] = record
             except ValueError:  # a config that today's classes refuse is none of this sweep's
                 continue
-    return names
+    return found
 
 
 def _print_header(todo: Sequence[PlannedRun], skipped: int, options: argparse.Namespace) -> None:
@@ -146,11 +181,12 @@ def _do(runs: Sequence[PlannedRun], options: argparse.Namespace) -> list[str]:
         folder = options.output / run.name
         arguments = (*run.arguments, "--output", str(folder), "--resume", *flags)
         jobs.append(Job(run.name, arguments, folder / "log", run.timeout))
+    told = {run.name: _told(run) for run in runs}
     failures = []
     with progress("sweep", len(jobs), unit="runs") as advance:
         slots = [devices[number % len(devices)] for number in range(at_once)]
         for ended in do_jobs(jobs, devices=slots, slurm=options.slurm):
-            failed, line = _outcome(ended, options)
+            failed, line = _outcome(ended, told[ended.job.name], options)
             if failed:
                 failures.append(line)
             print(line, flush=True)
@@ -158,7 +194,9 @@ def _do(runs: Sequence[PlannedRun], options: argparse.Namespace) -> list[str]:
     return failures
 
 
-def _outcome(ended: Ended, options: argparse.Namespace) -> tuple[bool, str]:
+def _outcome(
+    ended: Ended, told: Mapping[str, Any], options: argparse.Namespace
+) -> tuple[bool, str]:
     """Whether a run failed, and a line that says what became of it."""
     name, took = ended.job.name, f"{ended.seconds:.0f} s"
     record = _read_finished(options.output / name)
@@ -171,7 +209,7 @@ def _outcome(ended: Ended, options: argparse.Namespace) -> tuple[bool, str]:
         return True, f"{name}: failed after {took}: {why} ({ended.log})"
     if options.results is not None:
         try:
-            append(options.results, record)
+            append(options.results, record | told)
         except OSError as error:  # the others go on
             why = f"its result could not be added to {options.results} ({error})"
             return True, f"{name}: failed after {took}: {why}; its own folder has it"
@@ -180,7 +218,8 @@ def _outcome(ended: Ended, options: argparse.Namespace) -> tuple[bool, str]:
 
 def _measures(record: Mapping[str, Any]) -> str:
     metric = record["metric"]
+    found = record["test"] or {"valid": record.get("valid") or {}}
     return ", ".join(
-        f"{split} {metric} {measure_text(found[metric], metric)}"
-        for split, found in record["test"].items()
+        f"{split} {metric} {measure_text(measures.get(metric), metric)}"
+        for split, measures in found.items()
     )

@@ -34,22 +34,23 @@ class DecoderConfig(TransformerConfig):
 
     def make_stack(self, method: Method, length: int, **options: Any) -> StackConfig:
         """The stack that a method stands for, for windows of `length` tokens."""
-        changes: dict[str, Any] = {"mlp_ratio": self.mlp_ratio}
-        for name, value in method.items():
-            changes[name] = value(self) if callable(value) else value
-        return StackConfig(
-            dim=self.dim,
-            layers=self.layers,
-            heads=self.heads,
-            length=length,
-            dropout=self.dropout,
-            memory=self.memory,
-            side_layers=self.with_memory if "side" in method else (),
-            side_place=self.placement,
-            gate_init=self.gate_init,
-            share_weights=self.share_weights,
-            **changes | options,
-        )
+        changes: dict[str, Any] = {
+            name: value(self) if callable(value) else value for name, value in method.items()
+        }
+        plain: dict[str, Any] = {
+            "dim": self.dim,
+            "layers": self.layers,
+            "heads": self.heads,
+            "length": length,
+            "mlp_ratio": self.mlp_ratio,
+            "dropout": self.dropout,
+            "memory": self.memory,
+            "side_layers": self.with_memory if "side" in method else (),
+            "side_place": self.placement,
+            "gate_init": self.gate_init,
+            "share_weights": self.share_weights,
+        }
+        return StackConfig(**plain | options | changes)
 
 
 def wide(config: DecoderConfig) -> float:

@@ -90,6 +90,11 @@ class LanguageModelConfig(DecoderConfig):
             raise ValueError(
                 f"model.non_causal: expected False for {self.method}, which is causal, got True"
             )
+        if self.place.places != "learned":
+            raise ValueError(
+                "model.place.places: expected learned, since nobody tells a token of text where it "
+                f"stands, got {self.place.places!r}; leave it out"
+            )
         if self.positions == "rotary" and self.method in NOT_ROTARY:
             raise ValueError(
                 f"model.positions: expected learned for {self.method}, got rotary, which only "

@@ -91,11 +91,11 @@ class StackConfig:
                 "extra_keys: expected 0 or more, and 0 without a window of softmax attention, got "
                 f"{self.extra_keys}"
             )
-        if self.side == "place" and self.place.places != "learned":
-            raise ValueError(
-                "place.places: expected learned, since nobody tells a token of text where it "
-                f"stands, got {self.place.places!r}"
-            )
+
+    @property
+    def takes_where(self) -> bool:
+        """Whether the side path must be told where tokens stand."""
+        return self.side == "place" and self.place.places != "learned"
 
 
 def _linear_memory(config: StackConfig) -> LinearMemory:
@@ -155,9 +155,16 @@ class Stack(nn.Module):
                 )
 
     def forward(
-        self, x: Tensor, carry: Carry | None = None, fresh: Tensor | None = None
+        self,
+        x: Tensor,
+        carry: Carry | None = None,
+        fresh: Tensor | None = None,
+        where: Tensor | None = None,
     ) -> tuple[Tensor, Carry | None]:
-        """x (B, N, d), fresh (B,) rows whose carry is to be forgotten -> x, carry (detached)."""
+        """x (B, N, d), fresh (B,) rows whose carry is to be forgotten -> x, carry (detached).
+
+        where (B, N, n) are the tokens' places, for a place memory that does not learn them.
+        """
         config = self.config
         if carry is not None and fresh is not None:
             carry = {name: _emptied(tensor, fresh) for name, tensor in carry.items()}
@@ -170,7 +177,7 @@ class Stack(nn.Module):
             x, slots = self.slots(x, lambda y: self._run(y, None)[0], slots)
             return x, {"slots": slots.detach()} if config.carried else None
         N = x.shape[1]
-        x, after = self._run(x, None if carry is None else self._unpack(carry, x))
+        x, after = self._run(x, None if carry is None else self._unpack(carry, x), where)
         return x, self._pack(after, N, carry or {}) if config.carried else None
 
     def advance(
@@ -235,15 +242,18 @@ class Stack(nn.Module):
         """Attention and side path of every layer, None where there is none."""
         return [(block.attention, block.side) for block in self.blocks]
 
-    def _run(self, x: Tensor, states: list[LayerState] | None) -> tuple[Tensor, list[LayerState]]:
+    def _run(
+        self, x: Tensor, states: list[LayerState] | None, where: Tensor | None = None
+    ) -> tuple[Tensor, list[LayerState]]:
         after: list[LayerState] = []
         threaded = None
+        options = {"where": where} if self.config.takes_where else {}
         for index, block in enumerate(self.blocks):
             state = (None, None) if states is None else states[index]
             if self.config.thread_depth and index in self.config.side_layers:
                 x, (_, threaded) = block(x, (None, threaded), flush=True)
             else:
-                x, state = block(x, state)
+                x, state = block(x, state, **options)
                 after.append(state)
         return x, after
 

@@ -37,12 +37,14 @@ CONFIGS = {
     "NoHarmConfig": "tensor_memory_lab.tasks.no_harm",
     "OcclusionConfig": "tensor_memory_lab.tasks.occlusion",
     "VideoTaskConfig": "tensor_memory_lab.tasks.video",
+    "WorldConfig": "tensor_memory_lab.tasks.world",
     "ImageModelConfig": "tensor_memory_lab.models.image",
     "LanguageModelConfig": "tensor_memory_lab.models.language",
     "PeerConfig": "tensor_memory_lab.models.peers",
     "RecallModelConfig": "tensor_memory_lab.models.recall",
     "ToyModelConfig": "tensor_memory_lab.models.toy",
     "VideoModelConfig": "tensor_memory_lab.models.video",
+    "WorldModelConfig": "tensor_memory_lab.models.world",
 }
 """The module that each class of ours is found in. Names here are in files: never rename one."""
 

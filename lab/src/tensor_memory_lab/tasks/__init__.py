@@ -9,6 +9,7 @@ order.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypedDict, runtime_checkable
 
 import torch
@@ -109,6 +110,15 @@ class Describes(Protocol):
 
     def describe(self, batch: Batch) -> Annotations:
         """For whoever looks inside a model that was given this batch."""
+        ...
+
+
+@runtime_checkable
+class PreparesModel(Protocol):
+    """A task with splits that a model must be prepared for, such as worlds of another size."""
+
+    def prepared(self, model: Any, split: str) -> AbstractContextManager[None]:
+        """Inside, the model is ready for the split."""
         ...
 
 

@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -258,6 +259,57 @@ def load_images(
         width=width,
         row={image.id: i for i, image in enumerate(images)},
     )
+
+
+@dataclass(frozen=True)
+class Images:
+    """Decoded images and which of them are for what."""
+
+    name: str
+    """What they are and how large: `cub200@120px`."""
+    store: ImageStore
+    ids: dict[str, list[str]]
+    """Of train, valid and test."""
+
+    @cached_property
+    def rows(self) -> dict[str, Tensor]:
+        """Places in the store of the images of every split."""
+        at = self.store.pixels.device
+        return {
+            split: torch.tensor([self.store.row[i] for i in ids], device=at)
+            for split, ids in self.ids.items()
+        }
+
+    def to(self, device: torch.device) -> Images:
+        """The same images on a device."""
+        return replace(self, store=self.store.to(device))
+
+
+def open_images(
+    path: str | os.PathLike[str],
+    layout: str,
+    *,
+    side: int,
+    cache: str | os.PathLike[str],
+    valid_fraction: float = 0.1,
+    test_fraction: float = 0.2,
+) -> Images:
+    """The images of a folder or a .zip, with their short side at `side`.
+
+    The layout "cub" is CUB-200-2011 with its official split. Of "folder", any images, the part
+    `test_fraction` is for testing. The part `valid_fraction` of what trains is held out.
+    """
+    if layout == "cub":
+        source = Source(path, CUB_LAYOUT)
+        images, name = cub_images(source), "cub200"
+    else:
+        source = Source(path)
+        images = folder_images(source, test_fraction=test_fraction)
+        name = source.path.stem.lower()
+    store = load_images(source, images, side=side, cache=cache)
+    splits = split_images(images, valid_fraction=valid_fraction)
+    ids = {split: [image.id for image in part] for split, part in splits.items()}
+    return Images(f"{name}@{side}px", store, ids)
 
 
 def decode_image(source: Source, name: str, side: int) -> np.ndarray:

@@ -32,16 +32,11 @@ from tensor_memory_lab.choices import check_choices
 from tensor_memory_lab.tasks import Annotations, Batch, Outputs, Sums
 from tensor_memory_lab.tasks.epochs import drawn, epoch_rows
 from tensor_memory_lab.tasks.images import (
-    CUB_LAYOUT,
     DEVIATION,
     MEAN,
-    ImageStore,
-    Source,
-    cub_images,
-    folder_images,
+    Images,
     from_patches,
-    load_images,
-    split_images,
+    open_images,
     to_patches,
 )
 from tensor_memory_lab.tasks.synthetic import generator
@@ -94,17 +89,15 @@ class MaskedImagesConfig:
 
     def build(self, seed: int) -> MaskedImages:
         """Read the lists and decode what is not decoded yet."""
-        if self.layout == "cub":
-            source = Source(self.data_dir, CUB_LAYOUT)
-            images, name = cub_images(source), "cub200"
-        else:
-            source = Source(self.data_dir)
-            images = folder_images(source, test_fraction=self.test_fraction)
-            name = source.path.stem.lower()
-        store = load_images(source, images, side=self.side, cache=self.cache_dir)
-        splits = split_images(images, valid_fraction=self.valid_fraction)
-        ids = {split: [image.id for image in part] for split, part in splits.items()}
-        return MaskedImages(self, seed, f"{name}@{self.side}px", store, ids)
+        images = open_images(
+            self.data_dir,
+            self.layout,
+            side=self.side,
+            cache=self.cache_dir,
+            valid_fraction=self.valid_fraction,
+            test_fraction=self.test_fraction,
+        )
+        return MaskedImages(self, seed, images)
 
 
 class MaskedImages:
@@ -114,34 +107,24 @@ class MaskedImages:
     higher_is_better = True
     carries = False
 
-    def __init__(
-        self,
-        config: MaskedImagesConfig,
-        seed: int,
-        name: str,
-        store: ImageStore,
-        ids: dict[str, list[str]],
-    ) -> None:
-        self.config, self.seed, self.name = config, seed, name
-        self.store, self.ids = store, ids
+    def __init__(self, config: MaskedImagesConfig, seed: int, images: Images) -> None:
+        self.config, self.seed, self.source, self.name = config, seed, images, images.name
+        self.store, self.ids = images.store, images.ids
         self.grid = (config.crop // config.patch, config.crop // config.patch)
         self.patches = self.grid[0] * self.grid[1]
         self.values = 3 * config.patch**2
         """Numbers in a patch."""
         self.ratios = {f"test@{100 * ratio:g}%": ratio for ratio in config.test_ratios}
         self.test_splits = tuple(self.ratios)
-        self.device = store.pixels.device
-        self._rows = {
-            split: torch.tensor([store.row[i] for i in part], device=self.device)
-            for split, part in ids.items()
-        }
+        self.device = self.store.pixels.device
+        self._rows = images.rows
         self._mean = torch.tensor(MEAN, device=self.device)[:, None, None]
         self._deviation = torch.tensor(DEVIATION, device=self.device)[:, None, None]
         self._masks: dict[str, Tensor] = {}
 
     def to(self, device: torch.device) -> MaskedImages:
         """The same task with its images on `device`: 0.7 GB for CUB at 120 pixels."""
-        return MaskedImages(self.config, self.seed, self.name, self.store.to(device), self.ids)
+        return MaskedImages(self.config, self.seed, self.source.to(device))
 
     def batch(self, split: str, index: int, size: int) -> Batch:
         """Random crops, flips and masks in training; the middle and fixed masks elsewhere."""

@@ -8,7 +8,7 @@ nothing is added.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tensor_memory import MemoryResidual, PlaceMemory, TensorMemory
 from tensor_memory_lab.models import Carry
 from tensor_memory_lab.run_config import RunConfig
-from tensor_memory_lab.tasks import Batch, Sums, Task
+from tensor_memory_lab.tasks import Batch, PreparesModel, Sums, Task
 from tensor_memory_lab.train.batches import rows_in, rows_of
 from tensor_memory_lab.train.graph import Graphed, shapes_of, why_not_graph
 from tensor_memory_lab.train.step import autocast
@@ -56,9 +56,15 @@ class Evaluator:
             self._graphed.close()
         self._graphed = None
 
-    @torch.no_grad()
     def split(self, split: str, *, limit: int | None = None) -> dict[str, float]:
         """Measures on the first `limit` batches of a split, or on all of it."""
+        if not isinstance(self.task, PreparesModel):
+            return self._split(split, limit)
+        with self.task.prepared(self.model, split):
+            return self._split(split, limit)
+
+    @torch.no_grad()
+    def _split(self, split: str, limit: int | None) -> dict[str, float]:
         count = self.task.batches(split, self.size)
         was_training = self.model.training
         self.model.eval()
@@ -102,8 +108,10 @@ class Evaluator:
         return (part, 1) if rows_in(part) else (rows_of(batch, 0, 1), 0)
 
 
-def measure_memory(model: nn.Module, evaluator: Evaluator) -> dict[str, Any] | None:
-    """Gates and uses per layer on a "valid" batch, and all test splits with the memory off.
+def measure_memory(
+    model: nn.Module, evaluator: Evaluator, splits: Sequence[str]
+) -> dict[str, Any] | None:
+    """Gates and uses per layer on a "valid" batch, and some splits with the memory off.
 
     None for a model without memory.
     """
@@ -112,7 +120,7 @@ def measure_memory(model: nn.Module, evaluator: Evaluator) -> dict[str, Any] | N
     evaluator.close()  # a captured graph has the memory in it
     layers = memory_use(model, evaluator)
     with memory_off(model):
-        without = {split: evaluator.split(split) for split in evaluator.task.test_splits}
+        without = {split: evaluator.split(split) for split in splits}
     return {"layers": layers, "test_without_memory": without}
 
 

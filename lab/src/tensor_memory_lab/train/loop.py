@@ -328,13 +328,16 @@ class _Run:
             _, weights = self.folder.weights("best")
             load_weights(self.model, weights, str(self.folder.checkpoints))
         self.step.close()
-        self._say(f"measuring {', '.join(self.task.test_splits)} with the best weights")
+        splits = self.task.test_splits if self.config.budget.test else ()
+        if splits:
+            self._say(f"measuring {', '.join(splits)} with the best weights")
         test = {}
-        for split in self.task.test_splits:
+        for split in splits:
             test[split] = self.evaluator.split(split)
             if self.asked and not self.several:
                 return self._interrupted()
-        memory, backend = measure_memory(self.model, self.evaluator), memory_backend(self.model)
+        memory = measure_memory(self.model, self.evaluator, splits)
+        backend = memory_backend(self.model)
         self.evaluator.close()
         record = self._record(backend=backend, test=test, memory=memory, finished=True)
         if self.main:

@@ -1,0 +1,124 @@
+"""Tries: every method gets the same number of them, and the best on "valid" goes on.
+
+A stage of a plan may name values to try and how long the runs that count should train:
+
+    [[stage]]
+    recipes = ["world"]
+    over = { "model.method" = ["place", "linear"], seed = [1, 2, 3] }
+    tries = { "optimizer.lr" = [1e-3, 3e-3] }
+    seconds = 20
+
+Each combination of `over` but the seed is first run with every value, with seed 0 and without its
+test splits. The value with the best metric on "valid" is taken for the runs of `over`, whose
+records say what was tried. With `seconds` their steps are as many as take that long, by the time of
+a step in a short run that had the device to itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from tensor_memory_lab.commands.grid import PlannedRun, Stage, expand
+
+Record = Mapping[str, Any]
+Find = Callable[[PlannedRun], Record | None]
+"""The record of a run that has finished, or None."""
+
+SEED = 0
+"""Of all tries: the runs that count have others, so that the choice favours none of them."""
+TIMED_STEPS = 200
+"""Steps of a short run that tells the time of a step."""
+ROUND_STEPS = 50
+"""Steps are a multiple of this: a time is not known more exactly."""
+
+
+def first_runs(stages: list[Stage]) -> list[PlannedRun]:
+    """All that can be run before anything is chosen: tries, and stages that try nothing."""
+    return expand(
+        [_tried(stage) if stage.tries else stage for stage in stages if not _waits(stage)]
+    )
+
+
+def timing_runs(stages: list[Stage]) -> list[PlannedRun]:
+    """Short runs of what is to train for a given time; each must have the device to itself."""
+    return expand([_timed(stage) for stage in stages if stage.seconds])
+
+
+def chosen_runs(stages: list[Stage], find: Find) -> tuple[list[PlannedRun], list[str]]:
+    """The runs that count, seed by seed, and a line for each combination that has no choice."""
+    found, missing = [], []
+    for stage in stages:
+        for part in _combinations(stage) if stage.tries or stage.seconds else ():
+            try:
+                found.append(_choose(part, find))
+            except LookupError as error:
+                missing.append(str(error))
+    runs = expand(found)
+    return sorted(runs, key=lambda run: run.config.seed), missing
+
+
+def _waits(stage: Stage) -> bool:
+    return bool(stage.seconds) and not stage.tries
+
+
+def _combinations(stage: Stage) -> Iterator[Stage]:
+    """A stage for each recipe and each combination of its values but the seed."""
+    varied = [name for name in stage.over if name != "seed"]
+    seeds = {name: stage.over[name] for name in stage.over if name == "seed"}
+    for recipe in stage.recipes:
+        for values in itertools.product(*(stage.over[name] for name in varied)):
+            fixed = {name: [value] for name, value in zip(varied, values, strict=True)}
+            yield replace(stage, recipes=[recipe], over=fixed | seeds)
+
+
+def _tried(stage: Stage) -> Stage:
+    over = dict(stage.over) | dict(stage.tries) | {"seed": [SEED]}
+    return replace(stage, over=over | {"budget.test": ["False"]}, tries={}, seconds=None)
+
+
+def _timed(stage: Stage) -> Stage:
+    short = {"budget.steps": [TIMED_STEPS], "budget.evaluate-every": [TIMED_STEPS]}
+    over = dict(stage.over) | short | {"seed": [SEED], "budget.test": ["False"]}
+    return replace(stage, over=over, tries={}, seconds=None)
+
+
+def _choose(stage: Stage, find: Find) -> Stage:
+    """A stage of one combination with the best of its tries, and steps for its seconds."""
+    over, told = dict(stage.over), {}
+    if stage.tries:
+        runs = expand([_tried(stage)])
+        records = [find(run) for run in runs]
+        scores = [_score(record) for record in records]
+        best = max(range(len(runs)), key=lambda i: scores[i])
+        if scores[best] == -math.inf:
+            raise LookupError(f"{runs[0].name}: expected a try that has finished, got none")
+        values = list(itertools.product(*stage.tries.values()))
+        over |= {name: [value] for name, value in zip(stage.tries, values[best], strict=True)}
+        told = {name: [v[i] for v in values] for i, name in enumerate(stage.tries)}
+        told["valid"] = [_valid(record) for record in records]
+        told["seed"] = SEED
+    if stage.seconds:
+        (run,) = expand([_timed(stage)])
+        record = find(run)
+        if record is None or not record.get("step_ms"):
+            raise LookupError(f"{run.name}: expected a run that tells the time of a step, got none")
+        steps = 1000 * stage.seconds / record["step_ms"] / ROUND_STEPS
+        over["budget.steps"] = [max(round(steps), 1) * ROUND_STEPS]
+        told |= {"seconds": stage.seconds, "step_ms": record["step_ms"]}
+    return replace(stage, over=over, tries={}, seconds=None, told=told)
+
+
+def _valid(record: Record | None) -> float | None:
+    return None if record is None else (record.get("valid") or {}).get(record["metric"])
+
+
+def _score(record: Record | None) -> float:
+    """What the best try has most of; a try that diverged has least."""
+    value = _valid(record)
+    if record is None or value is None or math.isnan(value):
+        return -math.inf
+    return value if record["higher_is_better"] else -value

@@ -1,0 +1,225 @@
+"""The remembered world: walks, glimpses and what counts as seen; every method on tiny images."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from tensor_memory import MemoryConfig, PlaceConfig, find_leak
+from tensor_memory_lab.models.world import METHODS, WorldModel, WorldModelConfig
+from tensor_memory_lab.recipes.world import world
+from tensor_memory_lab.tasks.world import (
+    World,
+    WorldConfig,
+    copied,
+    errors,
+    glimpses,
+    revisits,
+    to_pixels,
+    walk,
+)
+from tensor_memory_lab.train import RunOptions, train
+from vision_data import write_cub
+
+SMALL = {
+    "dim": 16,
+    "heads": 2,
+    "layers": 3,
+    "memory_layers": (1,),
+    "window": 4,
+    "memory": MemoryConfig(channels=4, grid=(3, 3), chunk_size=1),
+    "place": PlaceConfig(channels=4, heads=2, grid=(3, 3)),
+}
+IN_DEFAULT = ("window", "full", "place", "place-given-delta", "tensor-long", "linear", "xl")
+EVERY = [m if m in IN_DEFAULT else pytest.param(m, marks=pytest.mark.exhaustive) for m in METHODS]
+
+
+@pytest.fixture(scope="module")
+def birds(tmp_path_factory):
+    return write_cub(tmp_path_factory.mktemp("world"), per_class=9)
+
+
+def config_for(birds, **changes) -> WorldConfig:
+    small = {"side": 32, "patch": 4, "glimpses": 60, "valid_rows": 6, "test_rows": 6}
+    place = {"data_dir": str(birds), "cache_dir": str(birds / "cache")}
+    return WorldConfig(**place | small | changes)
+
+
+@pytest.fixture(scope="module")
+def task(birds) -> World:
+    return config_for(birds).build(0)
+
+
+def same(a, b) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_batch_is_a_function_of_its_number_and_of_the_seed_in_training_alone(birds, task):
+    again, other = config_for(birds).build(0), config_for(birds).build(1)
+    for split in ("train", "valid", "test"):
+        assert same(task.batch(split, 1, 3), again.batch(split, 1, 3))
+        assert same(task.batch(split, 1, 3), other.batch(split, 1, 3)) == (split != "train")
+    assert not same(task.batch("train", 0, 3), task.batch("train", 1, 3))
+
+
+def test_walks_that_are_measured_do_not_depend_on_the_batch_size(task):
+    whole, (first, second) = task.batch("test", 0, 6), (task.batch("test", i, 4) for i in (0, 1))
+    assert all(torch.equal(torch.cat([first[n], second[n]]), whole[n]) for n in whole)
+    assert task.batches("test", 4) == 2
+    with pytest.raises(IndexError, match="batch 2 of 4 rows: test has 6"):
+        task.batch("test", 2, 4)
+
+
+def test_a_walk_keeps_its_stride_and_turns_back_at_the_walls():
+    torch.manual_seed(0)
+    turn = 0.6 * torch.randn(20, 400)
+    poses = walk(2 * torch.rand(20, 2) - 1, 6 * torch.rand(20), turn, step=0.16)
+    assert poses.abs().max() <= 1
+    stride = (poses[:, 1:] - poses[:, :-1]).norm(dim=-1)
+    inside = (poses[:, 1:].abs().amax(-1) < 0.84) & (poses[:, :-1].abs().amax(-1) < 0.84)
+    assert torch.allclose(stride[inside], torch.tensor(0.16), atol=1e-5)
+    assert stride.max() < 0.16 + 1e-5  # a mirrored step goes a part of the way back
+    straight = walk(torch.zeros(1, 2), torch.zeros(1), torch.zeros(1, 10), step=0.3)
+    expected = torch.tensor([0.3, 0.6, 0.9, 0.8, 0.5, 0.2, -0.1, -0.4, -0.7, -1.0])
+    assert torch.allclose(straight[0, :, 0], expected, atol=1e-5)
+
+
+def test_a_glimpse_at_a_corner_is_the_corner_of_the_image():
+    images = torch.randint(256, (2, 3, 16, 16), dtype=torch.uint8)
+    poses = torch.tensor([[[-1.0, -1.0], [1.0, -1.0], [0.0, 1.0]]]).expand(2, -1, -1)
+    seen = glimpses(to_pixels(images), poses, 4).view(2, 3, 4, 4, 3).permute(0, 1, 4, 2, 3)
+    pixels = to_pixels(images)
+    for number, (y, x) in enumerate([(0, 0), (0, 12), (12, 6)]):
+        assert torch.allclose(seen[:, number], pixels[:, :, y : y + 4, x : x + 4], atol=1e-5)
+
+
+@pytest.mark.parametrize("block", [7, 256])
+def test_revisits_are_what_looking_back_one_by_one_finds(monkeypatch, block):
+    monkeypatch.setattr("tensor_memory_lab.tasks.world.BLOCK", block)
+    torch.manual_seed(0)
+    poses = 2 * torch.rand(2, 40, 2) - 1
+    age, oldest, nearest = revisits(poses, near=0.3)
+    for row in range(2):
+        for t in range(1, 40):
+            distance = (poses[row, :t] - poses[row, t]).norm(dim=-1)
+            seen = (distance < 0.3).nonzero().flatten().tolist()
+            assert age[row, t] == (t - seen[-1] if seen else 0)
+            assert oldest[row, t] == (seen[0] if seen else 40)
+            assert nearest[row, t] == distance.argmin()
+    assert not age[:, 0].any()
+
+
+def test_the_lookup_is_right_where_the_walk_comes_back_exactly(task):
+    batch = task.batch("test", 0, 6)
+    poses = torch.cat([batch["poses"], batch["poses"]], 1)  # the same walk again
+    seen = torch.cat([batch["seen"], batch["seen"]], 1)
+    age, _, nearest = revisits(poses, 0.12)
+    again = errors(copied(seen, nearest), seen)[:, 60:]
+    assert again.max() < 1e-9
+    assert age[:, 60:].min() > 0
+    means = {name: (s / n).item() for name, (s, n) in measured(task, seen, poses, seen).items()}
+    assert task.finish(means)["psnr_lookup_far"] > 30
+
+
+def measured(task, patches, poses, seen):
+    return task.measure({"patches": patches}, {"poses": poses, "seen": seen})
+
+
+def test_errors_are_told_apart_by_how_long_ago_a_place_was_seen(task):
+    batch = task.batch("test", 0, 6)
+    age = revisits(batch["poses"], task.config.near).age
+    said = batch["seen"] + 2 * (age > 40)[..., None]  # wrong by 1 on the scale [0, 1]
+    sums = measured(task, said, **batch)
+    means = {name: (s / n).item() for name, (s, n) in sums.items()}
+    assert means["error_far"] == pytest.approx(1)
+    assert means["error_never"] == means["error_near"] == 0
+    assert means["loss"] == pytest.approx((age > 40).float().mean().item())
+    assert sums["error_far"][1] == (age > 40).sum() > 0
+    found = task.finish(means)
+    assert found["psnr_far"] == pytest.approx(0, abs=1e-5)
+    assert found["psnr_near"] == 100
+    assert math.isnan(found["psnr_very_far"])  # 60 glimpses are too few
+    assert task.loss({"patches": said}, batch).item() == pytest.approx(means["loss"])
+
+
+def test_missing_images_are_told_with_path_and_layout(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere: .*\n?.*CUB_200_2011/\{images.txt"):
+        WorldConfig(data_dir=str(tmp_path / "nowhere")).build(0)
+    with pytest.raises(FileNotFoundError, match=r"no image found; expected <class>/<name>\.jpg"):
+        WorldConfig(data_dir=str(tmp_path), layout="folder").build(0)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"patch": 64}, {"glimpses": 0}, {"step": 0.0}, {"near": 2.0}, {"layout": "x"}]
+)
+def test_settings_that_make_no_world_are_refused(wrong):
+    with pytest.raises(ValueError, match=f"task.{next(iter(wrong))}: expected"):
+        WorldConfig(**wrong)
+
+
+def test_a_method_that_is_not_there_is_refused_with_those_that_are():
+    with pytest.raises(ValueError, match=r"model\.method: expected one of window, full, .*place"):
+        WorldModelConfig(method="maps")
+
+
+class Predictions(nn.Module):
+    """From poses and patches, side by side, to predictions at every glimpse."""
+
+    def __init__(self, model: WorldModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        # What is seen at t may not reach the answer for t: it is one place later here.
+        seen = torch.cat([x[:, 1:, 2:], torch.zeros_like(x[:, :1, 2:])], 1)
+        return self.model({"poses": x[..., :2].tanh(), "seen": seen})[0]["patches"]
+
+
+@pytest.mark.parametrize("method", EVERY)
+def test_no_answer_depends_on_what_is_seen_with_it_or_later(method):
+    torch.manual_seed(0)
+    model = WorldModel(WorldModelConfig(method=method, **SMALL), values=12, glimpses=14)
+    report = find_leak(Predictions(model), torch.randn(2, 14, 14))
+    assert not report, str(report)
+    assert "nothing" not in str(report)
+
+
+@pytest.mark.parametrize("method", EVERY)
+def test_two_steps_of_every_method(birds, tmp_path, method):
+    config = world()
+    config = replace(
+        config,
+        task=config_for(birds),
+        model=WorldModelConfig(method=method, **SMALL),
+        budget=replace(config.budget, steps=2, batch_size=2, evaluate_every=2),
+        precision="float32",
+    )
+    record = train(config, RunOptions(tmp_path, quiet=True, device="cpu"))
+    assert record["task"] == "world cub200@32px"
+    assert math.isfinite(record["test"]["test"]["psnr_far"])
+    assert math.isfinite(record["valid"]["psnr_lookup_far"])
+    assert record["finished"]
+
+
+def test_methods_of_the_recipe_hold_the_same_bytes_in_two_layers():
+    task = type("Task", (), {"values": 192, "config": WorldConfig()})
+    for method in ("place", "place-given", "tensor", "linear"):
+        held = replace(world().model, method=method).build(task).state_bytes()
+        assert held == pytest.approx(2 * 8192 * 4, rel=0.01), method
+    assert replace(world().model, method="window").build(task).state_bytes() == 0
+
+
+def test_given_places_are_the_poses():
+    torch.manual_seed(0)
+    config = WorldModelConfig(method="place-given", **SMALL)
+    model = WorldModel(config, values=12, glimpses=6).eval()
+    told = []
+    memory = model.stack.blocks[1].side.memory
+    memory.register_forward_pre_hook(lambda _, args, kw: told.append(kw["where"]), with_kwargs=True)
+    poses = 2 * torch.rand(2, 6, 2) - 1
+    model({"poses": poses, "seen": torch.randn(2, 6, 12)})
+    assert torch.equal(told[0], poses.repeat_interleave(2, dim=1))
