@@ -97,7 +97,9 @@ def _copy_finished(
     runs: Iterable[PlannedRun], options: argparse.Namespace, known: Mapping[str, Any]
 ) -> None:
     """Add to the study what an earlier sweep may have left in the runs' folders alone."""
-    for run in runs if options.results is not None else ():
+    if options.results is None:
+        return
+    for run in runs:
         record = _read_finished(options.output / run.name)
         if record is not None and run.name not in known:
             append(options.results, record | _told(run))
@@ -209,7 +211,7 @@ def _outcome(
         return True, f"{name}: failed after {took}: {why} ({ended.log})"
     if options.results is not None:
         try:
-            append(options.results, record | told)
+            append(options.results, {**record, **told})
         except OSError as error:  # the others go on
             why = f"its result could not be added to {options.results} ({error})"
             return True, f"{name}: failed after {took}: {why}; its own folder has it"

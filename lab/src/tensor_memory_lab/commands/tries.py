@@ -88,7 +88,8 @@ def _timed(stage: Stage) -> Stage:
 
 def _choose(stage: Stage, find: Find) -> Stage:
     """A stage of one combination with the best of its tries, and steps for its seconds."""
-    over, told = dict(stage.over), {}
+    over: dict[str, Any] = dict(stage.over)
+    told: dict[str, Any] = {}
     if stage.tries:
         runs = expand([_tried(stage)])
         records = [find(run) for run in runs]

@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from tensor_memory import MemoryConfig, PlaceConfig, PlaceMemory
 from tensor_memory_lab.models import Carry, Model
 from tensor_memory_lab.models.block import Place, initialise
-from tensor_memory_lab.models.decoder import DecoderConfig, Method, cache
-from tensor_memory_lab.models.stack import SIDES, Stack, StackConfig
+from tensor_memory_lab.models.decoder import DecoderConfig, Method
+from tensor_memory_lab.models.peers import PeerConfig
+from tensor_memory_lab.models.relative_attention import CACHE_BYTES
+from tensor_memory_lab.models.stack import SIDES, Stack, StackConfig, extra_bytes
 from tensor_memory_lab.tasks import Batch
 
 OCTAVES = 5
@@ -38,8 +40,9 @@ class WorldModelConfig(DecoderConfig):
     a token; full-rotary: turned by their number too. place, place-delta: the place memory, its
     places learned; place-given, place-given-delta: its places are the poses; place-offset: the
     poses and a learned offset. tensor: the paper's memory; tensor-open: its forget gate starts
-    open; tensor-long: its start for long gaps. xl: relative attention with a cache. Any other side
-    path by its name, such as linear."""
+    open; tensor-long: its start for long gaps. window+: a window longer by the memory's bytes in
+    keys and values of bf16. xl: relative attention with a cache of these bytes in bf16. Any other
+    side path by its name: linear, gla, gated-deltanet, …"""
     dim: int = 192
     layers: int = 4
     heads: int = 6
@@ -55,6 +58,8 @@ class WorldModelConfig(DecoderConfig):
     """Tokens that attention sees, itself included: two per glimpse."""
     place: PlaceConfig = field(default_factory=PlaceConfig)
     """The place memory; the method says how its places are made and its rule."""
+    peer: PeerConfig = field(default_factory=PeerConfig)
+    """How much the field's mechanisms keep in each layer."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,7 +74,13 @@ class WorldModelConfig(DecoderConfig):
 
     def stack(self, length: int) -> StackConfig:
         """The choices that `method` stands for."""
-        plain = {"window": self.window, "rotary": True, "place": self.place}
+        plain = {
+            "window": self.window,
+            "rotary": True,
+            "cache_type": "bf16",
+            "place": self.place,
+            "peer": self.peer,
+        }
         return self.make_stack(METHODS[self.method], length, **plain)
 
 
@@ -89,14 +100,20 @@ def _tensor(start: Callable[..., MemoryConfig]) -> Method:
     }
 
 
+def _tokens(config: WorldModelConfig, vectors: int) -> int:
+    """Tokens in each layer, of so many vectors in bf16, that fill the memory's bytes."""
+    return config.memory_bytes // (CACHE_BYTES["bf16"] * vectors * config.dim * config.layers)
+
+
 METHODS: dict[str, Method] = {
     "window": {},
     "full": {"window": None, "rotary": False},
     "full-rotary": {"window": None},
+    "window+": {"extra_keys": lambda config: _tokens(config, 2)},
     "xl": {
         "attention": "relative",
         "segment": lambda config: config.window,
-        "cache": cache,
+        "cache": lambda config: _tokens(config, 1) if config.cache is None else config.cache,
         "rotary": False,
     },
     **{name: {"side": name} for name in SIDES},
@@ -142,8 +159,32 @@ class WorldModel(Model):
     def forward(
         self, batch: Batch, carry: Carry | None = None
     ) -> tuple[dict[str, Tensor], Carry | None]:
-        """ "patches" (B, T, P), each from the glimpses before it; nothing is carried."""
-        return {"patches": self.predict(batch["poses"], batch["seen"])}, None
+        """Answers "patches" (B, T, P), each from the glimpses before it; nothing is carried.
+
+        Where fewer glimpses are seen than there are poses, the answers stand for the others, one
+        after the other. Where batch["own"] (B, T) is true the answer stands for the glimpse, as it
+        was when all were seen: scheduled sampling, in parallel.
+        """
+        poses, seen = batch["poses"], batch["seen"]
+        if seen.shape[1] < poses.shape[1]:
+            return {"patches": self.roll_out(poses, seen)}, None
+        if "own" in batch:
+            with torch.no_grad():
+                answers = self.predict(poses, seen)
+            seen = torch.where(batch["own"][..., None], answers.to(seen.dtype), seen)
+        return {"patches": self.predict(poses, seen)}, None
+
+    def roll_out(self, poses: Tensor, seen: Tensor) -> Tensor:
+        """Answers (B, T, P) where only the first S glimpses are seen.
+
+        Every pass reads the walk again and makes one more answer right: all methods can do that,
+        and T - S passes over whole walks take no longer than as many steps of a token each.
+        """
+        T, S = poses.shape[1], seen.shape[1]
+        seen = torch.cat([seen, seen.new_zeros(*seen.shape[:1], T - S, seen.shape[2])], dim=1)
+        for t in range(S, T):
+            seen[:, t] = self.predict(poses, seen)[:, t]
+        return self.predict(poses, seen)
 
     def predict(self, poses: Tensor, seen: Tensor) -> Tensor:
         """Poses (B, T, 2), patches seen there (B, T, P) -> what was expected there (B, T, P)."""
@@ -174,10 +215,17 @@ class WorldModel(Model):
                 memory.config = config
 
     def state_bytes(self) -> int:
-        """Bytes one row carries past what attention sees."""
+        """Bytes one row carries past the window that all methods see."""
+        stack = self.stack.config
+        if stack.window is None:  # keys and values of a whole walk
+            beyond = stack.layers * max(stack.length - self.config.window, 0)
+            return extra_bytes(stack.dim, beyond, "bf16")
         return self.stack.state_bytes()
 
     def labels(self) -> dict[str, Any]:
         """What tables must say: the tokens that attention sees."""
-        window = self.stack.config.window
-        return {"context": "all tokens" if window is None else f"{window} tokens per layer"}
+        stack = self.stack.config
+        if stack.window is None:
+            return {"context": "all tokens"}
+        more = f" and {more} before them" if (more := stack.extra_keys or stack.cache) else ""
+        return {"context": f"{stack.window} tokens{more} per layer"}
