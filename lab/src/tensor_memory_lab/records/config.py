@@ -28,7 +28,6 @@ CONFIGS = {
     "BudgetConfig": "tensor_memory_lab.run_config",
     "MemoryConfig": "tensor_memory",
     "PlaceConfig": "tensor_memory",
-    "PeerConfig": "tensor_memory_lab.models.peers",
     "BindingConfig": "tensor_memory_lab.tasks.binding",
     "DiceConfig": "tensor_memory_lab.tasks.dice",
     "LanguageTaskConfig": "tensor_memory_lab.tasks.language",
