@@ -110,6 +110,7 @@ def _place_layer(
         return None
     if not _is_plain_norm(norm, memory.dim) or not _is_plain_place_memory(memory):
         return None
+    fresh = state is None
     state = memory.checked_state(x, state, where, None, reset)
     learned, held = config.places != "given", state.dequantized().values
     assert isinstance(norm, nn.LayerNorm)
@@ -140,12 +141,15 @@ def _place_layer(
         origin, choices = state.origin, (config.rule, config.wrap)
         out, values = token.token_forward(x, named, *eps, where, origin, held, *choices)
         return out, state.with_values(values)
-    base = state.origin[:, None, None].expand(-1, x.shape[1], config.heads, -1)
-    if where is not None:
-        base = base + (where if where.ndim == 4 else where[:, :, None])
+    base = None
+    if where is not None or not fresh:
+        base = state.origin[:, None, None].expand(-1, x.shape[1], config.heads, -1)
+        if where is not None:
+            base = base + (where if where.ndim == 4 else where[:, :, None])
+        base = base.float()
     products = products_dtype(x)
     options = layer.LayerOptions(*eps, config.rule, config.wrap, layer.Drop(*drop), products)
-    out, values = layer.place_layer(PLACES, x, base.float(), held, reset, named, options)
+    out, values = layer.place_layer(PLACES, x, base, held, reset, named, options)
     return out, state.with_values(values)
 
 

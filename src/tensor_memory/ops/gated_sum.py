@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tensor_memory.ops.launch import BoundKernel, bind
+from tensor_memory.ops.launch import BoundKernel, bind, blocks
 
 
 @triton.jit
@@ -144,6 +144,39 @@ def residual_backward_kernel(
     tl.store(partial + tl.program_id(0), tl.sum(total * m) * weight * (1.0 - weight))
 
 
+@triton.jit
+def scaled_token(
+    x, m, out, factor, token, place, ends, c, D: tl.constexpr, ADD: tl.constexpr
+):  # fmt: skip
+    """x + factor·m for one token, or the second part alone, where it lies inside its row."""
+    at = token.to(tl.int64) * D + c
+    mask = c < tl.where(place < ends, D, 0)
+    value = tl.load(m + at, mask=mask, other=0.0).to(tl.float32) * factor
+    if ADD:
+        value += tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def each_token_kernel(
+    x, m, gate, seeds, out, tokens, dropout, drop_path,
+    D: tl.constexpr, WIDTH: tl.constexpr, DROP: tl.constexpr, PATH: tl.constexpr,
+    ADD: tl.constexpr,
+):  # fmt: skip
+    """x + σ(γ)·D(m), or σ(γ)·D(m), of four tokens of a row: every token has its own m."""
+    groups = tl.cdiv(tokens, 4)
+    b, place = tl.program_id(0) // groups, tl.program_id(0) % groups * 4
+    c, token = tl.arange(0, WIDTH), b * tokens + place
+    weight = 1.0 / (1.0 + tl.exp(-tl.load(gate).to(tl.float32)))
+    first, second, third, fourth = drop_factors(
+        seeds, b, tl.program_id(0), 0, c, dropout, drop_path, DROP, PATH
+    )
+    scaled_token(x, m, out, weight * first, token, place, tokens, c, D, ADD)
+    scaled_token(x, m, out, weight * second, token + 1, place + 1, tokens, c, D, ADD)
+    scaled_token(x, m, out, weight * third, token + 2, place + 2, tokens, c, D, ADD)
+    scaled_token(x, m, out, weight * fourth, token + 3, place + 3, tokens, c, D, ADD)
+
+
 class ReadoutLayout(NamedTuple):
     """Which tokens get which readout: a frame of `frame` tokens has `units` readouts.
 
@@ -180,15 +213,48 @@ def _numbers(tokens: int, units: int, layout: ReadoutLayout, drop: Drop) -> tupl
     return tokens, units, layout.frame, layout.units, float(drop.dropout), float(drop.drop_path)
 
 
+def add_each(x: Tensor, m: Tensor, gate: Tensor, drop: Drop) -> tuple[Tensor, Tensor]:
+    """x̂ (B, N, d) of contiguous x (B, N, d) and m (B·N, d), and the seeds of what was dropped."""
+    seeds, out = _seeds(gate, drop), torch.empty_like(x)
+    _each(x, m, gate, seeds, out, drop, ADD=True)
+    return out, seeds
+
+
+def each_backward(
+    grad: Tensor, gate: Tensor, seeds: Tensor, drop: Drop, dtype: torch.dtype
+) -> Tensor:
+    """What m of `add_each` receives, (B·N, d) in a type."""
+    by_m = grad.new_empty(grad.shape[0] * grad.shape[1], grad.shape[2], dtype=dtype)
+    _each(grad, grad, gate, seeds, by_m, drop, ADD=False)
+    return by_m
+
+
+def _each(
+    x: Tensor, m: Tensor, gate: Tensor, seeds: Tensor, out: Tensor, drop: Drop, ADD: bool
+) -> None:
+    (B, N, D), (dropout, drop_path) = x.shape, drop
+    kernel = _each_launch(D, dropout > 0, drop_path > 0, ADD)
+    numbers = (N, float(dropout), float(drop_path))
+    kernel((B * blocks(N, 4),), (x, m, gate, seeds, out), numbers)
+
+
+@functools.lru_cache(maxsize=64)
+def _each_launch(D: int, dropout: bool, path: bool, ADD: bool) -> BoundKernel:
+    width = triton.next_power_of_2(D)
+    return bind(each_token_kernel, D=D, WIDTH=width, DROP=dropout, PATH=path, ADD=ADD)
+
+
+def _seeds(gate: Tensor, drop: Drop) -> Tensor:
+    """Of what is dropped; the gate stands in where nothing is drawn."""
+    return torch.randint(2**62, (2,), device=gate.device) if any(drop) else gate
+
+
 def add_gated(
     x: Tensor, m: Tensor, gate: Tensor, layout: ReadoutLayout, drop: Drop
 ) -> tuple[Tensor, Tensor]:
     """x̂ (B, N, d) of contiguous x (B, N, d) and m (B·U, d), and the seeds of what was dropped."""
     (B, N, D), units = x.shape, m.shape[0]
-    seeds = gate  # stands in where nothing is drawn
-    if any(drop):
-        seeds = torch.randint(2**62, (2,), device=x.device)
-    out = torch.empty_like(x)
+    seeds, out = _seeds(gate, drop), torch.empty_like(x)
     kernel, _ = _launches(D, layout.repeat, drop.dropout > 0, drop.drop_path > 0)
     kernel((units,), (x, m, gate, seeds, out), _numbers(N, units // B, layout, drop))
     return out, seeds

@@ -115,6 +115,11 @@ def bind(kernel: Any, **settings: Any) -> BoundKernel:
     return _bound[key]
 
 
+def blocks(count: int, size: int) -> int:
+    """How many blocks of this size a count needs; `triton.cdiv` takes microseconds."""
+    return -(-count // size)
+
+
 def or_else(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
     """The tensor, or one whose pointer no program follows."""
     return stand_in if tensor is None else tensor

@@ -61,7 +61,7 @@ class PlaceInputs(NamedTuple):
 
     def empty_reads(self) -> Tensor:
         """Uninitialised reads (B, N, H, C)."""
-        return self.content.new_empty(self.content.shape)
+        return self.rate.new_empty(self.content.shape)
 
     def tokens(self, start: int, stop: int) -> PlaceInputs:
         """A stretch of the tokens alone, with the state before all of them."""

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tensor_memory.ops.launch import or_else
+from tensor_memory.ops.launch import blocks, or_else
 from tensor_memory.ops.places.inputs import PlaceInputs
 from tensor_memory.ops.places.triton.plan import Plan
 
@@ -202,7 +202,7 @@ def make_addresses(
     phi = inputs.content.new_empty(B, N, H, plan["V"], dtype=dtype)
     psi = None if inputs.read_at is None else torch.empty_like(phi)
     plan.bound(address_kernel, warps=4)(
-        (B * H, triton.cdiv(N, plan["T"]), 1 if psi is None else 2),
+        (B * H, blocks(N, plan["T"]), 1 if psi is None else 2),
         (inputs.write_at, inputs.asked_at, or_else(inputs.width, phi), phi, or_else(psi, phi)),
         (N,),
     )
@@ -216,7 +216,7 @@ def addresses_backward(
     B, N, H, _ = inputs.content.shape
     by_write_at = torch.empty_like(inputs.write_at)
     by_read_at = None if by_psi is None else torch.empty_like(inputs.asked_at)
-    grid = (B * H, triton.cdiv(N, plan["T"]), 1 if by_psi is None else 2)
+    grid = (B * H, blocks(N, plan["T"]), 1 if by_psi is None else 2)
     by_width = inputs.write_at.new_empty(B, H, *grid[1:])
     plan.bound(address_backward_kernel, warps=4)(
         grid,

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tensor_memory.ops.launch import or_else
+from tensor_memory.ops.launch import blocks, or_else
 from tensor_memory.ops.places.addresses import voxels
 from tensor_memory.ops.places.inputs import PlaceInputs
 from tensor_memory.ops.places.triton.addresses import addresses_backward, make_addresses
@@ -403,8 +403,8 @@ class Kept(NamedTuple):
     def empty(cls, inputs: PlaceInputs, products: torch.dtype) -> Kept:
         """Uninitialised."""
         B, N, H, C = inputs.content.shape
-        shape = (B, H, triton.cdiv(N, LENGTH), voxels(inputs.grid), C)
-        new, delta = inputs.content.new_empty, inputs.rule == "delta"
+        shape = (B, H, blocks(N, LENGTH), voxels(inputs.grid), C)
+        new, delta = inputs.rate.new_empty, inputs.rule == "delta"
         return cls(
             new(shape, dtype=low_dtype(products)),
             new(B, N, H, C) if delta else None,
@@ -513,15 +513,15 @@ def _tiles(plan: Plan) -> dict[str, int]:
 
 def _columns(plan: Plan) -> dict[str, int]:
     """Of a state whose channels are independent."""
-    return {"VB": max(16, triton.next_power_of_2(plan["V"])), "CB": 16}
+    return {"VB": plan["VP"], "CB": 16}
 
 
 def _tile_grid(inputs: PlaceInputs, plan: Plan) -> tuple[int, int, int]:
     B, _, H, C = inputs.content.shape
     tile = _tiles(plan)
-    return B * H, triton.cdiv(plan["V"], tile["VB"]), triton.cdiv(C, tile["CB"])
+    return B * H, blocks(plan["V"], tile["VB"]), blocks(C, tile["CB"])
 
 
 def _column_grid(inputs: PlaceInputs, plan: Plan) -> tuple[int, int]:
     B, _, H, C = inputs.content.shape
-    return B * H, triton.cdiv(C, _columns(plan)["CB"])
+    return B * H, blocks(C, _columns(plan)["CB"])

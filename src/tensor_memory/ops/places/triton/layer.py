@@ -1,7 +1,7 @@
 """A layer around the fused place memory as one function: norm, heads, recurrence, gated sum.
 
-Everything a token says is one product with all weights of the heads. What is cheap to compute
-again is not kept for the backward: the normed tokens, what the heads say, the readout.
+Everything a token says is one product with all weights of the heads. The normed tokens are
+computed again in the backward: kept, they would take most of the memory.
 
 Letters: B batch, N tokens, d width, H heads, C channels, n axes, R columns of the heads' product.
 """
@@ -10,19 +10,20 @@ Letters: B batch, N tokens, d width, H heads, C channels, n axes, R columns of t
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tensor_memory.config import Rule
 from tensor_memory.ops.autograd import Options, Recurrence, by_name, no_autocast, no_double_backward
-from tensor_memory.ops.gated_sum import Drop, ReadoutLayout, add_gated, add_gated_backward
+from tensor_memory.ops.gated_sum import Drop, add_each, each_backward
 from tensor_memory.ops.inputs import prepared
-from tensor_memory.ops.launch import bind, or_else
+from tensor_memory.ops.launch import BoundKernel, bind, blocks, or_else
 from tensor_memory.ops.layer_norm import layer_norm, layer_norm_backward
 from tensor_memory.ops.places.inputs import PlaceInputs
 from tensor_memory.ops.places.triton.addresses import tanh
@@ -51,7 +52,7 @@ def columns(said, row, real, first, count: tl.constexpr, P: tl.constexpr, R: tl.
 def heads_kernel(
     said, base, rate_bias, keep_bias, write_at, read_at, rate, log_keep, content, tokens,
     H: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, n: tl.constexpr, R: tl.constexpr,
-    T: tl.constexpr, LEARNED: tl.constexpr, SAME: tl.constexpr,
+    T: tl.constexpr, LEARNED: tl.constexpr, SAME: tl.constexpr, HAS_BASE: tl.constexpr,
 ):  # fmt: skip
     """From the heads' product (tokens, R) to the inputs of the recurrence, of one head."""
     row, head = tl.program_id(0) * T + tl.arange(0, T), tl.program_id(1)
@@ -59,7 +60,9 @@ def heads_kernel(
     token, axes = row.to(tl.int64) * H + head, tl.arange(0, 4)
     axis_real = real[:, None] & (axes < n)[None, :]
     place = token[:, None] * n + axes[None, :]
-    at = tl.load(base + place, mask=axis_real, other=0.0)
+    at = tl.zeros([T, 4], tl.float32)
+    if HAS_BASE:
+        at += tl.load(base + place, mask=axis_real, other=0.0)
     first = 0
     if LEARNED:
         p, _, _ = columns(said, row, real, head * n, n, 4, R)
@@ -86,11 +89,11 @@ def heads_kernel(
 @triton.jit(do_not_specialize=["tokens"])
 def heads_backward_kernel(
     said, rate_bias, keep_bias, by_write_at, by_read_at, by_rate, by_log_keep, by_content, by_said,
-    tokens,
+    by_bias, tokens,
     H: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, n: tl.constexpr, R: tl.constexpr,
     T: tl.constexpr, LEARNED: tl.constexpr, SAME: tl.constexpr,
 ):  # fmt: skip
-    """What the heads' product receives, all but the columns of the gate."""
+    """What the heads' product receives, all but the gate's columns; by_bias (programs, 2, H)."""
     row, head = tl.program_id(0) * T + tl.arange(0, T), tl.program_id(1)
     real = row < tokens
     token, axes = row.to(tl.int64) * H + head, tl.arange(0, 4)
@@ -110,12 +113,15 @@ def heads_backward_kernel(
     at = row.to(tl.int64) * R + first + head
     beta = tl.load(said + at, mask=real, other=0.0).to(tl.float32)
     beta = sigmoid(beta + tl.load(rate_bias + head).to(tl.float32))
-    given = tl.load(by_rate + token, mask=real, other=0.0)
-    tl.store(by_said + at, given * beta * (1.0 - beta), mask=real)
+    given = tl.load(by_rate + token, mask=real, other=0.0) * beta * (1.0 - beta)
+    tl.store(by_said + at, given, mask=real)
+    bias = by_bias + tl.program_id(0) * 2 * H + head
+    tl.store(bias, tl.sum(given))
     keep = tl.load(said + at + H, mask=real, other=0.0).to(tl.float32)
     keep = sigmoid(-keep - tl.load(keep_bias + head).to(tl.float32))
-    given = tl.load(by_log_keep + token, mask=real, other=0.0)
-    tl.store(by_said + at + H, given * keep, mask=real)
+    given = tl.load(by_log_keep + token, mask=real, other=0.0) * keep
+    tl.store(by_said + at + H, given, mask=real)
+    tl.store(bias + H, tl.sum(given))
     _, where, exist = columns(said, row, real, first + 2 * H + head * C, C, CP, R)
     channel = tl.arange(0, CP)
     given = tl.load(by_content + token[:, None] * C + channel[None, :], mask=exist, other=0.0)
@@ -140,10 +146,13 @@ def readout_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "epsilon"])
 def readout_backward_kernel(
-    reads, said, read_norm, by_out, by_reads, by_said, by_norm, tokens, epsilon,
+    reads, said, read_norm, residual_gate, by_out, by_reads, by_said, parts, tokens, epsilon,
     H: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """What reads and the gate's columns receive; by_norm (programs, C) in parts."""
+    """What reads and the gate's columns receive; parts (programs, C + 1) for the norm and γ.
+
+    γ receives (1 − σ(γ)) Σ m · dm, and m · dm summed over a token is readout · its gradient.
+    """
     row, head = tl.program_id(0) * T + tl.arange(0, T), tl.program_id(1)
     real, channel = row < tokens, tl.arange(0, CP)
     gate, where, exist = columns(said, row, real, R - H * C + head * C, C, CP, R)
@@ -156,9 +165,11 @@ def readout_backward_kernel(
     slope = opened * (1.0 + gate * (1.0 - opened))
     tl.store(by_said + where, given * normed * weight * slope, mask=exist)
     given *= gate * opened
-    part = tl.program_id(0) * tl.num_programs(1) + head
-    tl.store(by_norm + part * C + channel, tl.sum(given * normed, axis=0), mask=channel < C)
+    part = parts + (tl.program_id(0) * tl.num_programs(1) + head) * (C + 1)
+    tl.store(part + channel, tl.sum(given * normed, axis=0), mask=channel < C)
     given *= weight
+    shut = 1.0 - sigmoid(tl.load(residual_gate).to(tl.float32))
+    tl.store(part + C, tl.sum(given * normed) * shut)
     along = tl.sum(given * normed, axis=1)[:, None] / C
     tl.store(by_reads + at, (given - normed * along) * inverse, mask=exist)
 
@@ -177,23 +188,28 @@ class LayerOptions(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """What the backward needs, but for what the recurrence keeps."""
+    """What the backward needs, but for inputs and results of the recurrence and the weights."""
 
     x: Tensor
-    base: Tensor
-    state: Tensor
-    resets: Tensor | None
     statistics: Tensor
     said: Tensor
     """(B·N, R) the heads' product"""
     reads: Tensor
+    readout: Tensor
+    """(B·N, H·C) what W_out takes"""
+    heads: Tensor
+    """(R, d) all weights of the heads, in the type of products; W_out too"""
+    output: Tensor
     seeds: Tensor
+
+
+INPUTS = len(PlaceInputs._fields) - len(PlaceInputs.CHOICES)
 
 
 def place_layer(
     recurrence: Recurrence,
     x: Tensor,
-    base: Tensor,
+    base: Tensor | None,
     state: Tensor,
     resets: Tensor | None,
     weights: PlaceWeights,
@@ -213,8 +229,10 @@ class _PlaceLayer(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         ctx.recurrence, ctx.options, *tensors = arguments
         weights = PlaceWeights._make(tensors[4:])
-        results, saved, kept = _run(ctx.recurrence, *tensors[:4], weights, ctx.options, keep=True)
-        ctx.save_for_backward(*saved, *weights, *kept)
+        results, saved, inputs, kept = _run(
+            ctx.recurrence, *tensors[:4], weights, ctx.options, keep=True
+        )
+        ctx.save_for_backward(*saved, *inputs[:INPUTS], *weights, *kept)
         ctx.set_materialize_grads(False)
         return results
 
@@ -227,83 +245,72 @@ class _PlaceLayer(torch.autograd.Function):
 def _run(
     recurrence: Recurrence,
     x: Tensor,
-    base: Tensor,
+    base: Tensor | None,
     state: Tensor,
     resets: Tensor | None,
     weights: PlaceWeights,
     options: LayerOptions,
     *,
     keep: bool,
-) -> tuple[tuple[Tensor, Tensor], _Saved, list[Tensor]]:
+) -> tuple[tuple[Tensor, Tensor], _Saved, PlaceInputs, list[Tensor]]:
     """The layer forward."""
-    x, base, state = x.contiguous(), base.contiguous(), state.contiguous()
+    x, state = x.contiguous(), state.contiguous()
     with no_autocast(x.device):
+        heads = torch.cat(list(_head_weights(weights).values())).to(options.products)
+        output = prepared(weights.output, options.products)
         normed, statistics = _normed(x, weights, options)
-        said = F.linear(normed.flatten(0, 1), _heads_weight(weights, options.products))
-        inputs = _heads(said, base, state, resets, weights, options)
+        said = torch.mm(normed, heads.t())
+        do = _launches_of(weights, said, state, base is not None)
+        inputs = _heads(do, said, x.shape[:2], base, state, resets, weights, options)
         how = Options(0, options.products, "triton")
         reads, after, kept = recurrence.run_forward(inputs, keep, how)
-        m = F.linear(_readout(reads, said, weights, options), _output(weights, options))
-        out, seeds = add_gated(x, m, weights.residual_gate, _layout(x), options.drop)
-    saved = _Saved(x, base, state, resets, statistics, said, reads, seeds)
-    return (out, after), saved, kept
+        readout = _readout(do, reads, said, weights, options)
+        out, seeds = add_each(x, torch.mm(readout, output.t()), weights.residual_gate, options.drop)
+    saved = _Saved(x, statistics, said, reads, readout, heads, output, seeds)
+    return (out, after), saved, inputs, kept
 
 
 def _run_backward(ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None) -> tuple[Any, ...]:
     """The gradients of what `_PlaceLayer.forward` was given."""
     options = ctx.options
-    saved, weights, kept = by_name(ctx.saved_tensors, _Saved, PlaceWeights)
+    saved, rest = by_name(ctx.saved_tensors, _Saved)
+    inputs = PlaceInputs(*rest[:INPUTS], options.rule, options.wrap)
+    weights, kept = by_name(rest[INPUTS:], PlaceWeights)
     x, said, products = saved.x, saved.said, options.products
+    do = _launches_of(weights, said, inputs.state)
     grad_out = torch.zeros_like(x) if grad_out is None else grad_out.contiguous()
-    # Again what was not kept.
-    normed, _ = _normed(x, weights, options)
-    inputs = _heads(said, saved.base, saved.state, saved.resets, weights, options)
-    readout, output = _readout(saved.reads, said, weights, options), _output(weights, options)
     # Through the gated sum and the readout.
-    by_m, by_gate = add_gated_backward(
-        grad_out, F.linear(readout, output), weights.residual_gate, saved.seeds, _layout(x),
-        options.drop,
-    )  # fmt: skip
-    by_output = torch.mm(by_m.t(), readout)
+    by_m = each_backward(grad_out, weights.residual_gate, saved.seeds, options.drop, products)
+    by_output = torch.mm(by_m.t(), saved.readout)
     by_said = torch.empty_like(said)
-    by_reads, by_read_norm = _readout_backward(
-        torch.mm(by_m, output), saved.reads, said, by_said, weights, options
+    by_reads, by_readout_parts = _readout_backward(
+        do, torch.mm(by_m, saved.output), saved.reads, said, by_said, weights, options
     )
     # Through the recurrence and the heads.
-    how = Options(0, products, "triton")
-    found = ctx.recurrence.run_backward((by_reads, grad_state), inputs, kept, how)
-    sizes = _sizes(inputs.content.shape[2:], inputs.grid, weights)
-    bind(heads_backward_kernel, **sizes, T=TOKENS)(
-        (triton.cdiv(said.shape[0], TOKENS), sizes["H"]),
-        (
-            said, weights.rate_bias, weights.keep_bias, found.write_at,
-            or_else(found.read_at, found.write_at), found.rate, found.log_keep, found.content,
-            by_said,
-        ),
-        (said.shape[0],),
-    )  # fmt: skip
-    by_heads = torch.mm(by_said.t(), normed.flatten(0, 1))
-    by_normed = torch.mm(by_said, _heads_weight(weights, products))
+    found = ctx.recurrence.run_backward(
+        (by_reads, grad_state), inputs, kept, Options(0, products, "triton")
+    )
+    by_bias = _heads_backward(do, said, found, by_said, weights)
     # Through the norm, where what came past it joins.
+    normed, _ = _normed(x, weights, options)
+    by_heads = torch.mm(by_said.t(), normed).to(weights.content.dtype)
     by_x, by_norm = layer_norm_backward(
-        x, weights.norm, saved.statistics, by_normed.view(x.shape), grad_out
+        x, weights.norm, saved.statistics, torch.mm(by_said, saved.heads), grad_out
     )
     heads = _head_weights(weights)
     by_weight = dict(zip(heads, by_heads.split([w.shape[0] for w in heads.values()]), strict=True))
-    H, n = sizes["H"], sizes["n"]
-    first = H * n * sum(w is not None for w in (weights.write_place, weights.read_place))
-    by_rate_bias, by_keep_bias = by_said[:, first : first + 2 * H].float().sum(0).split(H)
+    by_readout = by_readout_parts.sum(0)
+    by_weight["norm"], by_weight["norm_bias"] = by_norm.sum(0)
+    by_weight["rate_bias"], by_weight["keep_bias"] = by_bias.sum(0)
     by_weight |= {
-        "norm": by_norm[:, 0].sum(0),
-        "norm_bias": by_norm[:, 1].sum(0),
-        "residual_gate": by_gate.sum().view(weights.residual_gate.shape),
-        "rate_bias": by_rate_bias,
-        "keep_bias": by_keep_bias,
+        "residual_gate": by_readout[-1:].view(weights.residual_gate.shape),
         "log_width": None if found.width is None else found.width * inputs.width,
-        "read_norm": by_read_norm,
+        "read_norm": by_readout[:-1],
         "output": by_output,
     }
-    by_base = found.write_at if found.read_at is None else found.write_at + found.read_at
+    by_base = None
+    if ctx.needs_input_grad[3]:
+        by_base = found.write_at if found.read_at is None else found.write_at + found.read_at
     by_weights = (
         None if weight is None else prepared(by_weight[name], weight.dtype)
         for name, weight in weights._asdict().items()
@@ -312,7 +319,9 @@ def _run_backward(ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None) 
 
 
 def _normed(x: Tensor, weights: PlaceWeights, options: LayerOptions) -> tuple[Tensor, Tensor]:
-    return layer_norm(x, weights.norm, weights.norm_bias, options.epsilon, options.products)
+    """(B·N, d), and what the norm's backward needs."""
+    tokens = x.view(-1, x.shape[-1])
+    return layer_norm(tokens, weights.norm, weights.norm_bias, options.epsilon, options.products)
 
 
 def _head_weights(weights: PlaceWeights) -> dict[str, Tensor]:
@@ -322,47 +331,49 @@ def _head_weights(weights: PlaceWeights) -> dict[str, Tensor]:
     return {name: weight for name, weight in found.items() if weight is not None}
 
 
-def _heads_weight(weights: PlaceWeights, dtype: torch.dtype) -> Tensor:
-    """All of them, (R, d)."""
-    return torch.cat(list(_head_weights(weights).values())).to(dtype)
+class _Launches(NamedTuple):
+    heads: BoundKernel
+    heads_backward: BoundKernel
+    readout: BoundKernel
+    readout_backward: BoundKernel
 
 
-def _output(weights: PlaceWeights, options: LayerOptions) -> Tensor:
-    return prepared(weights.output, options.products)
+@functools.lru_cache(maxsize=64)
+def _launches(H: int, C: int, n: int, R: int, learned: bool, same: bool, based: bool) -> _Launches:
+    """The kernels around a memory of these sizes."""
+    sizes = {"H": H, "C": C, "CP": triton.next_power_of_2(C), "R": R, "T": TOKENS}
+    said = sizes | {"n": n, "LEARNED": learned, "SAME": same}
+    return _Launches(
+        bind(heads_kernel, **said, HAS_BASE=based),
+        bind(heads_backward_kernel, **said),
+        bind(readout_kernel, **sizes),
+        bind(readout_backward_kernel, **sizes),
+    )
 
 
-def _layout(x: Tensor) -> ReadoutLayout:
-    """A readout for every token."""
-    return ReadoutLayout(1, x.shape[1], x.shape[1])
-
-
-def _sizes(channels: torch.Size, grid: tuple[int, ...], weights: PlaceWeights) -> dict[str, Any]:
-    H, C = channels
-    return {
-        "H": H,
-        "C": C,
-        "CP": triton.next_power_of_2(C),
-        "n": len(grid),
-        "R": sum(weight.shape[0] for weight in _head_weights(weights).values()),
-        "LEARNED": weights.write_place is not None,
-        "SAME": weights.read_place is None,
-    }
+def _launches_of(
+    weights: PlaceWeights, said: Tensor, state: Tensor, based: bool = False
+) -> _Launches:
+    learned, same = weights.write_place is not None, weights.read_place is None
+    sizes = state.shape[1], state.shape[-1], state.ndim - 3, said.shape[1]
+    return _launches(*sizes, learned, same, based)
 
 
 def _heads(
-    said: Tensor, base: Tensor, state: Tensor, resets: Tensor | None, weights: PlaceWeights,
-    options: LayerOptions,
+    do: _Launches, said: Tensor, tokens: Sequence[int], base: Tensor | None, state: Tensor,
+    resets: Tensor | None, weights: PlaceWeights, options: LayerOptions,
 ) -> PlaceInputs:  # fmt: skip
-    """What the tokens say to the recurrence."""
-    (B, N, H, _), C = base.shape, state.shape[-1]
-    write_at = torch.empty_like(base)
-    read_at = None if weights.read_place is None else torch.empty_like(base)
-    rate, log_keep, content = (base.new_empty(B, N, H, *more) for more in ((), (), (C,)))
-    sizes = _sizes(content.shape[2:], tuple(state.shape[2:-1]), weights)
-    bind(heads_kernel, **sizes, T=TOKENS)(
-        (triton.cdiv(said.shape[0], TOKENS), H),
+    """What the tokens say to the recurrence; their content in the type of products."""
+    H, *grid, C = state.shape[1:]
+    write_at = state.new_empty(*tokens, H, len(grid))
+    read_at = None if weights.read_place is None else torch.empty_like(write_at)
+    rate, log_keep = state.new_empty(2, *tokens, H)
+    content = said.new_empty(*tokens, H, C)
+    base = None if base is None else base.contiguous()
+    do.heads(
+        (blocks(said.shape[0], TOKENS), H),
         (
-            said, base, weights.rate_bias, weights.keep_bias, write_at,
+            said, or_else(base, write_at), weights.rate_bias, weights.keep_bias, write_at,
             or_else(read_at, write_at), rate, log_keep, content,
         ),
         (said.shape[0],),
@@ -374,17 +385,32 @@ def _heads(
     )  # fmt: skip
 
 
-def _readout_sizes(reads: Tensor, said: Tensor) -> dict[str, int]:
-    H, C = reads.shape[2:]
-    return {"H": H, "C": C, "CP": triton.next_power_of_2(C), "R": said.shape[1], "T": TOKENS}
+def _heads_backward(
+    do: _Launches, said: Tensor, found: PlaceInputs, by_said: Tensor, weights: PlaceWeights
+) -> Tensor:
+    """Fills `by_said` but for the gate's columns; parts (programs, 2, H) for rate and keep."""
+    H, programs = found.rate.shape[2], blocks(said.shape[0], TOKENS)
+    by_bias = found.rate.new_empty(programs, 2, H)
+    do.heads_backward(
+        (programs, H),
+        (
+            said, weights.rate_bias, weights.keep_bias, found.write_at,
+            or_else(found.read_at, found.write_at), found.rate, found.log_keep, found.content,
+            by_said, by_bias,
+        ),
+        (said.shape[0],),
+    )  # fmt: skip
+    return by_bias
 
 
-def _readout(reads: Tensor, said: Tensor, weights: PlaceWeights, options: LayerOptions) -> Tensor:
+def _readout(
+    do: _Launches, reads: Tensor, said: Tensor, weights: PlaceWeights, options: LayerOptions
+) -> Tensor:
     """What W_out takes, (B·N, H·C)."""
-    tokens, sizes = said.shape[0], _readout_sizes(reads, said)
-    out = said.new_empty(tokens, sizes["H"] * sizes["C"])
-    bind(readout_kernel, **sizes)(
-        (triton.cdiv(tokens, TOKENS), sizes["H"]),
+    tokens, (H, C) = said.shape[0], reads.shape[2:]
+    out = said.new_empty(tokens, H * C)
+    do.readout(
+        (blocks(tokens, TOKENS), H),
         (reads, said, weights.read_norm, out),
         (tokens, float(options.read_epsilon)),
     )
@@ -392,17 +418,18 @@ def _readout(reads: Tensor, said: Tensor, weights: PlaceWeights, options: LayerO
 
 
 def _readout_backward(
-    by_out: Tensor, reads: Tensor, said: Tensor, by_said: Tensor, weights: PlaceWeights,
-    options: LayerOptions,
+    do: _Launches, by_out: Tensor, reads: Tensor, said: Tensor, by_said: Tensor,
+    weights: PlaceWeights, options: LayerOptions,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What reads and the norm's weight receive; the gate's part goes to `by_said`."""
-    tokens, sizes = said.shape[0], _readout_sizes(reads, said)
-    programs = (triton.cdiv(tokens, TOKENS), sizes["H"])
-    by_reads = torch.empty_like(reads)
-    by_norm = reads.new_empty(*programs, sizes["C"])
-    bind(readout_backward_kernel, **sizes)(
-        programs,
-        (reads, said, weights.read_norm, by_out, by_reads, by_said, by_norm),
+    """What reads receive, and parts for the norm's weight and γ; fills the gate's columns."""
+    tokens, (H, C) = said.shape[0], reads.shape[2:]
+    programs, by_reads = blocks(tokens, TOKENS), torch.empty_like(reads)
+    parts = reads.new_empty(programs * H, C + 1)
+    do.readout_backward(
+        (programs, H),
+        (
+            reads, said, weights.read_norm, weights.residual_gate, by_out, by_reads, by_said, parts
+        ),
         (tokens, float(options.read_epsilon)),
-    )
-    return by_reads, by_norm.sum((0, 1))
+    )  # fmt: skip
+    return by_reads, parts

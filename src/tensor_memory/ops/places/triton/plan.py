@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import triton
 
-from tensor_memory.ops.launch import INTERPRETED, BoundKernel, bind
+from tensor_memory.ops.launch import INTERPRETED, BoundKernel, bind, blocks
 from tensor_memory.ops.places.inputs import PlaceInputs
 
 LENGTH = 32
@@ -76,6 +76,7 @@ def _plan(
             "H": H,
             "C": C,
             "VB": min(64, max(16, triton.next_power_of_2(V))),
+            "VP": max(16, triton.next_power_of_2(V)),
             "CB": max(16, triton.next_power_of_2(C)),
             "T": max(1, MOST_VALUES // padded),
             "L": LENGTH,
@@ -105,4 +106,4 @@ def grid_constants(grid: Sequence[int], wrap: Sequence[bool]) -> dict[str, int]:
 def chunk_grid(inputs: PlaceInputs) -> tuple[int, int]:
     """A program per chunk of every row and head."""
     B, N, H, _ = inputs.content.shape
-    return triton.cdiv(N, LENGTH), B * H
+    return blocks(N, LENGTH), B * H

@@ -8,6 +8,7 @@ Letters: B batch, d width, H heads, V voxels, C channels, n axes.
 # pyright: reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tensor_memory.ops.inputs import prepared
-from tensor_memory.ops.launch import INTERPRETED, bind, or_else
+from tensor_memory.ops.launch import INTERPRETED, BoundKernel, bind, or_else
 from tensor_memory.ops.places.addresses import voxels
 from tensor_memory.ops.places.triton.addresses import factor, tanh
 from tensor_memory.ops.places.triton.plan import grid_constants
@@ -182,8 +183,25 @@ def token_kernel(
 
 def serves_token(state: Tensor) -> bool:
     """Whether one launch can take a token of a memory with this state (B, H, *grid, C)."""
-    padded = voxels([triton.next_power_of_2(size) for size in state.shape[2:]])
-    return state.dtype == torch.float32 and padded <= MOST_STATE
+    return state.dtype == torch.float32 and _padded(tuple(state.shape[2:])) <= MOST_STATE
+
+
+@functools.lru_cache(maxsize=256)
+def _padded(sizes: tuple[int, ...]) -> int:
+    return voxels([triton.next_power_of_2(size) for size in sizes])
+
+
+@functools.lru_cache(maxsize=256)
+def _bound(
+    d: int, H: int, C: int, grid: tuple[int, ...], wrap: tuple[bool, ...], **choices: bool
+) -> BoundKernel:
+    """The kernel for a memory of these sizes: finding them takes longer than a launch."""
+    width = triton.next_power_of_2(d)
+    return bind(
+        token_kernel,
+        D=d, DP=width, DB=min(MOST_WIDTH, width), H=H, C=C, CP=triton.next_power_of_2(C),
+        **choices, **grid_constants(grid, wrap), **({} if INTERPRETED else {"num_warps": 8}),
+    )  # fmt: skip
 
 
 def token_forward(
@@ -203,14 +221,11 @@ def token_forward(
     x, state, origin = x.contiguous(), state.contiguous(), origin.contiguous()
     out, after = torch.empty_like(x), torch.empty_like(state)
     readout = state.new_empty(B, H, C)
-    width = triton.next_power_of_2(d)
-    kernel = bind(
-        token_kernel,
-        D=d, DP=width, DB=min(MOST_WIDTH, width), H=H, C=C, CP=triton.next_power_of_2(C),
+    kernel = _bound(
+        d, H, C, tuple(grid), tuple(wrap),
         LEARNED=weights.write_place is not None, GIVEN=where is not None,
         SAME=weights.read_place is None, DELTA=rule == "delta",
-        GAUSSIAN=weights.log_width is not None, **grid_constants(grid, wrap),
-        **({} if INTERPRETED else {"num_warps": 8}),
+        GAUSSIAN=weights.log_width is not None,
     )  # fmt: skip
     taken = (prepared(or_else(t, readout), or_else(t, readout).dtype) for t in weights)
     kernel(
