@@ -112,18 +112,11 @@ def _place_layer(
         return None
     fresh = state is None
     state = memory.checked_state(x, state, where, None, reset)
-    learned, held = config.places != "given", state.dequantized().values
+    held = state.dequantized().values
     assert isinstance(norm, nn.LayerNorm)
     assert isinstance(config.wrap, tuple)
     assert memory.norm.eps is not None
-    weights = (
-        norm.weight, norm.bias, gate,
-        memory.write_place.weight if learned else None,
-        memory.read_place.weight if learned and not config.share_places else None,
-        memory.content.weight, memory.rate.weight, memory.rate.bias, memory.keep.weight,
-        memory.keep.bias, memory.log_width if config.kernel == "gaussian" else None,
-        memory.gate.weight, memory.norm.weight, memory.output.weight,
-    )  # fmt: skip
+    weights = _place_weights(memory, norm, gate)
     tensors = (x, held, where, *weights)
     if x.numel() == 0 or not is_plain_eager(tensors) or why_not("triton", x.device) is not None:
         return None
@@ -153,6 +146,25 @@ def _place_layer(
     return out, state.with_values(values)
 
 
+def _place_weights(memory: PlaceMemory, norm: nn.LayerNorm, gate: Tensor) -> tuple[Any, ...]:
+    """Everything the layer learns, in the order of `PlaceWeights`.
+
+    By name: asked for as an attribute, a parameter is searched for, which takes longer.
+    """
+    parts = memory._modules
+
+    def learned(part: str, name: str = "weight") -> Any:
+        module = parts.get(part)
+        return None if module is None else module._parameters[name]
+
+    return (
+        norm._parameters["weight"], norm._parameters["bias"], gate,
+        learned("write_place"), learned("read_place"), learned("content"), learned("rate"),
+        learned("rate", "bias"), learned("keep"), learned("keep", "bias"),
+        memory._parameters.get("log_width"), learned("gate"), learned("norm"), learned("output"),
+    )  # fmt: skip
+
+
 @functools.lru_cache(maxsize=64)
 def _is_fused(config: PlaceConfig, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the fused backend serves a memory, which takes longer to ask than a short call."""
@@ -161,9 +173,10 @@ def _is_fused(config: PlaceConfig, device: torch.device, dtype: torch.dtype) -> 
 
 def _is_plain_place_memory(memory: PlaceMemory) -> bool:
     """Whether its parts are those it was built with, without hooks."""
-    kinds = {nn.Linear, nn.RMSNorm}
-    parts = (memory, *memory.children())
-    return {type(part) for part in parts[1:]} == kinds and not any(map(_is_hooked, parts))
+    parts = memory._modules.values()
+    if _has_any_global_hook() or any(map(_has_hooks, (memory, *parts))):
+        return False
+    return all(type(part) is nn.Linear or type(part) is nn.RMSNorm for part in parts)
 
 
 def _fused_ops(x: Tensor, backend: str) -> Any | None:
@@ -284,11 +297,14 @@ def _are_plain_heads(heads: Sequence[nn.Module], spread: nn.Module | None = None
 
 def _is_hooked(module: nn.Module) -> bool:
     """Whether a call of this module is waited for: by a hook, or by a forward of its own."""
+    return _has_hooks(module) or _has_any_global_hook()
+
+
+def _has_hooks(module: nn.Module) -> bool:
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
         or "forward" in module.__dict__
-        or _has_any_global_hook()
     )

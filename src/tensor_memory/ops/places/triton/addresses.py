@@ -1,7 +1,7 @@
 """Kernels from places to addresses φ, and back from their gradients.
 
 An address is the product of one factor per axis, so that exponentials are taken along the axes
-alone. A grid of n < 4 axes has further axes of one voxel here.
+alone. A grid of n < 4 axes has axes of one voxel before it here.
 
 Letters: B batch, N tokens, H heads, T tokens per program, V voxels, n axes, P an axis' voxels
 padded to a power of two.
@@ -70,9 +70,9 @@ def factor(
 @triton.jit
 def coordinate(places, token, real, A: tl.constexpr, n: tl.constexpr):
     """The places (T) of some tokens along an axis; coordinate 0 addresses the last axis."""
-    if n <= A:
+    if n <= 3 - A:
         return tl.zeros(real.shape, tl.float32)
-    return tl.load(places + token * n + (n - 1 - A), mask=real, other=0.0).to(tl.float32)
+    return tl.load(places + token * n + (3 - A), mask=real, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -110,7 +110,7 @@ def store_gradient(
     by_places, by_factor, by_place, by_width, token, real, A: tl.constexpr, n: tl.constexpr
 ):
     """Store what an axis' coordinate receives; return what the width does, (T)."""
-    tl.store(by_places + token * n + (n - 1 - A), tl.sum(by_factor * by_place, axis=1), mask=real)
+    tl.store(by_places + token * n + (3 - A), tl.sum(by_factor * by_place, axis=1), mask=real)
     return tl.sum(by_factor * by_width, axis=1)
 
 
@@ -178,17 +178,17 @@ def address_backward_kernel(
     f3, slope3, wider3 = factor(p3, w, G3, W3, P3, GAUSSIAN)
     f0, f1 = f0[:, :, None, None, None], f1[:, None, :, None, None]
     f2, f3 = f2[:, None, None, :, None], f3[:, None, None, None, :]
-    by_0 = along(given * (f1 * (f2 * f3)), 0)
-    by_w = store_gradient(by_places, by_0, slope0, wider0, token, real, 0, n)
+    by_3 = along(given * (f0 * (f1 * f2)), 3)
+    by_w = store_gradient(by_places, by_3, slope3, wider3, token, real, 3, n)
     if n > 1:
-        by_1 = along(given * (f0 * (f2 * f3)), 1)
-        by_w += store_gradient(by_places, by_1, slope1, wider1, token, real, 1, n)
-    if n > 2:
         by_2 = along(given * (f0 * (f1 * f3)), 2)
         by_w += store_gradient(by_places, by_2, slope2, wider2, token, real, 2, n)
+    if n > 2:
+        by_1 = along(given * (f0 * (f2 * f3)), 1)
+        by_w += store_gradient(by_places, by_1, slope1, wider1, token, real, 1, n)
     if n > 3:
-        by_3 = along(given * (f0 * (f1 * f2)), 3)
-        by_w += store_gradient(by_places, by_3, slope3, wider3, token, real, 3, n)
+        by_0 = along(given * (f1 * (f2 * f3)), 0)
+        by_w += store_gradient(by_places, by_0, slope0, wider0, token, real, 0, n)
     if GAUSSIAN:
         part = (program * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2)
         tl.store(by_width + part + tl.program_id(2), tl.sum(tl.where(real, by_w, 0.0)))

@@ -50,9 +50,11 @@ def columns(said, row, real, first, count: tl.constexpr, P: tl.constexpr, R: tl.
 
 @triton.jit(do_not_specialize=["tokens"])
 def heads_kernel(
-    said, base, rate_bias, keep_bias, write_at, read_at, rate, log_keep, content, tokens,
+    said, base, rate_bias, keep_bias, log_width, write_at, read_at, rate, log_keep, content,
+    width, tokens,
     H: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, n: tl.constexpr, R: tl.constexpr,
     T: tl.constexpr, LEARNED: tl.constexpr, SAME: tl.constexpr, HAS_BASE: tl.constexpr,
+    GAUSSIAN: tl.constexpr,
 ):  # fmt: skip
     """From the heads' product (tokens, R) to the inputs of the recurrence, of one head."""
     row, head = tl.program_id(0) * T + tl.arange(0, T), tl.program_id(1)
@@ -81,6 +83,9 @@ def heads_kernel(
     keep = keep.to(tl.float32) + tl.load(keep_bias + head).to(tl.float32)
     keep = tl.minimum(keep, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(keep)))
     tl.store(log_keep + token, keep, mask=real)
+    if GAUSSIAN:
+        wide = tl.exp(tl.load(log_width + head).to(tl.float32))
+        tl.store(width + head, wide, mask=tl.program_id(0) == 0)
     v, _, exist = columns(said, row, real, first + 2 * H + head * C, C, CP, R)
     channel = tl.arange(0, CP)
     tl.store(content + token[:, None] * C + channel[None, :], v, mask=exist)
@@ -255,17 +260,18 @@ def _run(
 ) -> tuple[tuple[Tensor, Tensor], _Saved, PlaceInputs, list[Tensor]]:
     """The layer forward."""
     x, state = x.contiguous(), state.contiguous()
-    with no_autocast(x.device):
-        heads = torch.cat(list(_head_weights(weights).values())).to(options.products)
-        output = prepared(weights.output, options.products)
-        normed, statistics = _normed(x, weights, options)
-        said = torch.mm(normed, heads.t())
-        do = _launches_of(weights, said, state, base is not None)
-        inputs = _heads(do, said, x.shape[:2], base, state, resets, weights, options)
-        how = Options(0, options.products, "triton")
-        reads, after, kept = recurrence.run_forward(inputs, keep, how)
-        readout = _readout(do, reads, said, weights, options)
-        out, seeds = add_each(x, torch.mm(readout, output.t()), weights.residual_gate, options.drop)
+    # Autocast is left on: it takes time to leave, and every product here has its type.
+    heads = torch.cat(list(_head_weights(weights).values())).to(options.products)
+    output = prepared(weights.output, options.products)
+    normed, statistics = _normed(x, weights, options)
+    said = torch.mm(normed, heads.t())
+    do = _launches_of(weights, said, state, base is not None)
+    inputs = _heads(do, said, x.shape[:2], base, state, resets, weights, options)
+    backend = recurrence.backend("triton")
+    reads, after, kept = backend.forward(inputs, keep=keep, products=options.products)
+    readout = _readout(do, reads, said, weights, options)
+    m = torch.mm(readout, output.t())
+    out, seeds = add_each(x, m, weights.residual_gate, options.drop)
     saved = _Saved(x, statistics, said, reads, readout, heads, output, seeds)
     return (out, after), saved, inputs, kept
 
@@ -339,12 +345,14 @@ class _Launches(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def _launches(H: int, C: int, n: int, R: int, learned: bool, same: bool, based: bool) -> _Launches:
+def _launches(
+    H: int, C: int, n: int, R: int, learned: bool, same: bool, gaussian: bool, based: bool
+) -> _Launches:
     """The kernels around a memory of these sizes."""
     sizes = {"H": H, "C": C, "CP": triton.next_power_of_2(C), "R": R, "T": TOKENS}
     said = sizes | {"n": n, "LEARNED": learned, "SAME": same}
     return _Launches(
-        bind(heads_kernel, **said, HAS_BASE=based),
+        bind(heads_kernel, **said, GAUSSIAN=gaussian, HAS_BASE=based),
         bind(heads_backward_kernel, **said),
         bind(readout_kernel, **sizes),
         bind(readout_backward_kernel, **sizes),
@@ -354,9 +362,10 @@ def _launches(H: int, C: int, n: int, R: int, learned: bool, same: bool, based: 
 def _launches_of(
     weights: PlaceWeights, said: Tensor, state: Tensor, based: bool = False
 ) -> _Launches:
+    gaussian = weights.log_width is not None
     learned, same = weights.write_place is not None, weights.read_place is None
     sizes = state.shape[1], state.shape[-1], state.ndim - 3, said.shape[1]
-    return _launches(*sizes, learned, same, based)
+    return _launches(*sizes, learned, same, gaussian, based)
 
 
 def _heads(
@@ -369,16 +378,17 @@ def _heads(
     read_at = None if weights.read_place is None else torch.empty_like(write_at)
     rate, log_keep = state.new_empty(2, *tokens, H)
     content = said.new_empty(*tokens, H, C)
+    width = None if weights.log_width is None else state.new_empty(H)
     base = None if base is None else base.contiguous()
     do.heads(
         (blocks(said.shape[0], TOKENS), H),
         (
-            said, or_else(base, write_at), weights.rate_bias, weights.keep_bias, write_at,
-            or_else(read_at, write_at), rate, log_keep, content,
+            said, or_else(base, write_at), weights.rate_bias, weights.keep_bias,
+            or_else(weights.log_width, write_at), write_at, or_else(read_at, write_at), rate,
+            log_keep, content, or_else(width, write_at),
         ),
         (said.shape[0],),
     )  # fmt: skip
-    width = None if weights.log_width is None else weights.log_width.float().exp()
     return PlaceInputs(
         write_at, read_at, content, rate, log_keep, width, state, resets, options.rule,
         options.wrap,

@@ -92,14 +92,18 @@ def _plan(
 
 
 def grid_constants(grid: Sequence[int], wrap: Sequence[bool]) -> dict[str, int]:
-    """A grid by the names it has in the kernels, with axes of one voxel up to four."""
-    sizes = (*grid, 1, 1, 1)[:4]
+    """A grid by the names it has in the kernels, with axes of one voxel before it up to four.
+
+    Coordinate 0 addresses axis 3. What varies fastest in memory comes last, where kernels over
+    whole grids need it.
+    """
+    sizes, wraps = (1, 1, 1, *grid)[-4:], (False, False, False, *wrap)[-4:]
     return {
         "n": len(grid),
         "V": math.prod(grid),
         **{f"G{axis}": size for axis, size in enumerate(sizes)},
         **{f"P{axis}": triton.next_power_of_2(size) for axis, size in enumerate(sizes)},
-        **{f"W{axis}": wraps for axis, wraps in enumerate((*wrap, False, False, False)[:4])},
+        **{f"W{axis}": wrapped for axis, wrapped in enumerate(wraps)},
     }
 
 

@@ -52,7 +52,7 @@ def axis_of(
     """The two voxels of places along axis A, their weights, and the weights' slopes: (T) each."""
     SIZE: tl.constexpr = G0 if A == 0 else (G1 if A == 1 else (G2 if A == 2 else G3))
     WRAP: tl.constexpr = W0 if A == 0 else (W1 if A == 1 else (W2 if A == 2 else W3))
-    place = tl.load(places + token * n + (n - 1 - A), mask=real, other=0.0).to(tl.float32)
+    place = tl.load(places + token * n + (3 - A), mask=real, other=0.0).to(tl.float32)
     at = (place + 1.0) * ((SIZE - 1) / 2)
     unit = tl.full(at.shape, (SIZE - 1) / 2, tl.float32)
     if WRAP:
@@ -90,13 +90,13 @@ def corner_weights(
     corner = tl.arange(0, 2**n)[None, :]
     index = tl.zeros([token.shape[0], 2**n], tl.int32)
     weight = tl.full([token.shape[0], 2**n], 1.0, tl.float32)
-    for axis in tl.static_range(n):
+    for axis in tl.static_range(4 - n, 4):
         low, high, lower, upper, by_lower, by_upper = axis_of(
             places, token, real, axis, n, G0, G1, G2, G3, W0, W1, W2, W3
         )
         if axis == A:
             lower, upper = by_lower, by_upper
-        is_high = ((corner >> (n - 1 - axis)) & 1) == 1
+        is_high = ((corner >> (3 - axis)) & 1) == 1
         index *= axis_size(axis, G0, G1, G2, G3)
         index += tl.where(is_high, high[:, None], low[:, None])
         weight *= tl.where(is_high, upper[:, None], lower[:, None])
@@ -112,21 +112,24 @@ def at_voxel(voxel, low, high, lower, upper):
 
 @triton.jit
 def overlap(
-    left, right, token, real, A: tl.constexpr, L: tl.constexpr, n: tl.constexpr,
+    left, right, token, real, BY_LEFT: tl.constexpr, BY_RIGHT: tl.constexpr, L: tl.constexpr,
+    n: tl.constexpr,
     G0: tl.constexpr, G1: tl.constexpr, G2: tl.constexpr, G3: tl.constexpr,
     W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, W3: tl.constexpr,
 ):  # fmt: skip
-    """The inner products of a chunk's addresses, (L, L); with A their slopes by the left places."""
+    """The inner products of a chunk's addresses, (L, L); or their slopes by one side's axis."""
     found = tl.full([L, L], 1.0, tl.float32)
-    for axis in tl.static_range(n):
+    for axis in tl.static_range(4 - n, 4):
         low, high, lower, upper, by_lower, by_upper = axis_of(
             left, token, real, axis, n, G0, G1, G2, G3, W0, W1, W2, W3
         )
-        if axis == A:
+        if axis == BY_LEFT:
             lower, upper = by_lower, by_upper
-        other_low, other_high, other_lower, other_upper, _, _ = axis_of(
+        other_low, other_high, other_lower, other_upper, by_lower, by_upper = axis_of(
             right, token, real, axis, n, G0, G1, G2, G3, W0, W1, W2, W3
         )
+        if axis == BY_RIGHT:
+            other_lower, other_upper = by_lower, by_upper
         at_low = at_voxel(low, other_low, other_high, other_lower, other_upper)
         at_high = at_voxel(high, other_low, other_high, other_lower, other_upper)
         found *= lower[:, None] * at_low + upper[:, None] * at_high
@@ -177,10 +180,12 @@ def held_at(
             tl.load(page + voxel, mask=real, other=0, cache_modifier=".cg") == pages, left, 0.0
         )
     inside, at = real[:, None] & (channel < C)[None, :], voxel[:, None] * C + channel[None, :]
-    held = tl.load(buffer + at, mask=inside & met[:, None], other=0.0, cache_modifier=".cg")
+    held = tl.load(buffer + at, mask=inside, other=0.0, cache_modifier=".cg")
+    # Both, since to load what is needed alone would wait for `last`.
+    begun = tl.zeros(held.shape, tl.float32)
     if HAS_START:
-        held += tl.load(start + at, mask=inside & (then != then)[:, None], other=0.0)
-    return left[:, None] * held
+        begun += tl.load(start + at, mask=inside, other=0.0)
+    return left[:, None] * tl.where(met[:, None], held, begun)
 
 
 @triton.jit
@@ -235,7 +240,7 @@ def sparse_solve_kernel(
         of_tokens(log_keep, token, real), resets, row_token, real, HAS_RESETS, L
     )
     among = overlap(
-        write_at, write_at, token, real, -1, L, n, G0, G1, G2, G3, W0, W1, W2, W3
+        write_at, write_at, token, real, -1, -1, L, n, G0, G1, G2, G3, W0, W1, W2, W3
     ) * decay_between(g, part, L)
     beta = of_tokens(rate, token, real)
     system = tl.where(i[:, None] > i[None, :], beta[:, None] * among, 0.0)
@@ -243,18 +248,97 @@ def sparse_solve_kernel(
 
 
 @triton.jit(do_not_specialize=["N"])
-def sparse_state_kernel(
+def added_kernel(
+    index, weight, value, rate, log_keep, resets, added, N,
+    H: tl.constexpr, C: tl.constexpr, CB: tl.constexpr, L: tl.constexpr, E: tl.constexpr,
+    BACKWARD: tl.constexpr, HAS_RESETS: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Rule "linear": what a chunk adds to the state at its corners, (to φ)ᵀ β v there.
+
+    BACKWARD: to the gradient of the state, (from φ(q))ᵀ dr.
+    """
+    program, s = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    channel = tl.arange(0, CB)
+    row_token, token, real = tokens_of(program, s, N, H, L)
+    corner, exist = corner_rows(program, s, N, H, L, E)
+    _, _, scale, to_state, _ = decays(
+        of_tokens(log_keep, token, real), resets, row_token, real, HAS_RESETS, L
+    )
+    if not BACKWARD:
+        scale = to_state * of_tokens(rate, token, real)
+    voxel = tl.load(index + corner, mask=exist, other=-2)
+    met = weights_at(voxel, index, weight, token, real, L, E)
+    found = reached(met, scale[:, None] * rows(value, token, real, channel, C), EXACT)
+    store_rows(added, corner, exist, channel, C, found)
+
+
+@triton.jit(do_not_specialize=["N"])
+def carry_kernel(
+    touched, asked, added, log_keep, resets, start, buffer, last, page, around, end, N,
+    H: tl.constexpr, V: tl.constexpr, C: tl.constexpr, CB: tl.constexpr, L: tl.constexpr,
+    E: tl.constexpr, BACKWARD: tl.constexpr, SAME: tl.constexpr, HAS_START: tl.constexpr,
+    HAS_RESETS: tl.constexpr,
+):  # fmt: skip
+    """Rule "linear": the state of a row and head through all chunks, or its gradient BACKWARD.
+
+    S ← carry S + added at the corners `touched`; `around` gets what the corners `asked` held
+    before. Channels are independent: a program has some of them, and its own `last` and `page`
+    (B, H, programs, V). `end` (B, H, 2) gets the sum of log α and the number of resets.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * CB + tl.arange(0, CB)
+    start, buffer = start + program * V * C, buffer + program * V * C
+    own = (program * tl.num_programs(1) + tl.program_id(1)) * V
+    last, page = last + own, page + own
+    now, pages = 0.0, 0
+    chunks = tl.cdiv(N, L)
+    s, way = 0, 1
+    if BACKWARD:
+        s, way = chunks - 1, -1
+    corner, exist = corner_rows(program, s, N, H, L, E)
+    voxel = tl.load(touched + corner, mask=exist, other=0)
+    there = tl.load(asked + corner, mask=exist, other=0)
+    more = rows(added, corner, exist, channel, C)
+    for _ in range(chunks):
+        row_token, token, real = tokens_of(program, s, N, H, L)
+        keep = of_tokens(log_keep, token, real)
+        _, part, _, _, carry = decays(keep, resets, row_token, real, HAS_RESETS, L)
+        old = held_at(
+            start, buffer, last, page, voxel, exist, channel, now, pages, C, HAS_START, HAS_RESETS
+        )
+        if SAME:
+            store_rows(around, corner, exist, channel, C, old)
+        else:
+            held = held_at(
+                start, buffer, last, page, there, exist, channel, now, pages, C, HAS_START,
+                HAS_RESETS,
+            )  # fmt: skip
+            store_rows(around, corner, exist, channel, C, held)
+        new = carry * old + more
+        now += tl.sum(keep)
+        if HAS_RESETS:
+            pages += tl.max(part)
+        tl.debug_barrier()  # everything has been read
+        hold(buffer, last, page, voxel, exist, channel, new, now, pages, C, HAS_RESETS)
+        # What the next chunk needs is on its way while this one is written.
+        s += way
+        corner, exist = corner_rows(program, s, N, H, L, E)
+        voxel = tl.load(touched + corner, mask=exist, other=0)
+        there = tl.load(asked + corner, mask=exist, other=0)
+        more = rows(added, corner, exist, channel, C)
+        tl.debug_barrier()  # and is written
+    tl.store(end + program * 2, now)
+    tl.store(end + program * 2 + 1, pages.to(tl.float32) if HAS_RESETS else 0.0)
+
+
+@triton.jit(do_not_specialize=["N"])
+def delta_kernel(
     write_index, write_weight, read_index, content, rate, log_keep, resets, solved, start,
     buffer, last, page, written, around_reads, around_writes, end, N,
     H: tl.constexpr, V: tl.constexpr, C: tl.constexpr, CB: tl.constexpr, L: tl.constexpr,
-    E: tl.constexpr, DELTA: tl.constexpr, SAME: tl.constexpr, HAS_RESETS: tl.constexpr,
-    EXACT: tl.constexpr,
+    E: tl.constexpr, SAME: tl.constexpr, HAS_RESETS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """The state of a row and head through all chunks; what the corners held before each.
-
-    Channels are independent: a program has some of them, and its own `last` and `page`
-    (B, H, programs, V). `end` (B, H, 2) gets the sum of log α and the number of resets.
-    """
+    """Rule "delta": as `carry_kernel`; u = solved β (v − from φᵀ S) on the way."""
     program = tl.program_id(0).to(tl.int64)
     channel, i = tl.program_id(1) * CB + tl.arange(0, CB), tl.arange(0, L)
     start, buffer = start + program * V * C, buffer + program * V * C
@@ -279,13 +363,11 @@ def sparse_state_kernel(
             )
             store_rows(around_reads, corner, exist, channel, C, around)
         v, beta = rows(content, token, real, channel, C), of_tokens(rate, token, real)
-        u = beta[:, None] * v
-        if DELTA:
-            store_rows(around_writes, corner, exist, channel, C, old)
-            w = tl.load(write_weight + corner, mask=exist, other=0.0)
-            error = v - from_state[:, None] * over_corners(old, w, L, E, CB)
-            u = product(rows(solved, token, real, i, L), beta[:, None] * error, EXACT)
-            store_rows(written, token, real, channel, C, u)
+        store_rows(around_writes, corner, exist, channel, C, old)
+        w = tl.load(write_weight + corner, mask=exist, other=0.0)
+        error = v - from_state[:, None] * over_corners(old, w, L, E, CB)
+        u = product(rows(solved, token, real, i, L), beta[:, None] * error, EXACT)
+        store_rows(written, token, real, channel, C, u)
         met = weights_at(voxel, write_index, write_weight, token, real, L, E)
         new = carry * old + reached(met, to_state[:, None] * u, EXACT)
         now += tl.sum(keep)
@@ -340,7 +422,7 @@ def sparse_read_kernel(
     g, part, from_state, _, _ = decays(
         of_tokens(log_keep, token, real), resets, row_token, real, HAS_RESETS, L
     )
-    near = overlap(read_at, write_at, token, real, -1, L, n, G0, G1, G2, G3, W0, W1, W2, W3)
+    near = overlap(read_at, write_at, token, real, -1, -1, L, n, G0, G1, G2, G3, W0, W1, W2, W3)
     u = rows(written, token, real, channel, C)
     if not DELTA:
         u = u * of_tokens(rate, token, real)[:, None]
@@ -367,21 +449,21 @@ def sparse_written_kernel(
     g, part, _, _, _ = decays(
         of_tokens(log_keep, token, real), resets, row_token, real, HAS_RESETS, L
     )
-    near = overlap(read_at, write_at, token, real, -1, L, n, G0, G1, G2, G3, W0, W1, W2, W3)
+    near = overlap(read_at, write_at, token, real, -1, -1, L, n, G0, G1, G2, G3, W0, W1, W2, W3)
     attention = near * decay_between(g, part, L)
     du = product(tl.trans(attention), rows(by_reads, token, real, channel, C), MODE)
     store_rows(by_written, token, real, channel, C, du)
 
 
 @triton.jit(do_not_specialize=["N"])
-def sparse_state_backward_kernel(
+def delta_backward_kernel(
     write_index, write_weight, read_index, read_weight, rate, log_keep, resets, solved, by_reads,
     by_written, start, buffer, last, page, around_after, by_right, end, N,
     H: tl.constexpr, V: tl.constexpr, C: tl.constexpr, CB: tl.constexpr, L: tl.constexpr,
-    E: tl.constexpr, DELTA: tl.constexpr, SAME: tl.constexpr, HAS_START: tl.constexpr,
-    HAS_RESETS: tl.constexpr, EXACT: tl.constexpr,
+    E: tl.constexpr, SAME: tl.constexpr, HAS_START: tl.constexpr, HAS_RESETS: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the state from the last chunk to the first, as `sparse_state_kernel`.
+    """Rule "delta": the gradient of the state, from the last chunk to the first.
 
     `around_after` gets that of the corners of the write places after each chunk.
     """
@@ -413,26 +495,25 @@ def sparse_state_backward_kernel(
         dr = from_state[:, None] * rows(by_reads, token, real, channel, C)
         met = weights_at(asked, read_index, read_weight, token, real, L, E)
         read = carry * read + reached(met, dr, EXACT)
-        if DELTA:
-            w = tl.load(write_weight + corner, mask=exist, other=0.0)
-            du = rows(by_written, token, real, channel, C)
-            du += to_state[:, None] * over_corners(wrote, w, L, E, CB)
-            right = product(tl.trans(rows(solved, token, real, i, L)), du, EXACT)
-            store_rows(by_right, token, real, channel, C, right)
-            by_was = -(from_state * of_tokens(rate, token, real))[:, None] * right
-            met = weights_at(asked, write_index, write_weight, token, real, L, E)
-            read += reached(met, by_was, EXACT)
-            if not SAME:
-                met = weights_at(voxel, read_index, read_weight, token, real, L, E)
-                wrote = carry * wrote + reached(met, dr, EXACT)
-                met = weights_at(voxel, write_index, write_weight, token, real, L, E)
-                wrote += reached(met, by_was, EXACT)
+        w = tl.load(write_weight + corner, mask=exist, other=0.0)
+        du = rows(by_written, token, real, channel, C)
+        du += to_state[:, None] * over_corners(wrote, w, L, E, CB)
+        right = product(tl.trans(rows(solved, token, real, i, L)), du, EXACT)
+        store_rows(by_right, token, real, channel, C, right)
+        by_was = -(from_state * of_tokens(rate, token, real))[:, None] * right
+        met = weights_at(asked, write_index, write_weight, token, real, L, E)
+        read += reached(met, by_was, EXACT)
+        if not SAME:
+            met = weights_at(voxel, read_index, read_weight, token, real, L, E)
+            wrote = carry * wrote + reached(met, dr, EXACT)
+            met = weights_at(voxel, write_index, write_weight, token, real, L, E)
+            wrote += reached(met, by_was, EXACT)
         now += tl.sum(keep)
         if HAS_RESETS:
             pages += tl.max(part)
         tl.debug_barrier()  # everything has been read
         hold(buffer, last, page, asked, exist, channel, read, now, pages, C, HAS_RESETS)
-        if DELTA and not SAME:
+        if not SAME:
             hold(buffer, last, page, voxel, exist, channel, wrote, now, pages, C, HAS_RESETS)
         tl.debug_barrier()  # and is written
     tl.store(end + program * 2, now)
@@ -443,20 +524,22 @@ def sparse_state_backward_kernel(
 def sparse_gradient_kernel(
     write_at, read_at, write_weight, read_weight, content, written, rate, log_keep, resets,
     around_reads, around_writes, around_after, by_reads, by_right,
-    by_write_at, by_read_at, by_content, by_rate, by_log_keep, sums, N,
+    by_near, by_among, by_asked, by_wrote, by_content, by_rate, by_log_keep, sums, N,
     H: tl.constexpr, C: tl.constexpr, CB: tl.constexpr, L: tl.constexpr, E: tl.constexpr,
-    DELTA: tl.constexpr, SAME: tl.constexpr, HAS_RESETS: tl.constexpr, MODE: tl.constexpr,
-    EXACT: tl.constexpr, n: tl.constexpr,
+    DELTA: tl.constexpr, HAS_RESETS: tl.constexpr, MODE: tl.constexpr, EXACT: tl.constexpr,
+    n: tl.constexpr,
     G0: tl.constexpr, G1: tl.constexpr, G2: tl.constexpr, G3: tl.constexpr,
     W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, W3: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a chunk, given what its places met in the states before and after.
 
-    `sums` (B, H, S, 3) gets what its writes and its reads have to do with the gradient of the state
-    after it, and whether the state before it survives it; `carry_kernel` takes it from there.
+    Overlaps and corners' weights receive `by_near` (B, N, H, L), of writes among themselves
+    `by_among`, `by_asked` and `by_wrote` (B, N, H, E); `place_gradient_kernel` goes on from there.
+    `sums` (B, H, S, 3) gets what the chunk's writes and its reads have to do with the gradient of
+    the state after it, and whether the state before survives it, for `surviving_kernel`.
     """
     program, s = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    channel, i, corner = tl.arange(0, CB), tl.arange(0, L), tl.arange(0, E)[None, :]
+    channel, i = tl.arange(0, CB), tl.arange(0, L)
     row_token, token, real = tokens_of(program, s, N, H, L)
     g, part, from_state, to_state, carry = decays(
         of_tokens(log_keep, token, real), resets, row_token, real, HAS_RESETS, L
@@ -475,43 +558,44 @@ def sparse_gradient_kernel(
     # What the corners met.
     held, was = tl.zeros([L, CB], tl.float32), tl.zeros([L, CB], tl.float32)
     arriving = tl.zeros([L, CB], tl.float32)
-    by_asked, by_wrote = tl.zeros([L, E], tl.float32), tl.zeros([L, E], tl.float32)
     for e in range(E):
         at = token * E + e
         around = rows(around_reads, at, real, channel, C).to(tl.float32)
         held += of_tokens(read_weight, at, real)[:, None] * around
-        by_asked += tl.where(corner == e, tl.sum(around * dr_from, axis=1)[:, None], 0.0)
+        tl.store(by_asked + at, tl.sum(around * dr_from, axis=1), mask=real)
         w = of_tokens(write_weight, at, real)[:, None]
         around = rows(around_after, at, real, channel, C).to(tl.float32)
         arriving += w * around
-        by_wrote += tl.where(corner == e, tl.sum(around * u_to, axis=1)[:, None], 0.0)
+        by_weight = tl.sum(around * u_to, axis=1)
         if DELTA:
             around = rows(around_writes, at, real, channel, C).to(tl.float32)
             was += w * around
-            by_wrote += tl.where(corner == e, tl.sum(around * by_was, axis=1)[:, None], 0.0)
+            by_weight += tl.sum(around * by_was, axis=1)
+        tl.store(by_wrote + at, by_weight, mask=real)
     # Through the state after the chunk, and through the reads.
-    near = overlap(read_at, write_at, token, real, -1, L, n, G0, G1, G2, G3, W0, W1, W2, W3)
+    near = overlap(read_at, write_at, token, real, -1, -1, L, n, G0, G1, G2, G3, W0, W1, W2, W3)
     attention = near * within
     moved = tl.sum(u_to * arriving, axis=1)
     by_attention = product(dr, tl.trans(u), MODE)
     by_gap = by_attention * attention
     asked = tl.sum(dr_from * held, axis=1)
     dg = tl.sum(by_gap, axis=1) - tl.sum(by_gap, axis=0) - moved + asked
-    by_near = by_attention * within
-    by_among = tl.zeros([L, L], tl.float32)
+    store_rows(by_near, token, real, i, L, by_attention * within)
     if DELTA:
-        among = overlap(write_at, write_at, token, real, -1, L, n, G0, G1, G2, G3, W0, W1, W2, W3)
+        among = overlap(
+            write_at, write_at, token, real, -1, -1, L, n, G0, G1, G2, G3, W0, W1, W2, W3
+        )
         dv = beta[:, None] * right
         by_system = tl.where(
             i[:, None] > i[None, :], -product(right, tl.trans(u), EXACT) * within, 0.0
         )
         dbeta = tl.sum(right * (v - from_state[:, None] * was), axis=1)
         dbeta += tl.sum(by_system * among, axis=1)
-        by_among = by_system * beta[:, None]
-        by_gap = by_among * among
+        by_system *= beta[:, None]
+        by_gap = by_system * among
         asked += tl.sum(by_was * was, axis=1)
         dg += tl.sum(by_gap, axis=1) - tl.sum(by_gap, axis=0) + tl.sum(by_was * was, axis=1)
-        by_among += tl.trans(by_among)
+        store_rows(by_among, token, real, i, L, by_system + tl.trans(by_system))
     else:
         du = product(tl.trans(attention), dr, MODE) + to_state[:, None] * arriving
         dbeta = tl.sum(du * v, axis=1)
@@ -524,31 +608,48 @@ def sparse_gradient_kernel(
     tl.store(of_chunk, tl.sum(moved))
     tl.store(of_chunk + 1, tl.sum(asked))
     tl.store(of_chunk + 2, tl.where(carry > 0.0, 1.0, 0.0))
-    # And the places.
-    turned = tl.trans(by_near)
-    for A in tl.static_range(n):
-        _, slope = corner_weights(write_at, token, real, A, n, G0, G1, G2, G3, W0, W1, W2, W3)
-        dp = tl.sum(by_wrote * slope, axis=1)
-        slopes = overlap(write_at, read_at, token, real, A, L, n, G0, G1, G2, G3, W0, W1, W2, W3)
-        dp += tl.sum(turned * slopes, axis=1)
-        if DELTA:
-            slopes = overlap(
-                write_at, write_at, token, real, A, L, n, G0, G1, G2, G3, W0, W1, W2, W3
-            )
-            dp += tl.sum(by_among * slopes, axis=1)
-        _, slope = corner_weights(read_at, token, real, A, n, G0, G1, G2, G3, W0, W1, W2, W3)
-        dq = tl.sum(by_asked * slope, axis=1)
-        slopes = overlap(read_at, write_at, token, real, A, L, n, G0, G1, G2, G3, W0, W1, W2, W3)
-        dq += tl.sum(by_near * slopes, axis=1)
-        if SAME:
-            dp += dq
-        else:
-            tl.store(by_read_at + token * n + (n - 1 - A), dq, mask=real)
-        tl.store(by_write_at + token * n + (n - 1 - A), dp, mask=real)
 
 
 @triton.jit(do_not_specialize=["N"])
-def carry_kernel(sums, dot, by_log_keep, N, H: tl.constexpr, L: tl.constexpr):
+def place_gradient_kernel(
+    write_at, read_at, by_near, by_among, by_asked, by_wrote, by_write_at, by_read_at, N,
+    H: tl.constexpr, L: tl.constexpr, E: tl.constexpr, DELTA: tl.constexpr, SAME: tl.constexpr,
+    n: tl.constexpr,
+    G0: tl.constexpr, G1: tl.constexpr, G2: tl.constexpr, G3: tl.constexpr,
+    W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, W3: tl.constexpr,
+):  # fmt: skip
+    """What the places of a chunk receive of the gradients of their overlaps and weights."""
+    program, s = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    i, corner = tl.arange(0, L), tl.arange(0, E)
+    _, token, real = tokens_of(program, s, N, H, L)
+    near = rows(by_near, token, real, i, L)
+    for A in tl.static_range(4 - n, 4):
+        _, slope = corner_weights(write_at, token, real, A, n, G0, G1, G2, G3, W0, W1, W2, W3)
+        dp = tl.sum(rows(by_wrote, token, real, corner, E) * slope, axis=1)
+        slopes = overlap(
+            read_at, write_at, token, real, -1, A, L, n, G0, G1, G2, G3, W0, W1, W2, W3
+        )
+        dp += tl.sum(near * slopes, axis=0)
+        if DELTA:
+            slopes = overlap(
+                write_at, write_at, token, real, A, -1, L, n, G0, G1, G2, G3, W0, W1, W2, W3
+            )
+            dp += tl.sum(rows(by_among, token, real, i, L) * slopes, axis=1)
+        _, slope = corner_weights(read_at, token, real, A, n, G0, G1, G2, G3, W0, W1, W2, W3)
+        dq = tl.sum(rows(by_asked, token, real, corner, E) * slope, axis=1)
+        slopes = overlap(
+            read_at, write_at, token, real, A, -1, L, n, G0, G1, G2, G3, W0, W1, W2, W3
+        )
+        dq += tl.sum(near * slopes, axis=1)
+        if SAME:
+            dp += dq
+        else:
+            tl.store(by_read_at + token * n + (3 - A), dq, mask=real)
+        tl.store(by_write_at + token * n + (3 - A), dp, mask=real)
+
+
+@triton.jit(do_not_specialize=["N"])
+def surviving_kernel(sums, dot, by_log_keep, N, H: tl.constexpr, L: tl.constexpr):
     """Add carry ⟨S, dS'⟩, what log α receives through the state that survives a chunk.
 
     Without passing over the grid: ⟨S, dS⟩, at the start `dot`, less what the chunk read is that
@@ -656,6 +757,33 @@ class Lazy(NamedTuple):
         B, H, parts, _ = self.last.shape
         return B * H, parts
 
+    def carry(
+        self,
+        plan: Plan,
+        inputs: PlaceInputs,
+        corners: tuple[Tensor, ...],
+        values: Tensor,
+        around: Tensor,
+        BACKWARD: bool = False,
+    ) -> None:
+        """Rule "linear": through all chunks, with corners and weights touched, then those asked."""
+        N, added = inputs.content.shape[1], torch.empty_like(around)
+        marks, touched, weight, asked, _ = (or_else(inputs.resets, added), *corners)
+        plan.bound(added_kernel, warps=plan["E"], BACKWARD=BACKWARD)(
+            chunk_grid(inputs),
+            (touched, weight, values, inputs.rate, inputs.log_keep, marks, added),
+            (N,),
+        )
+        has_start, same = self.start is not None, inputs.read_at is None
+        plan.bound(
+            carry_kernel, warps=plan["E"], CB=CHANNELS, BACKWARD=BACKWARD, SAME=same,
+            HAS_START=has_start,
+        )(
+            self.programs,
+            (touched, asked, added, inputs.log_keep, marks, *self.tensors, around, self.end),
+            (N,),
+        )  # fmt: skip
+
     def settled(self, plan: Plan, other: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The grid as it is in the end, and its inner product (B, H) with another, in parts."""
         programs, parts = self.programs
@@ -677,27 +805,28 @@ def forward(
     (B, N, H, _), plan = inputs.content.shape, make_plan(inputs, products)
     kept, reads = Kept.empty(inputs, products), inputs.empty_reads()
     content, rate, log_keep = inputs.content, inputs.rate, inputs.log_keep
-    marks, nothing = or_else(inputs.resets, reads), reads
-    same, corners = inputs.read_at is None, kept.corners
+    marks, same, corners = or_else(inputs.resets, reads), inputs.read_at is None, kept.corners
     plan.bound(corner_kernel, warps=4, T=LENGTH)(
         (B * H, blocks(N, LENGTH), 1 if same else 2),
         (inputs.write_at, inputs.asked_at, *corners),
         (N,),
     )
-    if kept.solved is not None:
+    lazy = Lazy.of(inputs.state, inputs.state, inputs.resets is not None)
+    if kept.solved is None:
+        lazy.carry(plan, inputs, corners, content, kept.around_reads)
+    else:
         plan.bound(sparse_solve_kernel)(
             chunk_grid(inputs), (inputs.write_at, rate, log_keep, marks, kept.solved), (N,)
         )
-    lazy = Lazy.of(inputs.state, inputs.state, inputs.resets is not None)
-    plan.bound(sparse_state_kernel, warps=plan["E"], CB=CHANNELS, SAME=same)(
-        lazy.programs,
-        (
-            *corners[:3], content, rate, log_keep, marks, or_else(kept.solved, nothing),
-            *lazy.tensors, or_else(kept.written, nothing), kept.around_reads,
-            or_else(kept.around_writes, nothing), lazy.end,
-        ),
-        (N,),
-    )  # fmt: skip
+        plan.bound(delta_kernel, warps=plan["E"], CB=CHANNELS, SAME=same)(
+            lazy.programs,
+            (
+                *corners[:3], content, rate, log_keep, marks, kept.solved, *lazy.tensors,
+                or_else(kept.written, reads), kept.around_reads,
+                or_else(kept.around_writes, reads), lazy.end,
+            ),
+            (N,),
+        )  # fmt: skip
     plan.bound(sparse_read_kernel)(
         chunk_grid(inputs),
         (
@@ -724,42 +853,52 @@ def backward(
     content, rate, log_keep = inputs.content, inputs.rate, inputs.log_keep
     places, corners = (inputs.write_at, inputs.asked_at), found.corners
     marks, written = or_else(inputs.resets, grad_reads), or_else(found.written, content)
-    by_written, by_right = grad_reads, grad_reads
-    if found.solved is not None:
+    lazy = Lazy.of(grad_state, inputs.state, inputs.resets is not None)
+    around_after, by_right = torch.empty_like(found.around_reads), grad_reads
+    if found.solved is None:
+        lazy.carry(plan, inputs, corners[2:] + corners[:2], grad_reads, around_after, BACKWARD=True)
+    else:
         by_written, by_right = torch.empty_like(grad_reads), torch.empty_like(grad_reads)
         plan.bound(sparse_written_kernel)(
             chunk_grid(inputs), (*places, log_keep, marks, grad_reads, by_written), (N,)
         )
-    lazy = Lazy.of(grad_state, inputs.state, inputs.resets is not None)
-    around_after = torch.empty_like(found.around_reads)
-    has_start = grad_state is not None
-    plan.bound(
-        sparse_state_backward_kernel, warps=plan["E"], CB=CHANNELS, SAME=same, HAS_START=has_start
-    )(
-        lazy.programs,
-        (
-            *corners, rate, log_keep, marks, or_else(found.solved, grad_reads), grad_reads,
-            by_written, *lazy.tensors, around_after, by_right, lazy.end,
-        ),
-        (N,),
-    )  # fmt: skip
+        start = {"HAS_START": grad_state is not None}
+        plan.bound(delta_backward_kernel, warps=plan["E"], CB=CHANNELS, SAME=same, **start)(
+            lazy.programs,
+            (
+                *corners, rate, log_keep, marks, found.solved, grad_reads, by_written,
+                *lazy.tensors, around_after, by_right, lazy.end,
+            ),
+            (N,),
+        )  # fmt: skip
     by_write_at, by_content, by_rate, by_log_keep = (
         torch.empty_like(t) for t in (inputs.write_at, content, rate, log_keep)
     )
     by_read_at = None if same else torch.empty_like(inputs.asked_at)
+    by_near = rate.new_empty(*rate.shape, LENGTH)
+    by_among = by_near if found.solved is None else torch.empty_like(by_near)
+    by_asked, by_wrote = rate.new_empty(2, *rate.shape, plan["E"])
     sums = rate.new_empty(B, H, blocks(N, LENGTH), 3)
-    plan.bound(sparse_gradient_kernel, SAME=same)(
+    plan.bound(sparse_gradient_kernel, warps=4)(
         chunk_grid(inputs),
         (
             *places, corners[1], corners[3], content, written, rate, log_keep, marks,
             found.around_reads, or_else(found.around_writes, grad_reads), around_after,
-            grad_reads, by_right, by_write_at, or_else(by_read_at, by_write_at), by_content,
-            by_rate, by_log_keep, sums,
+            grad_reads, by_right, by_near, by_among, by_asked, by_wrote, by_content, by_rate,
+            by_log_keep, sums,
+        ),
+        (N,),
+    )  # fmt: skip
+    plan.bound(place_gradient_kernel, SAME=same)(
+        chunk_grid(inputs),
+        (
+            *places, by_near, by_among, by_asked, by_wrote, by_write_at,
+            or_else(by_read_at, by_write_at),
         ),
         (N,),
     )  # fmt: skip
     by_state, dots = lazy.settled(plan, inputs.state)
-    plan.bound(carry_kernel)(chunk_grid(inputs), (sums, dots.sum(1), by_log_keep), (N,))
+    plan.bound(surviving_kernel)(chunk_grid(inputs), (sums, dots.sum(1), by_log_keep), (N,))
     gradients = (by_write_at, by_read_at, by_content, by_rate, by_log_keep, None, by_state)
     return PlaceInputs._make((*gradients, None, None, None))
 

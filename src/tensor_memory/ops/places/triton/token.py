@@ -75,16 +75,16 @@ def component(values, index: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def address(
-    place, w, n: tl.constexpr, G0: tl.constexpr, G1: tl.constexpr, G2: tl.constexpr,
+    place, w, G0: tl.constexpr, G1: tl.constexpr, G2: tl.constexpr,
     G3: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr, P3: tl.constexpr,
     W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, W3: tl.constexpr,
     GAUSSIAN: tl.constexpr,
 ):  # fmt: skip
     """φ (1, P0, P1, P2, P3) of one place, a vector of 4; coordinate 0 addresses the last axis."""
-    f0, _, _ = factor(component(place, n - 1, 4), w, G0, W0, P0, GAUSSIAN)
-    f1, _, _ = factor(component(place, n - 2, 4), w, G1, W1, P1, GAUSSIAN)
-    f2, _, _ = factor(component(place, n - 3, 4), w, G2, W2, P2, GAUSSIAN)
-    f3, _, _ = factor(component(place, n - 4, 4), w, G3, W3, P3, GAUSSIAN)
+    f0, _, _ = factor(component(place, 3, 4), w, G0, W0, P0, GAUSSIAN)
+    f1, _, _ = factor(component(place, 2, 4), w, G1, W1, P1, GAUSSIAN)
+    f2, _, _ = factor(component(place, 1, 4), w, G2, W2, P2, GAUSSIAN)
+    f3, _, _ = factor(component(place, 0, 4), w, G3, W3, P3, GAUSSIAN)
     phi = f0[:, :, None, None, None] * f1[:, None, :, None, None]
     return phi * (f2[:, None, None, :, None] * f3[:, None, None, None, :])
 
@@ -150,7 +150,7 @@ def token_kernel(
         if GAUSSIAN:
             w = tl.exp(tl.load(log_width + head).to(tl.float32))
         # Keep, write, read.
-        phi = address(p, w, n, G0, G1, G2, G3, P0, P1, P2, P3, W0, W1, W2, W3, GAUSSIAN)
+        phi = address(p, w, G0, G1, G2, G3, P0, P1, P2, P3, W0, W1, W2, W3, GAUSSIAN)
         place = (b * H + head) * V * C + at
         S = tl.load(state + place, mask=exist, other=0.0) / (1.0 + tl.exp(-kept))
         if DELTA:
@@ -159,7 +159,7 @@ def token_kernel(
         tl.store(after + place, S, mask=exist)
         psi = phi
         if not SAME:
-            psi = address(q, w, n, G0, G1, G2, G3, P0, P1, P2, P3, W0, W1, W2, W3, GAUSSIAN)
+            psi = address(q, w, G0, G1, G2, G3, P0, P1, P2, P3, W0, W1, W2, W3, GAUSSIAN)
         r = over_the_grid(psi * S)
         r = tl.where(channel < C, r, 0.0)
         r /= tl.sqrt(tl.sum(r * r) / C + read_epsilon)
