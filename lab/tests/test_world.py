@@ -16,9 +16,8 @@ from tensor_memory_lab.recipes.world import world
 from tensor_memory_lab.tasks.world import (
     World,
     WorldConfig,
-    copied,
-    errors,
     glimpses,
+    look_up,
     revisits,
     to_pixels,
     walk,
@@ -115,16 +114,25 @@ def test_revisits_are_what_looking_back_one_by_one_finds(monkeypatch, block):
     assert not age[:, 0].any()
 
 
-def test_the_lookup_is_right_where_the_walk_comes_back_exactly(task):
+def test_the_lookup_is_right_where_an_earlier_glimpse_saw_all_of_it(task):
     batch = task.batch("test", 0, 6)
-    poses = torch.cat([batch["poses"], batch["poses"]], 1)  # the same walk again
-    seen = torch.cat([batch["seen"], batch["seen"]], 1)
-    age, _, nearest = revisits(poses, 0.12)
-    again = errors(copied(seen, nearest), seen)[:, 60:]
-    assert again.max() < 1e-9
+    twice = {name: torch.cat([x, x], 1) for name, x in batch.items()}  # the same walk again
+    age, _, nearest = revisits(twice["poses"], 0.12)
+    again = look_up(twice["seen"], 14 * twice["poses"], nearest)[:, 60:]
+    assert torch.allclose(again, batch["seen"], atol=1e-5)
     assert age[:, 60:].min() > 0
-    means = {name: (s / n).item() for name, (s, n) in measured(task, seen, poses, seen).items()}
+    means = {k: (s / n).item() for k, (s, n) in measured(task, twice["seen"], **twice).items()}
     assert task.finish(means)["psnr_lookup_far"] > 30
+
+
+def test_the_lookup_moves_what_it_saw_by_the_pixels_between():
+    image = to_pixels(torch.randint(256, (1, 3, 16, 16), dtype=torch.uint8))
+    poses = torch.tensor([[[0.0, 0.0], [2 / 6, -1 / 6]]])  # two pixels to the right, one up
+    seen = glimpses(image, poses, 4)
+    found = look_up(seen, 6 * poses, torch.tensor([[0, 0]])).view(2, 4, 4, 3)[1]
+    expected = seen.view(2, 4, 4, 3)[1]
+    assert torch.allclose(found[1:, :2], expected[1:, :2], atol=1e-5)
+    assert not torch.allclose(found[0], expected[0], atol=1e-2)  # a row that was not seen
 
 
 def measured(task, patches, poses, seen, **more):

@@ -277,7 +277,8 @@ class World:
         first = shown if shown < target.shape[1] else 0
         age, oldest, nearest = revisits(at, self.config.near, shown)
         found = errors(outputs["patches"], target)  # (B, T)
-        looked_up = errors(copied(target, nearest), target)
+        pixels = at * (self.config.side - self.config.patch) / 2
+        looked_up = errors(look_up(target, pixels, nearest), target)
         kinds = {
             "never": age == 0,
             "near": (age > 0) & (age <= REACH),
@@ -308,7 +309,7 @@ class World:
         }
 
     def ceiling(self, split: str) -> float | None:
-        """Nobody knows; the lookup, which remembers every glimpse, is measured beside the model."""
+        """Nobody knows. The lookup, which remembers every glimpse, is measured beside a model."""
         return None
 
     def facts(self) -> dict[str, Any]:
@@ -322,7 +323,7 @@ class World:
             "near": f"last seen at most {REACH} glimpses ago",
             "seen": f"an earlier glimpse within {c.near:g} of the half width",
             "psnr": "dB of the error averaged over all glimpses of a kind",
-            "lookup": "copies the nearest earlier glimpse",
+            "lookup": "copies the nearest earlier glimpse, moved by the pixels between",
         }
 
     def _rows(self, split: str) -> int:
@@ -390,11 +391,8 @@ def to_pixels(images: Tensor) -> Tensor:
 def glimpses(images: Tensor, poses: Tensor, patch: int) -> Tensor:
     """Patches (B, T, P) of images (B, 3, side, side) around poses (B, T, 2), interpolated."""
     side, T = images.shape[-1], poses.shape[1]
-    offset = torch.arange(patch, device=poses.device, dtype=poses.dtype) - (patch - 1) / 2
-    y, x = torch.meshgrid(offset, offset, indexing="ij")
-    around = torch.stack([x, y], dim=-1).view(-1, 2) * (2 / side)  # (patch², 2)
-    at = poses[:, :, None] * (1 - patch / side) + around  # (B, T, patch², 2)
-    seen = F.grid_sample(images, at, align_corners=False)  # (B, 3, T, patch²)
+    at = poses[:, :, None] * (1 - patch / side) + _offsets(patch, poses) * (2 / side)
+    seen = F.grid_sample(images, at, align_corners=False)  # at (B, T, patch², 2) -> (B, 3, T, …)
     return seen.permute(0, 2, 3, 1).reshape(len(images), T, -1)
 
 
@@ -458,9 +456,27 @@ def revisits(poses: Tensor, near: float, shown: int | None = None) -> Revisits:
     return Revisits(*(torch.cat(part, dim=1) for part in zip(*parts, strict=True)))
 
 
-def copied(seen: Tensor, nearest: Tensor) -> Tensor:
-    """For each glimpse the patch (B, T, P) that an earlier one saw."""
-    return seen.gather(1, nearest[..., None].expand_as(seen))
+def look_up(patches: Tensor, pixels: Tensor, nearest: Tensor) -> Tensor:
+    """For each glimpse the patch (B, T, P) of an earlier one, moved by the pixels between them.
+
+    pixels (B, T, 2) are the middles of the patches, nearest (B, T) numbers of earlier glimpses.
+    What the earlier one did not see is as its border.
+    """
+    B, T, P = patches.shape
+    patch = math.isqrt(P // 3)
+    earlier = patches.gather(1, nearest[..., None].expand(-1, -1, P))
+    between = pixels - pixels.gather(1, nearest[..., None].expand(-1, -1, 2))
+    at = (_offsets(patch, pixels) + between.reshape(B * T, 1, 2)) * (2 / patch)  # (BT, patch², 2)
+    images = earlier.view(B * T, patch, patch, 3).permute(0, 3, 1, 2)
+    found = F.grid_sample(images, at[:, :, None], padding_mode="border", align_corners=False)
+    return found[..., 0].mT.reshape(B, T, P)
+
+
+def _offsets(patch: int, like: Tensor) -> Tensor:
+    """(patch², 2) where the pixels of a patch are, x and y from its middle."""
+    line = torch.arange(patch, device=like.device, dtype=like.dtype) - (patch - 1) / 2
+    y, x = torch.meshgrid(line, line, indexing="ij")
+    return torch.stack([x, y], dim=-1).view(-1, 2)
 
 
 def decibels(error: float) -> float:
