@@ -18,6 +18,8 @@ from invented_runs import record, sign
 from tensor_memory_lab.cli import main
 from tensor_memory_lab.commands import jobs
 from tensor_memory_lab.commands.arguments import parse_run
+from tensor_memory_lab.commands.grid import Stage
+from tensor_memory_lab.commands.tries import in_lots
 from tensor_memory_lab.recipes import find_recipe
 from tensor_memory_lab.records import append, read_records, run_name, write_result
 
@@ -126,6 +128,13 @@ def test_runs_of_equal_time_get_the_steps_that_take_it(monkeypatch):
     timed = [r for r in found if r["steps"] == 200]
     assert [r["shared_device"] for r in timed] == [False, False]
     assert all(r["tries"]["seconds"] == 10 for r in found if "tries" in r)
+
+
+def test_a_stage_that_tries_is_done_before_the_next_begins():
+    chooses, plain = Stage([SIGN], tries={"optimizer.lr": [0.1]}), Stage([SIGN])
+    lots = in_lots([plain, plain, chooses, chooses, plain])
+    assert [len(lot) for lot in lots] == [2, 1, 1, 1]
+    assert lots[1] == [chooses]
 
 
 def test_a_method_none_of_whose_tries_finished_is_told(capsys, monkeypatch):

@@ -12,7 +12,7 @@ from typing import Any
 
 from tensor_memory_lab.commands.grid import PlannedRun, Stage, parse_over, read_plan
 from tensor_memory_lab.commands.jobs import Ended, Job, do_jobs
-from tensor_memory_lab.commands.tries import chosen_runs, first_runs, timing_runs
+from tensor_memory_lab.commands.tries import chosen_runs, first_runs, in_lots, timing_runs
 from tensor_memory_lab.files import make_folder
 from tensor_memory_lab.interruption import terminated_as_interrupted
 from tensor_memory_lab.progress import progress
@@ -32,15 +32,20 @@ from tensor_memory_lab.wording import counted
 
 def do_sweep(recipes: Sequence[str], flags: Sequence[str], options: argparse.Namespace) -> int:
     """Do the runs that are not finished; the exit status."""
-    stages = _stages(recipes, flags, options)
-    timing, first = timing_runs(stages), first_runs(stages)
+    lots = in_lots(_stages(recipes, flags, options))
+    before = [(timing_runs(lot), first_runs(lot)) for lot in lots]  # a typo is told before all runs
 
     def find(run: PlannedRun) -> dict[str, Any] | None:
         return _read_finished(options.output / run.name) or known.get(run.name)
 
     known = _finished_records(options.results)
     if options.dry_run:
-        _show([*timing, *first, *chosen_runs(stages, find)[0]], options, known)
+        rounds = [
+            (*timing, *first, *chosen_runs(lot, find)[0])
+            for lot, (timing, first) in zip(lots, before, strict=True)
+        ]
+        runs = {run.name: run for part in rounds for run in part}
+        _show(list(runs.values()), options, known)
         return 0
     if options.slurm is not None and shutil.which("srun") is None:
         raise ValueError(
@@ -54,22 +59,26 @@ def do_sweep(recipes: Sequence[str], flags: Sequence[str], options: argparse.Nam
     if options.results is not None:
         make_folder(options.results.parent, "results")
     alone = argparse.Namespace(**vars(options) | {"jobs": 1})
+    names: set[str] = set()
     done = skipped = 0
     failures: list[str] = []
     try:
         with terminated_as_interrupted():
-            for runs, how in ((timing, alone), (first, options), (None, options)):
-                if runs is None:  # what was tried is known now
-                    runs, missing = chosen_runs(stages, find)
-                    failures += missing
-                todo = [run for run in runs if _state(run, options.output, known) != "finished"]
-                _copy_finished(runs, options, known)
-                skipped += len(runs) - len(todo)
-                if todo or runs is first:
-                    _print_header(todo, len(runs) - len(todo), how)
-                failed = _do(todo, how) if todo else []
-                done += len(todo) - len(failed)
-                failures += failed
+            for lot, (timing, first) in zip(lots, before, strict=True):
+                for runs, how in ((timing, alone), (first, options), (None, options)):
+                    if runs is None:  # what was tried is known now
+                        runs, missing = chosen_runs(lot, find)
+                        failures += missing
+                    runs = [run for run in runs if run.name not in names]
+                    names |= {run.name for run in runs}
+                    todo = [run for run in runs if _state(run, options.output, known) != "finished"]
+                    _copy_finished(runs, options, known)
+                    skipped += len(runs) - len(todo)
+                    if runs:
+                        _print_header(todo, len(runs) - len(todo), how)
+                    failed = _do(todo, how) if todo else []
+                    done += len(todo) - len(failed)
+                    failures += failed
     except KeyboardInterrupt:
         print("sweep: interrupted; the same command continues it", file=sys.stderr)
         return 130

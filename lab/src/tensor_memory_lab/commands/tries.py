@@ -36,11 +36,20 @@ ROUND_STEPS = 50
 """Steps are a multiple of this: a time is not known more exactly."""
 
 
+def in_lots(stages: list[Stage]) -> list[list[Stage]]:
+    """Stages that are run together: those after each other that choose nothing, each other alone.
+
+    A sweep that is cut off has then done what its plan names first, from the tries to the end.
+    """
+    groups = itertools.groupby(
+        enumerate(stages), key=lambda item: item[0] if _chooses(item[1]) else -1
+    )
+    return [[stage for _, stage in group] for _, group in groups]
+
+
 def first_runs(stages: list[Stage]) -> list[PlannedRun]:
     """All that can be run before anything is chosen: tries, and stages that try nothing."""
-    return expand(
-        [_tried(stage) if stage.tries else stage for stage in stages if not _waits(stage)]
-    )
+    return expand([_tried(s) if s.tries else s for s in stages if s.tries or not _chooses(s)])
 
 
 def timing_runs(stages: list[Stage]) -> list[PlannedRun]:
@@ -52,7 +61,7 @@ def chosen_runs(stages: list[Stage], find: Find) -> tuple[list[PlannedRun], list
     """The runs that count, seed by seed, and a line for each combination that has no choice."""
     found, missing = [], []
     for stage in stages:
-        for part in _combinations(stage) if stage.tries or stage.seconds else ():
+        for part in _combinations(stage) if _chooses(stage) else ():
             try:
                 found.append(_choose(part, find))
             except LookupError as error:
@@ -61,8 +70,8 @@ def chosen_runs(stages: list[Stage], find: Find) -> tuple[list[PlannedRun], list
     return sorted(runs, key=lambda run: run.config.seed), missing
 
 
-def _waits(stage: Stage) -> bool:
-    return bool(stage.seconds) and not stage.tries
+def _chooses(stage: Stage) -> bool:
+    return bool(stage.tries or stage.seconds)
 
 
 def _combinations(stage: Stage) -> Iterator[Stage]:
