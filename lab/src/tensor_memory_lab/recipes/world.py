@@ -18,7 +18,12 @@ from tensor_memory_lab.tasks.world import WorldConfig
 Run = RunConfig[WorldConfig, WorldModelConfig]
 
 
-@recipe("world", expected="under a minute on one H200", settings=("task",))
+@recipe(
+    "world",
+    expected="under a minute on one H200",
+    settings=("task",),
+    method=("model", "optimizer"),  # each method has the rate that is best for it
+)
 def world() -> Run:
     """A walk over an image: what will be seen there, and what was seen long ago?"""
     return RunConfig(

@@ -150,14 +150,14 @@ class WorldConfig:
 
     def build(self, seed: int) -> World:
         """Read the lists and decode what is not decoded yet."""
-        scales = {1, *(SETTINGS[name].scale for name in self.tests)}
-        return World(self, seed, {scale: self._images(scale * self.side) for scale in scales})
+        return World(self, seed, {1: self.images(1)})
 
-    def _images(self, side: int) -> Images:
+    def images(self, scale: int) -> Images:
+        """The images that are walked over, so many times as wide and as high as in training."""
         return open_images(
             self.data_dir,
             self.layout,
-            side=side,
+            side=scale * self.side,
             cache=self.cache_dir,
             valid_fraction=self.valid_fraction,
             test_fraction=self.test_fraction,
@@ -196,7 +196,7 @@ class World:
             raise ValueError(
                 f"split: expected train, valid, {', '.join(self.test_splits)}, got {split!r}"
             )
-        found = SETTINGS.get(split, SETTINGS["test"])
+        found = SETTINGS.get(split, Setting())
         return replace(
             found,
             drift=found.drift or self.config.drift,
@@ -224,11 +224,14 @@ class World:
 
         def images(shift: int) -> Tensor:
             """Pixels of the images of these walks, or of walks that come `shift` later."""
-            found = self.images[self.setting(split).scale]
+            scale = self.setting(split).scale
+            if scale not in self.images:  # a run that measures no such split does without
+                self.images[scale] = self.config.images(scale).to(self.device)
+            found = self.images[scale]
             chosen, seed = found.rows[split.partition("@")[0]], self.seed * (split == "train")
             first, last = rows.start + shift, rows.stop + shift
             order = epoch_rows(len(chosen), seed, first, last, device=self.device)
-            side = self.config.side * self.setting(split).scale
+            side = self.config.side * scale
             return to_pixels(found.store.crops(chosen[order], side, crop, flip))
 
         return self._walked(self.setting(split), drawn, images) | self._own(split, index, drawn)
@@ -317,7 +320,7 @@ class World:
         c = self.config
         return {
             "images": {split: len(ids) for split, ids in self.images[1].ids.items()},
-            "resident_bytes": sum(x.store.pixels.numel() for x in self.images.values()),
+            "resident_bytes": self.images[1].store.pixels.numel(),
             "glimpses": c.glimpses,
             "far": f"last seen more than {FAR} glimpses ago, very far {VERY_FAR}",
             "near": f"last seen at most {REACH} glimpses ago",
