@@ -297,7 +297,7 @@ def _are_plain_heads(heads: Sequence[nn.Module], spread: nn.Module | None = None
 
 def _is_hooked(module: nn.Module) -> bool:
     """Whether a call of this module is waited for: by a hook, or by a forward of its own."""
-    return _has_hooks(module) or _has_any_global_hook()
+    return _has_hooks(module) or bool(_has_any_global_hook())
 
 
 def _has_hooks(module: nn.Module) -> bool:
