@@ -173,7 +173,7 @@ def _is_fused(config: PlaceConfig, device: torch.device, dtype: torch.dtype) -> 
 
 def _is_plain_place_memory(memory: PlaceMemory) -> bool:
     """Whether its parts are those it was built with, without hooks."""
-    parts = memory._modules.values()
+    parts = [part for part in memory._modules.values() if part is not None]
     if _has_any_global_hook() or any(map(_has_hooks, (memory, *parts))):
         return False
     return all(type(part) is nn.Linear or type(part) is nn.RMSNorm for part in parts)
