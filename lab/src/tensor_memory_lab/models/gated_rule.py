@@ -16,6 +16,8 @@ of a key, V of a value.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -69,26 +71,26 @@ def _over_chunks(
     q: Tensor, k: Tensor, v: Tensor, c: Tensor | None, erase: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """All by chunk, c (B, H, S, L, 1 or K) -> reads (B, H, S, L, V), state."""
-    kept, to_end, q_from = None, k, q
+    products = _products(k, c)
+    since, kept, to_end = None, None, k  # e^c, e^{c_L}, k ⊙ e^{c_L − c}
     if c is not None:
         end = c[..., -1:, :]
-        kept = end.exp().mT  # (B, H, S, 1 or K, 1)
-        to_end, q_from = k * (end - c).exp(), q * c.exp()
+        since, kept, to_end = c.exp(), end.exp().mT, k * (end - c).exp()
     if erase is None:
         before, after = _add(to_end.mT @ v, kept, state)
         u = v
     else:
-        system = _products(erase, k, c).tril(-1)
-        held = erase if c is None else erase * c.exp()
-        solved = torch.linalg.solve_triangular(
-            system, torch.cat([v, held], -1), upper=False, unitriangular=True
+        held = erase if since is None else erase * since
+        solved = torch.linalg.solve_triangular(  # looks at what is below the diagonal alone
+            products(erase), torch.cat([v, held], -1), upper=False, unitriangular=True
         )
         u, w = solved.split([v.shape[-1], k.shape[-1]], -1)
         eye = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
         move = (eye if kept is None else eye * kept) - to_end.mT @ w  # (B, H, S, K, K)
         before, after = _move(to_end.mT @ u, move, state)
         u = u - w @ before
-    return _products(q, k, c).tril() @ u + q_from @ before, after
+    q_since = q if since is None else q * since
+    return products(q).tril() @ u + q_since @ before, after
 
 
 def _add(added: Tensor, kept: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,22 +113,23 @@ def _move(added: Tensor, move: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(before, 1).unflatten(0, shape[:2]), state.view(shape)
 
 
-def _products(x: Tensor, k: Tensor, c: Tensor | None) -> Tensor:
-    """Σ_d x_td k_sd e^{c_td − c_sd} for s ≤ t, anything finite for s > t: (B, H, S, L, L)."""
+def _products(k: Tensor, c: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """P, a function of x: Σ_d x_td k_sd e^{c_td − c_sd} where s ≤ t, else anything finite."""
     if c is None:
-        return x @ k.mT
+        return lambda x: x @ k.mT
     if c.shape[-1] == 1:
         L = c.shape[-2]
         later = torch.ones(L, L, dtype=torch.bool, device=c.device).triu(1)
-        return (x @ k.mT) * (c - c.mT).masked_fill(later, -torch.inf).exp()
+        within = (c - c.mT).masked_fill(later, -torch.inf).exp()
+        return lambda x: (x @ k.mT) * within
     # A factor for each side, counted from where the block of t starts: neither can overflow, and
     # what is after t is in no term of t.
     blocks = c.unflatten(-2, (-1, BLOCK))  # (B, H, S, s, b, K)
     start = F.pad(blocks[..., :-1, -1:, :], (0, 0, 0, 0, 1, 0))
-    x = x.unflatten(-2, (-1, BLOCK)) * (blocks - start).exp()
     most = -LEAST_DECAY * BLOCK
-    k = k[..., None, :, :] * (start - c[..., None, :, :]).clamp(max=most).exp()  # (.., s, L, K)
-    return (x @ k.mT).flatten(-3, -2)
+    left = (blocks - start).exp()
+    right = k[..., None, :, :] * (start - c[..., None, :, :]).clamp(max=most).exp()  # (.., s, L, K)
+    return lambda x: ((x.unflatten(-2, (-1, BLOCK)) * left) @ right.mT).flatten(-3, -2)
 
 
 def _running_sum(decay: Tensor | None, wide: torch.dtype, L: int) -> Tensor | None:

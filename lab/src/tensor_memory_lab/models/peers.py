@@ -141,12 +141,14 @@ class DeltaNet(Peer):
         """x (B, N, d) -> m (B, N, d), state."""
         state = self.zeros(x.shape[0], x) if state is None else state
         mixed, tokens = self.convolution(self.project(x), state["tokens"])
-        q, k, v = (self._by_head(part) for part in mixed.split(self.split, -1))
-        q, k = unit(q) * self.key**-0.5, unit(k)
+        queries_keys, v = mixed.split((2 * self.split[0], self.split[2]), -1)
+        q, k = unit(queries_keys.unflatten(-1, (2, self.heads, -1))).unbind(2)
+        v = self._by_head(v)
         rate = self.rate(x).to(k.dtype).sigmoid()[..., None]
         read, after = gated_rule(
             q, k, rate * v, self.log_decay(x), erase=rate * k, state=state["state"]
         )
+        read = read * self.key**-0.5
         return self.output(self.gate_read(self.norm(read), x)), {"state": after, "tokens": tokens}
 
     def log_decay(self, x: Tensor) -> Tensor | None:
@@ -351,7 +353,7 @@ class Convolution(nn.Module):
     def forward(self, x: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
         """x (B, N, e) after `before` (B, 3, e) -> mixed, the last three tokens."""
         N = x.shape[1]
-        tokens = torch.cat([before.to(x.dtype), x], 1)
+        tokens = wide(torch.cat([before.to(x.dtype), x], 1))  # once, and not for every tap
         mixed = self.taps[0] * tokens[:, :N]
         for k in range(1, TAPS):
             mixed = torch.addcmul(mixed, self.taps[k], tokens[:, k : k + N])
