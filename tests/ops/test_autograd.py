@@ -88,18 +88,6 @@ def test_checkpoints_keep_less():
     assert bytes_kept(4) * 4 == bytes_kept(0)  # 3 states instead of 12
 
 
-@pytest.mark.parametrize("way", ["operator", "eager"])
-def test_a_second_derivative_is_refused_with_the_remedy(way):
-    inputs = arguments(CASES[0], "torch", 0, grad=True)
-    if way == "operator":
-        reads, *_ = SCAN.operator(*inputs)
-    else:
-        reads, *_ = memory_scan(*inputs[:9], backend="torch")
-    (grad,) = torch.autograd.grad(reads.sum(), inputs[3], create_graph=True)
-    with pytest.raises(NotImplementedError, match=r'second derivative; use backend="reference"'):
-        grad.sum().backward()
-
-
 @pytest.mark.parametrize("backend", ["torch", FUSED])
 @pytest.mark.parametrize("checkpoint_every", [pytest.param(0, marks=pytest.mark.exhaustive), 2])
 @pytest.mark.parametrize("used", [(0,), (2,), (0, 1)], ids=str)

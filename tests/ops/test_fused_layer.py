@@ -213,13 +213,6 @@ def test_a_fused_layer_can_be_learned_from_through_its_state_alone(monkeypatch):
         assert_same_rms("gradient", mine, right.double(), torch.float32)
 
 
-def test_a_second_derivative_of_a_fused_layer_is_refused_with_the_remedy():
-    x = tokens(1, 6).requires_grad_()
-    (grad,) = torch.autograd.grad(build(SMALL)(x)[0].square().sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match=r'second derivative; use backend="reference"'):
-        grad.sum().backward()
-
-
 def swapped(layer: MemoryResidual) -> None:
     """Other values at other addresses, under the same parameters, in another type."""
     for parameter in layer.parameters():

@@ -166,9 +166,8 @@ def states_are_the_same_bits_everywhere(config, group):
 def a_second_derivative_is_refused(config, group):
     memory, x = memory_of(config), tokens(8).requires_grad_()
     m, _ = memory(x, group=group)
-    (gradient,) = torch.autograd.grad(m.square().sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="no second derivative; leave group out"):
-        gradient.sum().backward()
+    with pytest.raises(NotImplementedError, match="no second derivative: leave group out"):
+        torch.autograd.grad(m.square().sum(), x, create_graph=True)
 
 
 class Model(nn.Module):

@@ -122,14 +122,6 @@ def test_a_fused_layer_drops_what_its_backward_drops():
     assert not by_output.any()
 
 
-def test_a_second_derivative_of_a_fused_layer_is_refused():
-    layer, (x, _) = build(CONFIGS["two axes"]), draw(CONFIGS["two axes"])
-    out, _ = layer(x.requires_grad_())
-    (grad,) = torch.autograd.grad(out.square().sum(), [x], create_graph=True)
-    with pytest.raises(NotImplementedError, match="no second derivative"):
-        grad.sum().backward()
-
-
 @each_config
 def test_a_token_in_one_launch_is_the_plain_token(name, launches, monkeypatch):
     layer, tokens = build(CONFIGS[name]), draw(CONFIGS[name])

@@ -5,8 +5,9 @@ operators with a name: `tensor_memory::NAME` and `tensor_memory::NAME_backward`.
 takes a `torch.autograd.Function` around the same two functions: an operator registered from Python
 takes longer to dispatch than a short scan takes to run, and its first call loads the compiler.
 
-Both refuse a second derivative, both turn autocast off inside, and both can keep the state of every
-so many steps alone (`checkpoint_every`) and run the steps between again in the backward.
+Both turn autocast off inside, and both can keep the state of every so many steps alone
+(`checkpoint_every`) and run the steps between again in the backward. A backward that is to be
+differentiated again (`create_graph=True`) is left to autograd, which goes through plain PyTorch.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd import forward_ad
 
+from tensor_memory.ops.inputs import is_autocast
+
 PLAIN = (Tensor, torch.nn.Parameter)
 NO_SECOND_DERIVATIVE = (
-    "this backend has no second derivative; "
-    'use backend="reference", which is differentiable any number of times'
+    "expected a backward that is not differentiated again, got create_graph=True; a layer fused "
+    'into a few launches has no second derivative: choose backend="torch", which has'
 )
 
 
@@ -69,11 +72,19 @@ class Recurrence:
         inputs: its named tuple, with STATE, `empty_reads()` and, where it takes checkpoints,
             STEPWISE, SHARED, `steps(start, stop)` and `length`. An optional tensor is annotated
             `Tensor | None`. CHOICES names what is no tensor, which comes last.
-        backend: the backend of a name. "reference" has `scan(*inputs)`, the others are `Backend`s.
+        backend: the backend of a name. The fast ones are `Backend`s.
+        plain: the recurrence in plain PyTorch, which is differentiable any number of times:
+            prepared inputs -> what is read, then the state after the last step.
     """
 
-    def __init__(self, name: str, inputs: type[Any], backend: Callable[[str], Any]) -> None:
-        self.name, self.inputs, self.backend = name, inputs, backend
+    def __init__(
+        self,
+        name: str,
+        inputs: type[Any],
+        backend: Callable[[str], Any],
+        plain: Callable[[Any], tuple[Any, ...]],
+    ) -> None:
+        self.name, self.inputs, self.backend, self.plain = name, inputs, backend, plain
         self.tensors = len(inputs._fields) - len(getattr(inputs, "CHOICES", ()))
         kinds = typing.get_type_hints(inputs)
         tensors = ", ".join(f"{_schema_type(kinds[field])} {field}" for field in inputs._fields)
@@ -96,13 +107,13 @@ class Recurrence:
         self.operator.register_fake(self._fake)
         self.backward_operator.register_fake(self._fake_backward)
         self.operator.register_autograd(self._differentiate, setup_context=self._save)
-        self.backward_operator.register_autograd(_refuse)
+        self.backward_operator.register_autograd(_refuse_operator)
 
     def run(self, inputs: Any, options: Options) -> tuple[Tensor, ...]:
         """What is read and the state after the last step, for prepared inputs."""
         tensors = inputs[: self.tensors]
         keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-        if not is_plain_eager(tensors):
+        if _state(inputs)[0].is_meta or not is_plain_eager(tensors):
             return self.operator(*inputs, keep, *options)[:-1]
         if keep:
             return _Eager.apply(self, options, *inputs)  # type: ignore[return-value]
@@ -135,6 +146,18 @@ class Recurrence:
             return backend.backward(
                 grad_reads, *grad_state, inputs, kept, products=options.products
             )
+
+    def gradients(
+        self, grads: tuple[Tensor | None, ...], inputs: Any, kept: list[Tensor], options: Options
+    ) -> Any:
+        """`run_backward`, or the same by autograd where the results will be differentiated."""
+        if not torch.is_grad_enabled():
+            return self.run_backward(grads, inputs, kept, options)
+        with no_autocast(_state(inputs)[0].device):
+            found = differentiable_gradients(
+                lambda *values: self.plain(self.inputs._make(values)), inputs, grads
+            )
+        return self.inputs._make(found)
 
     def _operator(self, *arguments: Any) -> tuple[Any, ...]:
         inputs, (keep, *options) = by_name(arguments, self.inputs)
@@ -190,7 +213,10 @@ class Recurrence:
             )
         inputs, kept = self.saved(ctx)
         *wanted, _ = (g if not isinstance(g, Tensor) else g.contiguous() for g in grads)
-        found = self.backward_operator(*wanted, *inputs, kept, *ctx.options)
+        if torch.is_grad_enabled():
+            found = self.gradients(tuple(wanted), inputs, kept, Options._make(ctx.options))
+        else:
+            found = self.backward_operator(*wanted, *inputs, kept, *ctx.options)
         by_input = (g if _is_float(t) else None for g, t in zip(found, inputs, strict=True))
         return *by_input, *[None] * (1 + len(ctx.options))
 
@@ -238,40 +264,47 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         inputs, kept = ctx.recurrence.saved(ctx)
-        return (
-            None,
-            None,
-            *no_double_backward(ctx.recurrence.run_backward, grads, inputs, kept, ctx.options),
-        )
+        return None, None, *ctx.recurrence.gradients(grads, inputs, kept, ctx.options)
 
 
-def no_double_backward(
-    run_backward: Callable[..., Any], *arguments: Any, why: str = NO_SECOND_DERIVATIVE
-) -> Any:
-    """`run_backward(*arguments)`, whose results refuse to be differentiated and say why."""
-    if not torch.is_grad_enabled():
-        return run_backward(*arguments)
-    with torch.no_grad():  # create_graph=True: the graph of the backward is kept
-        results = run_backward(*arguments)
-    places = [i for i, result in enumerate(results) if isinstance(result, Tensor)]
-    anchor = torch.zeros((), requires_grad=True)
-    refusing = _Refuse.apply(why, anchor, *(results[i] for i in places))
-    marked = dict(zip(places, refusing, strict=True))
-    return tuple(marked.get(i, result) for i, result in enumerate(results))
+def differentiable_gradients(
+    function: Callable[..., tuple[Any, ...]], inputs: Sequence[Any], grads: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """The gradients of `function(*inputs)`, which can be differentiated again.
+
+    Args:
+        function: plain PyTorch, to a tuple of tensors.
+        inputs: tensors as they were given, with the graph before them, and anything else.
+        grads: of each result, or None.
+
+    Returns:
+        A gradient for every input that needs one, else None.
+    """
+    # Views: an input may be computed from another, whose gradient must not hold it twice.
+    own = [t.view_as(t) if _is_float(t) and t.requires_grad else t for t in inputs]
+    places = [i for i, t in enumerate(own) if _is_float(t) and t.requires_grad]
+    pairs = zip(function(*own), grads, strict=True)
+    used = [(result, g) for result, g in pairs if g is not None and result.requires_grad]
+    found: list[Tensor | None] = [None] * len(own)
+    if used and places:
+        results, given = zip(*used, strict=True)
+        wanted = [own[i] for i in places]
+        by_input = torch.autograd.grad(results, wanted, given, create_graph=True, allow_unused=True)
+        for i, grad in zip(places, by_input, strict=True):
+            found[i] = grad
+    return found
 
 
-class _Refuse(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Any:
-        ctx.why = inputs[0]
-        return tuple(tensor.view_as(tensor) for tensor in inputs[2:])
+def refuse_second_derivative(why: str = NO_SECOND_DERIVATIVE) -> None:
+    """Raise in a backward that is to be differentiated again.
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError(ctx.why)
+    Later is too late: autograd leaves out what nobody asked for, a node that refuses too.
+    """
+    if torch.is_grad_enabled():
+        raise NotImplementedError(why)
 
 
-def _refuse(*_: Any) -> Any:
+def _refuse_operator(*_: Any) -> Any:
     raise NotImplementedError(NO_SECOND_DERIVATIVE)
 
 
@@ -283,6 +316,17 @@ def is_plain_eager(tensors: Iterable[Tensor | None]) -> bool:
         or torch._C._are_functorch_transforms_active()
         or is_transformed()
         or any(value is not None and type(value) not in PLAIN for value in tensors)
+    )
+
+
+def can_ask(tensor: Tensor) -> bool:
+    """Whether values of a tensor can be looked at: not in a trace, a captured graph or on meta."""
+    return not (
+        torch.compiler.is_compiling()
+        or tensor.is_meta
+        or type(tensor) not in PLAIN
+        or torch._C._are_functorch_transforms_active()
+        or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
     )
 
 
@@ -306,7 +350,7 @@ _AS_IT_IS = contextlib.nullcontext()
 
 def no_autocast(device: torch.device) -> Any:
     """A context without autocast. Asking takes less time than entering one that changes nothing."""
-    if torch.is_autocast_enabled(device.type):
+    if is_autocast(device):
         return torch.autocast(device.type, enabled=False)
     return _AS_IT_IS
 

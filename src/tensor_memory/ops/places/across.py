@@ -24,15 +24,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tensor_memory.ops.autograd import no_double_backward
+from tensor_memory.ops.autograd import refuse_second_derivative
 from tensor_memory.ops.places.chunked import read_before
 from tensor_memory.ops.places.inputs import PlaceInputs
 
 Scan = Callable[[PlaceInputs], tuple[Tensor, Tensor]]
 
 NO_SECOND_DERIVATIVE = (
-    "a sequence cut over processes has no second derivative; leave group out, with the whole "
-    "sequence in one process"
+    "expected a backward that is not differentiated again, got create_graph=True; a sequence cut "
+    "over processes has no second derivative: leave group out, with the whole sequence in one"
 )
 
 
@@ -103,13 +103,12 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        def run_backward(grad_parts: Tensor, grad_reads: Tensor) -> tuple[Any, ...]:
-            sent = grad_parts.contiguous()  # row p goes to process p
-            received = torch.empty_like(sent)
-            dist.all_to_all_single(received, sent, group=ctx.group)
-            return None, received.sum(0), grad_reads, None
-
-        return no_double_backward(run_backward, *grads, why=NO_SECOND_DERIVATIVE)
+        refuse_second_derivative(NO_SECOND_DERIVATIVE)
+        grad_parts, grad_reads = grads
+        sent = grad_parts.contiguous()  # row p goes to process p
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=ctx.group)
+        return None, received.sum(0), grad_reads, None
 
 
 class _Receive(torch.autograd.Function):
@@ -131,15 +130,13 @@ class _Receive(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        def run_backward(*grads: Any) -> tuple[Any, ...]:
-            *tokens, state = grads
-            rank = dist.get_rank(ctx.group)
-            if rank > 0:
-                dist.send(state.contiguous(), _global(ctx.group, rank - 1), ctx.group)
-                state = torch.zeros_like(state)  # the graph before goes on everywhere
-            return None, None, *tokens, state
-
-        return no_double_backward(run_backward, *grads, why=NO_SECOND_DERIVATIVE)
+        refuse_second_derivative(NO_SECOND_DERIVATIVE)
+        *tokens, state = grads
+        rank = dist.get_rank(ctx.group)
+        if rank > 0:
+            dist.send(state.contiguous(), _global(ctx.group, rank - 1), ctx.group)
+            state = torch.zeros_like(state)  # the graph before goes on everywhere
+        return None, None, *tokens, state
 
 
 class _Send(torch.autograd.Function):
@@ -157,15 +154,14 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        def run_backward(grad_reads: Tensor, grad_state: Tensor) -> tuple[Any, ...]:
-            rank, last = dist.get_rank(ctx.group), dist.get_world_size(ctx.group) - 1
-            total = grad_state.clone(memory_format=torch.contiguous_format)
-            dist.reduce(total, _global(ctx.group, last), group=ctx.group)
-            if rank < last:
-                dist.recv(total, _global(ctx.group, rank + 1), ctx.group)
-            return total, grad_reads, None
-
-        return no_double_backward(run_backward, *grads, why=NO_SECOND_DERIVATIVE)
+        refuse_second_derivative(NO_SECOND_DERIVATIVE)
+        grad_reads, grad_state = grads
+        rank, last = dist.get_rank(ctx.group), dist.get_world_size(ctx.group) - 1
+        total = grad_state.clone(memory_format=torch.contiguous_format)
+        dist.reduce(total, _global(ctx.group, last), group=ctx.group)
+        if rank < last:
+            dist.recv(total, _global(ctx.group, rank + 1), ctx.group)
+        return total, grad_reads, None
 
 
 def _global(group: Any, rank: int) -> int:

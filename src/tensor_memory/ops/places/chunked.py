@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from tensor_memory.ops.autograd import can_ask, differentiable_gradients
 from tensor_memory.ops.places.addresses import corners, factors, outer, overlap, voxels
 from tensor_memory.ops.places.inputs import PlaceInputs
 
@@ -103,9 +103,10 @@ def read_before(inputs: PlaceInputs, state: Tensor) -> Tensor:
 
 
 def is_sparse(inputs: PlaceInputs) -> bool:
-    """Whether to touch the voxels around each place, and not the grid."""
+    """Whether to touch the voxels around each place, and not the grid; that asks for decays."""
     grid = inputs.grid
-    return inputs.width is None and voxels(grid) >= SPARSE_FROM * 2 ** len(grid)
+    large = inputs.width is None and voxels(grid) >= SPARSE_FROM * 2 ** len(grid)
+    return large and can_ask(inputs.state)
 
 
 def _dense_block(block: PlaceInputs, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -229,18 +230,19 @@ class SparseChunks(torch.autograd.Function):
             buffer.index_add_(0, write_flat[:, :, s].flatten(), value.flatten(0, 3))
         after = buffer.view(state.shape)
         ctx.save_for_backward(
-            write_flat, read_flat, write_weight, read_weight, solve, to_state, scale, held,
-            written, after, *around_reads, *around_writes,
+            write_flat, read_flat, write_weight, read_weight, given, solve, to_state, total, state,
+            scale, held, given if solve is None else written, after, *around_reads, *around_writes,
         )  # fmt: skip
         return held, written, after
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore
+    def backward(ctx: Any, *grads: Any) -> Any:
         """From the last chunk to the first; the gradient's buffer is touched as the state's."""
+        if torch.is_grad_enabled():  # it will be differentiated again
+            return tuple(differentiable_gradients(_plain_chunks, ctx.saved_tensors[:9], grads))
         grad_held, grad_written, grad_after = grads
-        (write_flat, read_flat, write_weight, read_weight, solve, to_state, scale, held, written,
-         after, *around) = ctx.saved_tensors  # fmt: skip
+        (write_flat, read_flat, write_weight, read_weight, _, solve, to_state, _, _, scale, held,
+         written, after, *around) = ctx.saved_tensors  # fmt: skip
         (B, H, S), V = held.shape[:3], after.shape[2]
         around_reads, around_writes = around[:S], around[S:]
         grad_write_weight = torch.zeros_like(write_weight)
@@ -290,6 +292,28 @@ class SparseChunks(torch.autograd.Function):
             None, None, grad_write_weight, grad_read_weight, grad_given, grad_solve,
             grad_to_state, grad_total, buffer.view(after.shape),
         )  # fmt: skip
+
+
+def _plain_chunks(
+    write_flat: Tensor, read_flat: Tensor, write_weight: Tensor, read_weight: Tensor,
+    given: Tensor, solve: Tensor | None, to_state: Tensor, total: Tensor, state: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`SparseChunks` with a whole state per chunk, differentiable any number of times."""
+    shape, held, written = state.shape, [], []
+    for s in range(given.shape[2]):
+        buffer, weight = state.flatten(0, 2), write_weight[:, :, s, :, :, None]
+        around = _gather(buffer, read_flat[:, :, s])  # (B, H, L, E, C)
+        held.append((read_weight[:, :, s, :, :, None] * around).sum(3))
+        value = given[:, :, s]
+        if solve is not None:
+            was = (weight * _gather(buffer, write_flat[:, :, s])).sum(3)
+            value = value - solve[:, :, s] @ was
+        written.append(value)
+        added = weight * (to_state[:, :, s] * value)[:, :, :, None]
+        kept = (total[:, :, s].exp()[..., None, None] * state).flatten(0, 2)
+        index = write_flat[:, :, s].flatten()
+        state = kept.index_add(0, index, added.flatten(0, 3)).view(shape)
+    return torch.stack(held, 2), torch.stack(written, 2), state
 
 
 def _gather(buffer: Tensor, index: Tensor) -> Tensor:

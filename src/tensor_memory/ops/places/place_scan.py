@@ -26,7 +26,7 @@ def _backend(name: str) -> Any:
     return reference if name == "reference" else chunked
 
 
-PLACES = Recurrence("places", PlaceInputs, _backend)
+PLACES = Recurrence("places", PlaceInputs, _backend, chunked.scan)
 
 
 def place_scan(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tensor_memory.ops import dispatch
-from tensor_memory.ops.autograd import Recurrence, is_transformed
+from tensor_memory.ops.autograd import Recurrence, is_transformed, no_autocast
 from tensor_memory.ops.inputs import products_dtype
 from tensor_memory.ops.scan import reference
 from tensor_memory.ops.scan import torch as torch_backend
@@ -28,7 +28,7 @@ def _backend(name: str) -> Any:
     return reference if name == "reference" else torch_backend
 
 
-SCAN = Recurrence("scan", ScanInputs, _backend)
+SCAN = Recurrence("scan", ScanInputs, _backend, lambda inputs: reference.scan(*inputs))
 
 
 def memory_scan(
@@ -123,7 +123,7 @@ def memory_read(read_at: Tensor, hidden: Tensor) -> Tensor:
     learning = torch.is_grad_enabled() and (at.requires_grad or volume.requires_grad)
     if volume.is_cuda and not learning and not is_transformed() and _is_fused_read(volume):
         return _fused_read(at.contiguous(), volume.contiguous())
-    with torch.autocast(hidden.device.type, enabled=False):
+    with no_autocast(hidden.device):
         return sample(volume, at.flatten(1, 2)).unflatten(1, read_at.shape[1:3])
 
 

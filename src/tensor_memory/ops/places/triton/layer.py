@@ -20,7 +20,13 @@ import triton.language as tl
 from torch import Tensor
 
 from tensor_memory.config import Rule
-from tensor_memory.ops.autograd import Options, Recurrence, by_name, no_autocast, no_double_backward
+from tensor_memory.ops.autograd import (
+    Options,
+    Recurrence,
+    by_name,
+    no_autocast,
+    refuse_second_derivative,
+)
 from tensor_memory.ops.gated_sum import Drop, add_each, each_backward
 from tensor_memory.ops.inputs import prepared
 from tensor_memory.ops.launch import BoundKernel, bind, blocks, or_else
@@ -243,8 +249,9 @@ class _PlaceLayer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        refuse_second_derivative()
         with no_autocast(next(g.device for g in grads if g is not None)):  # products as in forward
-            return no_double_backward(_run_backward, ctx, *grads)
+            return _run_backward(ctx, *grads)
 
 
 def _run(

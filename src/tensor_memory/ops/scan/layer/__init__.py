@@ -22,7 +22,7 @@ from tensor_memory.ops.autograd import (
     by_name,
     is_plain_eager,
     no_autocast,
-    no_double_backward,
+    refuse_second_derivative,
 )
 from tensor_memory.ops.gated_sum import Drop, ReadoutLayout, add_gated, add_gated_backward
 from tensor_memory.ops.inputs import prepared, products_dtype
@@ -185,8 +185,9 @@ class _FusedLayer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        refuse_second_derivative()
         with no_autocast(next(g.device for g in grads if g is not None)):  # products as in forward
-            return no_double_backward(_run_backward, ctx, *grads)
+            return _run_backward(ctx, *grads)
 
 
 def _run_backward(
