@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tensor_memory import MemoryConfig, attach, load_memory, save_memory
+from tensor_memory.files import save_tensors
 
 CONFIG = MemoryConfig(channels=4, grid=(3, 3), chunk_size=2)
 
@@ -72,15 +73,19 @@ def test_a_memory_saved_before_a_field_was_there_is_loaded(saved: Path) -> None:
 
 
 def test_a_memory_without_a_host_is_neither_saved_nor_loaded(saved: Path) -> None:
-    with pytest.raises(ValueError, match="save_memory: TransformerEncoder has no memory attached"):
+    with pytest.raises(
+        ValueError, match=r"^save_memory: expected .* got TransformerEncoder .*; call at"
+    ):
         save_memory(host(), saved)
-    with pytest.raises(ValueError, match="load_memory: TransformerEncoder has no memory attached"):
+    with pytest.raises(
+        ValueError, match=r"^load_memory: expected .* got TransformerEncoder .*; call at"
+    ):
         load_memory(host(), saved)
 
 
 def test_a_file_in_place_of_the_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("here already")
-    with pytest.raises(NotADirectoryError, match=r"is a file; expected the name of a folder"):
+    with pytest.raises(NotADirectoryError, match=r"expected the name of a folder, got a file; a"):
         save_memory(attached(), tmp_path / "file")
     assert (tmp_path / "file").read_text() == "here already"
 
@@ -100,7 +105,12 @@ def test_json_of_something_else_is_an_error_that_says_what_to_do(saved: Path) ->
 
 def test_another_config_is_named_but_how_it_is_computed_may_differ(saved: Path) -> None:
     other = MemoryConfig(channels=8, grid=(3, 3), chunk_size=2)
-    refused(attached(other), saved, ValueError, r"another config: channels 4 \(here 8\)")
+    refused(
+        attached(other),
+        saved,
+        ValueError,
+        r"this model's config, got one with channels 4 \(here 8\); attach",
+    )
     for how in ({"backend": "reference"}, {"checkpoint_every": 4}):
         load_memory(attached(MemoryConfig(channels=4, grid=(3, 3), chunk_size=2, **how)), saved)
 
@@ -111,7 +121,7 @@ def test_another_number_of_layers_is_an_error_when_each_has_its_own(tmp_path: Pa
         attached(host_layers=3, share_weights=False),
         tmp_path,
         ValueError,
-        r"holds 2 memory layers \(layers\.0, layers\.1\), and this host has 3",
+        r"expected 3 memory layers .*\), got 2 \(layers\.0, layers\.1\); attach to as many",
     )
 
 
@@ -133,7 +143,7 @@ def test_a_memory_of_other_blocks_is_refused_unless_it_is_meant(tmp_path: Path) 
     for layers in (["layers.2", "layers.3"], ["layers.1", "layers.0"]):
         model = attached(layers=layers, host_layers=4, share_weights=False)
         match = (
-            rf"blocks layers\.0, layers\.1, .* on {layers[0]}, {layers[1]}; .* same_blocks=False"
+            rf"blocks {layers[0]}, {layers[1]} of .* for layers\.0, layers\.1; .* same_blocks=False"
         )
         refused(model, tmp_path, ValueError, match)
         load_memory(model, tmp_path, same_blocks=False)
@@ -174,15 +184,15 @@ def test_a_tensor_that_does_not_fit_is_named(saved: Path, change: Any, match: st
     weights = load_file(saved / "memory.safetensors")
     change(weights)
     path = saved / "memory.safetensors"
-    save_file(weights, path, metadata={"kind": "tensor-memory weights"})
+    save_tensors(path, weights, kind="tensor-memory weights")
     refused(attached(), saved, ValueError, match)
 
 
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"width": 8}, "hosts of width 16, and this host has width 8"),
-        ({"host_layers": 3}, "holds 2 memory layers"),
+        ({"width": 8}, "hosts of width 8 like this model, got one for width 16"),
+        ({"host_layers": 3}, "expected 3 memory layers as in this model .* got 2"),
         ({"share_weights": False}, "attach with share_weights=True"),
         ({"scope": "depth", "causal": False}, "attach with scope='layer'"),
         ({"norm": False}, r"unknown tensors layers\.0\.norm"),
@@ -197,7 +207,7 @@ def test_a_memory_attached_in_another_way_is_refused(
 @pytest.mark.parametrize("name", ["memory.json", "memory.safetensors"])
 def test_a_missing_file_is_named(saved: Path, name: str) -> None:
     (saved / name).unlink()
-    refused(attached(), saved, FileNotFoundError, rf"{name}: no such file")
+    refused(attached(), saved, FileNotFoundError, rf"{name}: .*no such file")
 
 
 @pytest.mark.parametrize(
@@ -211,9 +221,9 @@ def test_a_missing_file_is_named(saved: Path, name: str) -> None:
         ({"widths": [True, True]}, r"expected widths to be a list of integers, got \[True, True\]"),
         ({"blocks": []}, r"expected blocks to be a list of module paths, got \[\]; save again"),
         ({"blocks": 3}, "expected blocks to be a list of module paths, got 3"),
-        ({"config": []}, r"expected config to be an object of config fields, got \[\]"),
+        ({"config": []}, r"expected config to be an object of config fields, .*, got \[\]"),
         ({"config": {"channels": "a"}}, r"expected the fields of a MemoryConfig, got .*channels"),
-        ({"share_weights": "yes"}, "expected share_weights to be true or false, got 'yes'"),
+        ({"share_weights": "yes"}, "expected share_weights to be true or false, .*, got 'yes'"),
         ({"scope": None}, "expected scope to be 'layer' or 'depth', got None"),
     ],
 )

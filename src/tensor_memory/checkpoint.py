@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tensor_memory.attachment import Attachment, attachment_of
+from tensor_memory.attachment import Attachment, memory_inside, memory_layers
+from tensor_memory.attachment.hooks import NAME
 from tensor_memory.attachment.overrides import FILES, MEMORY_FILE
 from tensor_memory.build import AnyConfig
 from tensor_memory.files import load_tensors, read_json, save_tensors, write_text
+from tensor_memory.residual import MemoryResidual
 from tensor_memory.wording import counted
 
 WEIGHTS, DESCRIPTION = "memory.safetensors", MEMORY_FILE
@@ -29,29 +31,31 @@ _FORMAT = 1
 
 
 def save_memory(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Write the memory attached to `model`, and nothing of the host, into `folder`.
+    """Write the memories of `model`, attached or built in by hand, and nothing else of it.
 
-    `memory.safetensors` holds the weights, `memory.json` the config and the blocks it sits on.
+    `memory.safetensors` holds the weights, `memory.json` the config and the blocks it sits on, or
+    the paths of the `MemoryResidual`s.
     """
-    attachment = attachment_of(model, "save_memory")
-    folder = Path(folder)
+    saved = _Memories(model, "save_memory")
+    folder = _checked_folder(folder)
     if folder.is_file():
         raise NotADirectoryError(
-            f"{folder}: is a file; expected the name of a folder, which is made where there is none"
+            f"{folder}: expected the name of a folder, got a file; a folder is made where there is "
+            "none"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    save_tensors(folder / WEIGHTS, attachment.state_dict(), kind=_KIND)
-    text = json.dumps(_describe(attachment), indent=2) + "\n"
+    save_tensors(folder / WEIGHTS, saved.weights(), kind=_KIND)
+    text = json.dumps(saved.describe(), indent=2) + "\n"
     write_text(folder / DESCRIPTION, text)
 
 
 def load_memory(
     model: nn.Module, folder: str | os.PathLike[str], *, same_blocks: bool = True
 ) -> None:
-    """Read what `save_memory` wrote into the memory attached to `model`.
+    """Read what `save_memory` wrote into the memories of `model`.
 
     Args:
-        model: the host, with a memory attached as it was when saved.
+        model: the model, with memories attached or built in as they were when saved.
         folder: where `save_memory` wrote.
         same_blocks: require the memory to sit on blocks of the same names in the same order.
             False asks for as many only, and the first layer saved goes to the first here: for a
@@ -59,42 +63,114 @@ def load_memory(
 
     Raises:
         FileNotFoundError: the folder is not one of `save_memory`.
-        ValueError: a truncated or foreign file, a key that is unknown or missing, another config,
-            host width, number of layers or blocks. The memory is then left as it was.
+        ValueError: a truncated, damaged or foreign file, a key that is unknown or missing, another
+            config, host width, number of layers or blocks. The memory is then left as it was.
     """
-    attachment = attachment_of(model, "load_memory")
-    folder = Path(folder)
-    saved, here = _read_description(folder / DESCRIPTION), _describe(attachment)
-    _require_same(saved, here, type(attachment.config), folder)
+    if not isinstance(same_blocks, bool):
+        raise TypeError(
+            f"same_blocks: expected True or False, got {same_blocks!r:.80}; leave it out for True"
+        )
+    memories = _Memories(model, "load_memory")
+    folder = _checked_folder(folder)
+    saved, here = _read_description(folder / DESCRIPTION), memories.describe()
+    kinds = [type(memory.config) for memory in memories.memories]
+    _require_same(saved, here, kinds, folder)
     if same_blocks and saved["blocks"] != here["blocks"]:
         raise ValueError(
-            f"{folder}: holds a memory for the blocks {', '.join(saved['blocks'])}, and this host "
-            f"carries one on {', '.join(here['blocks'])}; attach with layers= to the blocks it was "
-            "saved from, or pass same_blocks=False to load them in this order"
+            f"{folder}: expected a memory for the blocks {', '.join(here['blocks'])} of this "
+            f"model, got one for {', '.join(saved['blocks'])}; attach with layers= to the blocks "
+            "it was saved from, or pass same_blocks=False to load them in this order"
         )
     weights = load_tensors(folder / WEIGHTS, kind=_KIND)
-    _require_fit(weights, attachment.state_dict(), folder / WEIGHTS)
-    attachment.load_state_dict(weights, strict=True)
+    _require_fit(weights, memories.weights(), folder / WEIGHTS)
+    memories.load(weights)
 
 
 FILES.save, FILES.load = save_memory, load_memory  # for hosts that PEFT saves
 
 
-def _describe(attachment: Attachment) -> dict[str, Any]:
-    return {
-        "format": _FORMAT,
-        "config": attachment.config.to_dict(),
-        "widths": attachment.dims,
-        "blocks": attachment.paths,
-        "share_weights": attachment.shared,
-        "scope": attachment.scope,
-    }
+class _Memories:
+    """The memory layers of a model, numbered, with the names that their weights are saved under."""
+
+    def __init__(self, model: nn.Module, asker: str) -> None:
+        found = memory_layers(model, asker)
+        self.paths = [path for path, _ in found]
+        self.layers = [layer for _, layer in found]
+        self.memories = [memory_inside(layer) for layer in self.layers]
+        attachment = getattr(model, NAME, None)
+        if isinstance(attachment, Attachment) and list(attachment.layers) == self.layers:
+            self.paths = attachment.paths  # without what a wrapper puts before them
+        self.scope = "layer"
+        for part in model.modules():
+            if isinstance(part, Attachment) and part.scope != "layer":
+                self.scope = part.scope
+
+    @property
+    def shared(self) -> bool | list[int]:
+        """Whether one memory serves all layers; else for each the first layer with its memory."""
+        first = [self.memories.index(memory) for memory in self.memories]
+        if not any(first):
+            return len(first) > 1 or "memory" not in self.layers[0]._modules
+        return first if len(set(first)) < len(first) else False
+
+    def describe(self) -> dict[str, Any]:
+        """What `memory.json` holds."""
+        configs = [memory.config.to_dict() for memory in self.memories]
+        return {
+            "format": _FORMAT,
+            "config": configs[0] if all(c == configs[0] for c in configs) else configs,
+            "widths": [memory.dim for memory in self.memories],
+            "blocks": self.paths,
+            "share_weights": self.shared,
+            "scope": self.scope,
+        }
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every tensor once."""
+        return {
+            prefix + name: tensor
+            for prefix, module in self._modules().items()
+            for name, tensor in _own_state(module).items()
+        }
+
+    def load(self, weights: dict[str, Tensor]) -> None:
+        """Put in what `weights` gave."""
+        for prefix, module in self._modules().items():
+            own = {prefix + name: name for name in _own_state(module)}
+            module.load_state_dict({own[name]: weights[name] for name in own}, strict=False)
+
+    def _modules(self) -> dict[str, nn.Module]:
+        found: dict[str, nn.Module] = {}
+        for number, (layer, memory) in enumerate(zip(self.layers, self.memories, strict=True)):
+            if layer is not memory:
+                found[f"layers.{number}."] = layer
+            if self.memories.index(memory) == number:
+                prefix = "memory." if self.shared is True else f"layers.{number}.memory."
+                found[prefix] = memory
+        return found
+
+
+def _own_state(module: nn.Module) -> dict[str, Tensor]:
+    """The state of a memory, or of a residual without the memory inside."""
+    state = module.state_dict()
+    if isinstance(module, MemoryResidual):
+        return {name: t for name, t in state.items() if not name.startswith("memory.")}
+    return state
+
+
+def _checked_folder(folder: Any) -> Path:
+    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+        raise TypeError(
+            f"folder: expected the path of a folder, got {folder!r:.80}; pass a string or a Path"
+        )
+    return Path(folder)
 
 
 def _read_description(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path}: no such file; expected a folder written by save_memory(model, folder)"
+            f"{path}: expected a folder written by save_memory, got no such file; "
+            "save with save_memory(model, folder)"
         )
     described = read_json(path, "what save_memory wrote", "save again")
     known = ("format", "config", "widths", "blocks", "share_weights", "scope")
@@ -121,50 +197,64 @@ def _is_list_of(kind: type, value: Any) -> bool:
 
 
 _VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "config": ("an object of config fields", lambda value: isinstance(value, dict)),
+    "config": (
+        "an object of config fields, or one per layer",
+        lambda value: isinstance(value, dict) or _is_list_of(dict, value),
+    ),
     "widths": ("a list of integers", lambda value: _is_list_of(int, value)),
     "blocks": ("a list of module paths", lambda value: _is_list_of(str, value)),
-    "share_weights": ("true or false", lambda value: isinstance(value, bool)),
+    "share_weights": (
+        "true or false, or a number per layer",
+        lambda value: isinstance(value, bool) or _is_list_of(int, value),
+    ),
     "scope": ("'layer' or 'depth'", lambda value: value in ("layer", "depth")),
 }
 
 
 def _require_same(
-    saved: dict[str, Any], here: dict[str, Any], kind: type[AnyConfig], folder: Path
+    saved: dict[str, Any], here: dict[str, Any], kinds: list[type[AnyConfig]], folder: Path
 ) -> None:
     if set(saved["widths"]) != set(here["widths"]):
         raise ValueError(
-            f"{folder}: holds a memory for hosts of width {_listed(saved['widths'])}, and this "
-            f"host has width {_listed(here['widths'])}; load it into the host it was trained on"
+            f"{folder}: expected a memory for hosts of width {_listed(here['widths'])} like this "
+            f"model, got one for width {_listed(saved['widths'])}; load it into the host it was "
+            "trained on"
         )
     if saved["share_weights"] != here["share_weights"]:
         raise ValueError(
-            f"{folder}: expected share_weights={here['share_weights']} as attached, got "
+            f"{folder}: expected share_weights={here['share_weights']} as in this model, got "
             f"{saved['share_weights']}; attach with share_weights={saved['share_weights']}"
         )
     if len(saved["blocks"]) != len(here["blocks"]):
         raise ValueError(
-            f"{folder}: holds {counted(len(saved['blocks']), 'memory layer')} "
-            f"({', '.join(saved['blocks'])}), and this host has {len(here['blocks'])} "
-            f"({', '.join(here['blocks'])}); attach to as many blocks with layers= or every="
+            f"{folder}: expected {counted(len(here['blocks']), 'memory layer')} as in this model "
+            f"({', '.join(here['blocks'])}), got {len(saved['blocks'])} "
+            f"({', '.join(saved['blocks'])}); attach to as many blocks with layers= or every="
         )
     if saved["scope"] != here["scope"]:
         raise ValueError(
             f"{folder}: expected scope={here['scope']!r} as attached, got {saved['scope']!r}; "
             f"attach with scope={saved['scope']!r}"
         )
-    config = _config(saved["config"], kind, folder / DESCRIPTION).to_dict()
-    differing = [
-        f"{name} {config[name]!r} (here {value!r})"
-        for name, value in here["config"].items()
-        if config[name] != value and name not in _HOW
-    ]
-    if differing:
-        raise ValueError(
-            f"{folder}: holds a memory of another config: {', '.join(differing)}; attach with "
-            "the config it was saved with"
-            + (" and where=, which names its places" if config.get("places") in _GIVEN else "")
-        )
+    configs = zip(_per_layer(saved), _per_layer(here), kinds, strict=True)
+    for values, expected, kind in configs:
+        config = _config(values, kind, folder / DESCRIPTION).to_dict()
+        differing = [name for name in expected if config[name] != expected[name]]
+        differing = [name for name in differing if name not in _HOW]
+        if differing:
+            places = " and where=, which names its places"
+            raise ValueError(
+                f"{folder}: expected a memory of this model's config, got one with "
+                + ", ".join(f"{n} {config[n]!r} (here {expected[n]!r})" for n in differing)
+                + "; attach with the config it was saved with"
+                + (places if config.get("places") in _GIVEN else "")
+            )
+
+
+def _per_layer(described: dict[str, Any]) -> list[dict[str, Any]]:
+    """The config of every layer."""
+    config, layers = described["config"], len(described["blocks"])
+    return config if isinstance(config, list) else [config] * layers
 
 
 def _config(values: dict[str, Any], kind: type[AnyConfig], path: Path) -> AnyConfig:
@@ -181,19 +271,20 @@ def _require_fit(weights: dict[str, Tensor], here: dict[str, Tensor], path: Path
     unknown, missing = sorted(set(weights) - set(here)), sorted(set(here) - set(weights))
     if unknown or missing:
         raise ValueError(
-            f"{path}: unknown tensors {_listed(unknown)}, missing tensors {_listed(missing)}; "
-            "attach with the options (norm, share_weights, layers) it was saved with"
+            f"{path}: expected the tensors of this model's memory, got unknown tensors "
+            f"{_listed(unknown)}, missing tensors {_listed(missing)}; attach with the options "
+            "(norm, share_weights, layers) it was saved with"
         )
     for name, tensor in weights.items():
         if tensor.shape != here[name].shape:
             raise ValueError(
                 f"{path}: expected {name} of shape {tuple(here[name].shape)}, "
-                f"got {tuple(tensor.shape)}"
+                f"got {tuple(tensor.shape)}; save again"
             )
         if not torch.can_cast(tensor.dtype, here[name].dtype):
             raise ValueError(
                 f"{path}: expected {name} of a type that fits {here[name].dtype}, "
-                f"got {tensor.dtype}"
+                f"got {tensor.dtype}; save again"
             )
 
 

@@ -5,14 +5,14 @@ Letters: B batch, N tokens, d width.
 
 from __future__ import annotations
 
-import math
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tensor_memory.chunking import check_marks, check_tokens
+from tensor_memory.chunking import check_marks, check_tokens, packed_resets
+from tensor_memory.config import MAX_NUMBER
 from tensor_memory.fused_layer import fused_layer
 
 
@@ -29,6 +29,10 @@ class Memory(Protocol):
 
     def __call__(self, x: Tensor, state: Any = None, **options: Any) -> tuple[Tensor, Any]:
         """x (B, N, d) -> m (B, N, d), and the state after; takes `mask` and `reset`."""
+        ...
+
+    def empty_state(self, x: Tensor) -> Any:
+        """The state before the first of tokens like x (B, N, d)."""
         ...
 
 
@@ -67,7 +71,7 @@ class MemoryResidual(nn.Module):
         super().__init__()
         # isinstance() of a protocol does not find submodules in Python 3.12.
         fits = all(hasattr(memory, name) for name in Memory.__annotations__)
-        if not fits or not isinstance(memory, nn.Module):
+        if not fits or not isinstance(memory, nn.Module) or isinstance(memory, type):
             raise TypeError(
                 f"memory: expected a TensorMemory or a PlaceMemory, got {type(memory).__name__}; "
                 "make one with TensorMemory(dim, config)"
@@ -75,16 +79,16 @@ class MemoryResidual(nn.Module):
         for name, rate in (("dropout", dropout), ("drop_path", drop_path)):
             if not _is_number(rate) or not 0 <= rate < 1:
                 raise ValueError(
-                    f"{name}: expected a probability in [0, 1), got {rate!r}; 0 drops nothing"
+                    f"{name}: expected a probability in [0, 1), got {rate!r:.80}; 0 drops nothing"
                 )
-        if not _is_number(gate_init) or not math.isfinite(gate_init):
+        if not _is_number(gate_init) or not abs(gate_init) <= MAX_NUMBER:
             raise ValueError(
-                f"gate_init: expected a finite number, got {gate_init!r}; 0 opens the gate half"
+                f"gate_init: expected a finite number, got {gate_init!r:.80}; 0 opens the gate half"
             )
         for name, choice in (("norm", norm), ("own_memory", own_memory)):
             if not isinstance(choice, bool):
                 raise TypeError(
-                    f"{name}: expected True or False, got {choice!r}; leave it out for True"
+                    f"{name}: expected True or False, got {choice!r:.80}; leave it out for True"
                 )
         if own_memory:
             self.memory = memory
@@ -93,6 +97,7 @@ class MemoryResidual(nn.Module):
         self.norm = nn.LayerNorm(memory.dim) if norm else nn.Identity()
         self.gate = nn.Parameter(torch.tensor([float(gate_init)]))
         self.dropout, self.drop_path = dropout, drop_path
+        self.disabled = False  # inside `memory_disabled`
 
     def extra_repr(self) -> str:  # noqa: D102
         return f"dropout={self.dropout}, drop_path={self.drop_path}"
@@ -104,9 +109,17 @@ class MemoryResidual(nn.Module):
         *,
         mask: Tensor | None = None,
         reset: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, Any]:
         """x (B, N, d) -> x̂ (B, N, d), state; the options are those of the memory's forward."""
+        if cu_seqlens is not None:
+            check_tokens(x, self.memory.dim, self.memory.output.weight)
+            reset = packed_resets(x, reset, cu_seqlens)
+        if self.disabled:
+            check_tokens(x, self.memory.dim, self.memory.output.weight)
+            check_marks(x, mask, reset)
+            return x, self.memory.empty_state(x) if state is None else state
         drop = (self.dropout, self.drop_path) if self.training else (0.0, 0.0)
         marks = {"mask": mask, "reset": reset, **options}
         fused = fused_layer(self.memory, self.norm, self.gate, drop, x, state, **marks)

@@ -315,7 +315,7 @@ def test_what_cannot_be_recorded_is_refused():
     compiled, compiled_in_place = make_memory(OPTIONS["paper"]), make_memory(OPTIONS["paper"])
     compiled_in_place.compile(backend="eager")
     for model, error, complaint in (
-        (host, ValueError, "GPT2LMHeadModel holds no memory; attach"),
+        (host, ValueError, "got GPT2LMHeadModel without one; call attach"),
         (torch.compile(compiled, backend="eager"), ValueError, "compiled calls run past"),
         (compiled_in_place, ValueError, "compiled calls run past"),
         ("model", TypeError, r"expected a model .* got str"),

@@ -14,9 +14,11 @@ from tensor_memory.attachment.blocks import Block, Layers, find_blocks, placemen
 from tensor_memory.attachment.causal_hosts import LEAK, is_causal
 from tensor_memory.attachment.compiled import refuse_compiled
 from tensor_memory.attachment.hooks import NAME, refuse_carrying
+from tensor_memory.attachment.memory_layers import memory_layers, parts
 from tensor_memory.attachment.places import PlaceSource, Where
 from tensor_memory.build import AnyConfig
 from tensor_memory.config import MemoryConfig, PlaceConfig
+from tensor_memory.residual import MemoryResidual
 
 _RESIDUAL = {
     "gate_init": "a number",
@@ -69,9 +71,9 @@ def attach(
 
     Raises:
         NoBlocksFoundError: no blocks found, or `layers` matches nothing.
-        ValueError: already attached, a width or an order of axes that cannot be inferred or
-            differs, scope="depth" on a causal host, or a host that is distributed already (attach
-            first, then wrap). The host is then left as it was.
+        ValueError: already attached, a memory built in by hand, a width or an order of axes that
+            cannot be inferred or differs, scope="depth" on a causal host, or a host that is
+            distributed already (attach first, then wrap). The host is then left as it was.
 
     >>> host = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 2,
     ...                              enable_nested_tensor=False)
@@ -100,12 +102,16 @@ def attach(
     ):
         if not isinstance(choice, bool):
             raise TypeError(
-                f"{name}: expected True or False, got {choice!r}; leave it out for the default"
+                f"{name}: expected True or False, got {choice!r:.80}; leave it out for the default"
             )
-    if scope not in ("layer", "depth"):
-        raise ValueError(f"scope: expected 'layer' or 'depth', got {scope!r}")
-    if causal not in (True, False, "auto"):
-        raise ValueError(f"causal: expected True, False or 'auto', got {causal!r}")
+    if not isinstance(scope, str) or scope not in ("layer", "depth"):
+        raise ValueError(
+            f"scope: expected 'layer' or 'depth', got {scope!r:.80}; leave it out for 'layer'"
+        )
+    if not isinstance(causal, bool) and not (isinstance(causal, str) and causal == "auto"):
+        raise ValueError(
+            f"causal: expected True, False or 'auto', got {causal!r:.80}; leave it out for 'auto'"
+        )
     _require_residual_options(residual)
     refuse_compiled(model)
     _require_unwrapped(model)
@@ -117,6 +123,13 @@ def attach(
                 f"attach: {type(model).__name__} already has a memory attached; "
                 + (f"{inner} first" if owner else "detach(model) first")
             )
+    built_in = [path for path, _ in parts(model, MemoryResidual)]
+    if built_in:
+        raise ValueError(
+            f"attach: expected a model without a memory, got {type(model).__name__} with one "
+            f"built in at {', '.join(repr(path) for path in built_in[:3])}; use that one, or take "
+            "it out first"
+        )
     if hasattr(model, NAME):
         raise ValueError(
             f"attach: {type(model).__name__} already has an attribute '{NAME}', where the memory "
@@ -166,17 +179,36 @@ def detach(model: nn.Module) -> None:
 
 @contextmanager
 def memory_disabled(model: nn.Module) -> Iterator[None]:
-    """Inside, the host computes what it computes detached; the memory neither reads nor writes.
+    """Inside, the model computes what it computes without its memories, attached or built in.
 
-    A cache filled inside cannot be continued outside: the memory has not seen its tokens.
+    They neither read nor write. A cache filled inside cannot be continued outside: the memory has
+    not seen its tokens. A `MemoryResidual` built in by hand returns x and the state that it was
+    given.
     """
-    attachment = attachment_of(model, "memory_disabled")
-    was_on = attachment.disable()
+    layers = memory_layers(model, "memory_disabled")
+    attachments = [attachment for _, attachment in parts(model, Attachment)]
+    attached = {layer for attachment in attachments for layer in attachment.layers}
+    built_in = []
+    for path, layer in layers:
+        if not isinstance(layer, MemoryResidual):
+            raise ValueError(
+                f"memory_disabled: expected memories inside a MemoryResidual, got a "
+                f"{type(layer).__name__} by itself at {path!r}: what the model would do without it "
+                "is not known; put it into a MemoryResidual"
+            )
+        if layer not in attached:
+            built_in.append((layer, layer.disabled))
+    switched_off = [attachment for attachment in attachments if attachment.disable()]
+    for layer, _ in built_in:
+        layer.disabled = True
     try:
         yield
     finally:
-        if was_on and getattr(model, NAME, None) is attachment:
-            attachment.enable()
+        for layer, before in built_in:
+            layer.disabled = before
+        for attachment in switched_off:
+            if any(attachment is part for part in model.modules()):
+                attachment.enable()
 
 
 def attachment_of(model: nn.Module, asker: str = "attachment_of") -> Attachment:
@@ -189,7 +221,8 @@ def attachment_of(model: nn.Module, asker: str = "attachment_of") -> Attachment:
         )
     if not isinstance(attachment, Attachment):
         raise ValueError(
-            f"{asker}: {type(model).__name__} has no memory attached; call attach(model, ...) first"
+            f"{asker}: expected a model with a memory attached, got {type(model).__name__} without "
+            "one; call attach(model, ...) first"
         )
     return attachment
 
@@ -228,7 +261,10 @@ def _require_residual_options(residual: dict[str, Any]) -> None:
     for name, value in residual.items():
         is_bool = isinstance(value, bool)
         if not (is_bool if name == "norm" else isinstance(value, int | float) and not is_bool):
-            raise TypeError(f"{name}: expected {_RESIDUAL[name]}, got {value!r}")
+            raise TypeError(
+                f"{name}: expected {_RESIDUAL[name]}, got {value!r:.80}; leave it out for the "
+                "default"
+            )
 
 
 def _require_shareable(blocks: list[Block]) -> None:

@@ -9,15 +9,16 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tensor_memory.attachment import Attachment
+from tensor_memory.attachment import MemoryLayer, memory_inside, memory_layers
 from tensor_memory.attachment.recompute import in_backward
 from tensor_memory.build import AnyMemory, AnyState
+from tensor_memory.chunking import packed_resets
 from tensor_memory.inspect.layer_recording import LayerRecording, float_shapes
 from tensor_memory.inspect.place_layer import PlaceLayerRecording, place_shapes
 from tensor_memory.inspect.place_recorder import PlaceLayerRecorder
@@ -30,8 +31,6 @@ from tensor_memory.place_state import PlaceState, watching_moves
 from tensor_memory.residual import MemoryResidual
 from tensor_memory.state import MemoryState
 from tensor_memory.tensor import TensorMemory
-
-_Module = TypeVar("_Module", bound=nn.Module)
 
 DTYPES = (torch.float16, torch.float32, torch.float64)
 
@@ -104,38 +103,15 @@ def record(
     recording.annotate(texts=texts, frames=frames, tokens_per_frame=tokens_per_frame)
 
 
-_Layer = MemoryResidual | TensorMemory | PlaceMemory
-
-
-def _layers_of(model: nn.Module) -> list[tuple[str, _Layer]]:
-    """Every residual, every memory that none of them owns, and the name it is recorded under."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"record: expected a model (torch.nn.Module), got {type(model).__name__}")
-    blocks = {}
-    for path, part in model.named_modules():
-        if isinstance(part, Attachment):
-            host = path.rpartition(".")[0]
-            for block, layer in zip(part.paths, part.layers, strict=True):
-                blocks[layer] = f"{host}.{block}" if host else block
-        if _is_compiled(part):
-            raise ValueError(
-                f"record: {type(model).__name__} is compiled, and compiled calls run past the "
-                "hooks that watch; record the model it was compiled from (model._orig_mod)"
-            )
-    layers = [(blocks.get(m, path or "memory"), m) for path, m in _parts(model, MemoryResidual)]
-    owned = {layer.memory for _, layer in layers}
-    memories = [*_parts(model, TensorMemory), *_parts(model, PlaceMemory)]
-    alone = [(path or "memory", m) for path, m in memories if m not in owned]
-    if not layers and not alone:
+def _layers_of(model: nn.Module) -> list[tuple[str, MemoryLayer]]:
+    """Every memory of a model by the name it is recorded under."""
+    layers = memory_layers(model, "record")
+    if any(_is_compiled(part) for part in model.modules()):
         raise ValueError(
-            f"record: {type(model).__name__} holds no memory; attach(model, ...) one first"
+            f"record: {type(model).__name__} is compiled, and compiled calls run past the "
+            "hooks that watch; record the model it was compiled from (model._orig_mod)"
         )
-    order = {module: number for number, module in enumerate(model.modules())}
-    return sorted([*layers, *alone], key=lambda found: order[found[1]])
-
-
-def _parts(model: nn.Module, kind: type[_Module]) -> list[tuple[str, _Module]]:
-    return [(path, part) for path, part in model.named_modules() if isinstance(part, kind)]
+    return layers
 
 
 class _Recorder:
@@ -143,7 +119,7 @@ class _Recorder:
 
     def __init__(
         self,
-        layers: list[tuple[str, _Layer]],
+        layers: list[tuple[str, MemoryLayer]],
         every: int,
         max_chunks: int,
         max_rows: int,
@@ -153,8 +129,8 @@ class _Recorder:
         self.every, self.max_chunks = every, max_chunks
         self.streams = Streams(max_rows)
         self.modules = [module for _, module in layers]
-        self.memories = [_memory_of(module) for module in self.modules]
-        self.stores = [_store(name, _memory_of(m), dtype) for name, m in layers]
+        self.memories = [memory_inside(module) for module in self.modules]
+        self.stores = [_store(name, memory_inside(m), dtype) for name, m in layers]
         self.place_layers = {
             number: PlaceLayerRecorder(memory, self.stores[number], max_tokens)
             for number, memory in enumerate(self.memories)
@@ -181,7 +157,8 @@ class _Recorder:
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
         ) -> None:
             x = args[0] if args else kwargs["x"]
-            if in_backward() or not x.shape[0]:  # checkpointing runs a block again: nothing new
+            # Checkpointing runs a block again: nothing new.
+            if in_backward() or not x.shape[0] or getattr(module, "disabled", False):
                 return
             cuda = [x.device] if x.is_cuda else []
             # The generators are the process's: dropout inside an adapted head would move them.
@@ -200,7 +177,9 @@ class _Recorder:
     ) -> None:
         """One call of a layer with x (B, N, d), and the state it returned."""
         module = self.modules[layer]
-        source = x
+        source, cuts = x, marks.pop("cu_seqlens", None)
+        if cuts is not None:
+            marks["reset"] = packed_resets(x, marks.get("reset"), cuts)
         if isinstance(module, MemoryResidual):
             mask = marks.get("mask")
             source = module.norm(x if mask is None else x.masked_fill(~mask[..., None], 0))
@@ -411,12 +390,6 @@ def _is_compiled(module: nn.Module) -> bool:
     dynamo = sys.modules.get("torch._dynamo")  # importing it takes seconds
     wrapped = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
     return wrapped or module._compiled_call_impl is not None
-
-
-def _memory_of(layer: _Layer) -> AnyMemory:
-    memory = layer.memory if isinstance(layer, MemoryResidual) else layer
-    assert isinstance(memory, TensorMemory | PlaceMemory)
-    return memory
 
 
 def _store(name: str, memory: AnyMemory, dtype: torch.dtype) -> LayerStore:
