@@ -180,8 +180,8 @@ def test_a_flush_of_another_kind_is_refused(memory, x, flush, error, message):
     [
         ([0.5], TypeError, "whole numbers as row indices, got torch.float32"),
         ([[0, 1], [1, 0]], ValueError, r"row indices of shape \(rows,\), got \(2, 2\); flatten"),
-        ([2], ValueError, "rows from 0 to 1, got 2; this state holds 2 rows"),
-        ([0, -1], ValueError, "rows from 0 to 1, got -1; this state holds 2 rows"),
+        ([2], ValueError, "rows from 0 to 1, got 2; there are 2 rows"),
+        ([0, -1], ValueError, "rows from 0 to 1, got -1; there are 2 rows"),
     ],
 )
 def test_rows_that_do_not_exist_are_refused(method, rows, error, message):
@@ -213,11 +213,16 @@ def test_a_reset_mask_of_another_shape_is_refused():
             TypeError,
             "batch_size as an integer, got 2.0",
         ),
-        (lambda: MemoryState.zeros(PAPER, DIM, -1), ValueError, "batch_size of at least 0, got -1"),
+        (
+            lambda: MemoryState.zeros(PAPER, DIM, -1),
+            ValueError,
+            "batch_size of at least 0 .*got -1",
+        ),
+        (lambda: MemoryState.zeros(PAPER, 0, 2), ValueError, "dim of at least 1 .* got 0; it is"),
         (
             lambda: MemoryState.zeros(PAPER, DIM, 2, dtype=torch.int8),
             TypeError,
-            "the tokens' float type, got torch.int8; pass the",
+            "the tokens' float type, got torch.int8; pass",
         ),
         (
             lambda: make_state(PAPER, 2).to(torch.int8),
@@ -234,9 +239,11 @@ def test_a_state_made_of_something_else_is_refused(make, error, message):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"dim": 0}, ValueError, "dim: expected the tokens' width, at least 1, got 0"),
-        ({"dim": 8.0}, TypeError, "dim: expected .* integer, got 8.0; convert it with int"),
-        ({"dim": True}, TypeError, "dim: expected .* integer, got True; convert it with int"),
+        ({"dim": 0}, ValueError, "TensorMemory: expected dim of at least 1 .*, got 0; it is the w"),
+        ({"dim": 8.0}, TypeError, "TensorMemory: expected dim as an integer, got 8.0; convert it"),
+        ({"dim": True}, TypeError, "TensorMemory: expected dim as an integer, got True; convert"),
+        ({"config": {}}, TypeError, r"config: expected a MemoryConfig, got dict; MemoryConfig.fr"),
+        ({"config": 0}, TypeError, r"config: expected a MemoryConfig, got int; MemoryConfig.from"),
         (
             {"config": {"channels": 3}},
             TypeError,

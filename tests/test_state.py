@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from memories import (
     make_state,
     make_tokens,
 )
-from tensor_memory import MemoryConfig, MemoryState, TensorMemory, files
+from tensor_memory import MemoryConfig, MemoryResidual, MemoryState, TensorMemory, files
 from tolerances import assert_same
 
 FLOATS = ("hidden", "cell", "tokens", "readout")
@@ -190,6 +191,85 @@ def test_to_changes_the_token_type_and_keeps_float32_underneath():
     assert_identical_state(state.to(device="cpu", dtype=torch.float64), state)
 
 
+def test_to_follows_a_tensor_as_torch_does():
+    state = make_state(OPTIONS["paper"], 2)
+    for like in (torch.zeros((), dtype=torch.float16), torch.zeros((), device="meta")):
+        followed = state.to(like)
+        assert (followed.tokens.dtype, followed.tokens.device) == (like.dtype, like.device)
+        assert (followed.fill.dtype, followed.hidden.dtype) == (torch.long, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((torch.zeros(2).long(),), TypeError, "the tokens' float type, got torch.int64; pass torc"),
+        ((torch.int32,), TypeError, "the tokens' float type, got torch.int32; pass torch.float16"),
+        ((torch.float8_e4m3fn,), TypeError, "the tokens' float type, got torch.float8_e4m3fn"),
+        (("cpu", "float32"), TypeError, "the tokens' float type, got 'float32'; pass torch.float"),
+        ((torch.float32, torch.float32), TypeError, "a device before a type, got torch.float32"),
+        ((2.5,), TypeError, "a device, a float type or a float tensor, got 2.5; write a device"),
+        (("nowhere",), ValueError, "a device that torch knows, got 'nowhere'; write it as 'cpu'"),
+    ],
+)
+def test_to_refuses_the_rest_and_says_what_it_takes(arguments, error, message):
+    with pytest.raises(error, match=f"^MemoryState.to: expected {message}"):
+        make_state(OPTIONS["paper"], 2).to(*arguments)
+
+
+def impossible(state):
+    """States that no call returns: what is changed, and what is said."""
+    filled = replace(state, fill=torch.zeros_like(state.fill), aligned=None)
+    return {
+        "too full": (replace(state, fill=state.fill + 3), "state.fill: expected 0 to 2 .*, got"),
+        "less than empty": (replace(state, fill=state.fill - 3), "state.fill: expected 0 to 2"),
+        "not aligned": (replace(state, aligned=0), r"state.aligned: expected None, or .*, got 0"),
+        "aligned beyond": (replace(state, aligned=3), r"state.aligned: expected 0 to 2 .*got 3"),
+        "aligned by name": (replace(state, aligned="1"), r"state.aligned: expected None or an in"),
+        "used where unused": (filled, "state.tokens: expected zeros in the slots that fill leaves"),
+    }
+
+
+@pytest.mark.parametrize("what", impossible(make_state(OPTIONS["paper"], 2, together=True)))
+def test_an_impossible_state_is_refused_on_use(what):
+    start = make_state(OPTIONS["paper"], 2, together=True)
+    assert start.aligned == 2
+    memory = make_memory(OPTIONS["paper"])
+    changed, message = impossible(start)[what]
+    for layer in (memory, MemoryResidual(memory).double()):
+        with pytest.raises((TypeError, ValueError), match=message):
+            layer(make_tokens(2, 1, DIM), changed)
+    _, after = memory(make_tokens(2, 1, DIM), start)
+    again = replace(after, fill=changed.fill, aligned=changed.aligned, tokens=changed.tokens)
+    with pytest.raises((TypeError, ValueError), match=message):  # one that came of a call, too
+        memory(make_tokens(2, 1, DIM), again)
+
+
+@pytest.mark.parametrize("what", ["too full", "less than empty", "used where unused"])
+def test_an_impossible_state_is_refused_by_load(tmp_path, what):
+    state, message = impossible(make_state(OPTIONS["paper"], 2, together=True))[what]
+    state.save(tmp_path / "state")
+    with pytest.raises(ValueError, match=f"state: {message}"):
+        MemoryState.load(tmp_path / "state")
+
+
+def test_a_state_that_a_call_returned_is_not_looked_at_again(monkeypatch):
+    memory, x = make_memory(OPTIONS["paper"]), make_tokens(2, 4, DIM)
+    mine = make_state(OPTIONS["paper"], 2)
+    memory(x, mine)
+    monkeypatch.setattr(MemoryState, "_require_possible", lambda self: pytest.fail("asked again"))
+    memory(x, mine)
+    mask = torch.tensor([[True] * 4, [True] * 3 + [False]])
+    state = MemoryState.zeros(OPTIONS["paper"], DIM, 2, dtype=torch.float64)
+    for change in (
+        lambda state: state.select([1, 0]),
+        lambda state: state.reset([0]),
+        lambda state: state.to("cpu"),
+        lambda state: replace(state.detach(), hidden=state.hidden * 2),
+    ):
+        _, state = memory(x, change(state), mask=mask)
+        _, state = memory(x, state)
+
+
 def test_to_moves_everything():
     moved = make_state(OPTIONS["paper"], 2).to("meta")
     assert all(getattr(moved, name).device.type == "meta" for name in (*FLOATS, "fill"))
@@ -246,6 +326,27 @@ def test_a_truncated_file_is_refused(tmp_path, kept):
         MemoryState.load(path)
 
 
+@pytest.mark.parametrize("where", [-1, -90, -700])
+def test_a_changed_byte_is_found(tmp_path, where):
+    path = tmp_path / "state.safetensors"
+    make_state(OPTIONS["paper"], 2).save(path)
+    content = bytearray(path.read_bytes())
+    content[where] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(
+        ValueError, match=r"expected what was written, got other content: a damaged"
+    ):
+        MemoryState.load(path)
+
+
+def test_a_file_without_a_checksum_is_read_with_a_warning(tmp_path):
+    state = make_state(OPTIONS["paper"], 2)
+    save_file(state._tensors(), tmp_path / "old", metadata={"kind": "tensor-memory state"})
+    with pytest.warns(UserWarning, match=r"old: expected a checksum, got .*; save it again"):
+        loaded = MemoryState.load(tmp_path / "old")
+    assert_identical_state(loaded, state)
+
+
 def test_foreign_files_are_refused(tmp_path):
     path = tmp_path / "other"
     path.write_text("a letter to a friend, long enough to hold a header")
@@ -254,17 +355,19 @@ def test_foreign_files_are_refused(tmp_path):
     save_file({"weight": torch.zeros(2)}, path)
     with pytest.raises(ValueError, match="state, got a safetensors file of another program; pass"):
         MemoryState.load(path)
-    save_file({"weight": torch.zeros(2)}, path, metadata={"kind": "tensor-memory state"})
-    with pytest.raises(ValueError, match=r"expected the tensors hidden, cell, .*, got weight"):
+    files.save_tensors(path, {"weight": torch.zeros(2)}, kind="tensor-memory state")
+    with pytest.raises(ValueError, match=r"expected the tensors hidden, cell, .*, got weight; sav"):
         MemoryState.load(path)
-    with pytest.raises(FileNotFoundError, match="no such file; expected a tensor-memory state"):
+    with pytest.raises(FileNotFoundError, match=r"a tensor-memory state .*got no such file; pass"):
         MemoryState.load(tmp_path / "missing")
 
 
 def test_a_folder_in_place_of_a_file_is_told(tmp_path):
-    with pytest.raises(IsADirectoryError, match=r"is a folder; expected the name of a file"):
+    with pytest.raises(
+        IsADirectoryError, match=r"expected the name of a file .*, got a folder; name"
+    ):
         make_state(OPTIONS["paper"], 2).save(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"is a folder; expected a tensor-memory state"):
+    with pytest.raises(FileNotFoundError, match=r"a tensor-memory state .*, got a folder; pass"):
         MemoryState.load(tmp_path)
     assert list(tmp_path.iterdir()) == []
 

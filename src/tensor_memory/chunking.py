@@ -13,6 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tensor_memory.ops.autograd import can_ask
+from tensor_memory.ops.inputs import is_autocast
+
 
 @dataclass(frozen=True)
 class Assignment:
@@ -77,7 +80,9 @@ def assign(
     chunk = starts.cumsum(1) + (fill > 0).long()[:, None] - 1  # the latest begun; −1 before any
     completed = (mask & (place == K - 1)) | (ends & (count % K > 0))
 
-    if reset is None and not isinstance(flush, Tensor):
+    if not can_ask(chunk) and (reset is not None or isinstance(flush, Tensor)):
+        S = N + 1  # nobody can be asked: a chunk for each token, and the one begun before
+    elif reset is None and not isinstance(flush, Tensor):
         # A bound the host knows: at most K − 1 tokens were waiting, and each frame has its chunks.
         S = -(-(K - 1 + frame) // K) + (N - frame) // frame * -(-frame // K) + -(-(N % frame) // K)
     else:
@@ -126,6 +131,11 @@ def check_tokens(x: Tensor, dim: int, weight: Tensor) -> None:
             f"x: expected a tensor of shape (B, N, {dim}), got {type(x).__name__}; "
             "convert it with torch.as_tensor()"
         )
+    if _is_not_dense(x):
+        raise TypeError(
+            f"x: expected a dense tensor of shape (B, N, {dim}), got a {_kind_of(x)} one; "
+            "pad rows of several lengths and pass mask="
+        )
     if x.ndim != 3 or x.shape[-1] != dim:
         raise ValueError(
             f"x: expected tokens of shape (B, N, {dim}), got {tuple(x.shape)}; "
@@ -138,7 +148,7 @@ def check_tokens(x: Tensor, dim: int, weight: Tensor) -> None:
             f"x: expected device {weight.device} like the memory's weights, got {x.device}; "
             "move one of them with .to()"
         )
-    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+    if x.dtype != weight.dtype and not is_autocast(x.device):
         raise TypeError(
             f"x: expected {weight.dtype} like the memory's weights, got {x.dtype}; "
             "convert one of them with .to(), or run under torch.autocast"
@@ -157,12 +167,12 @@ def check_marks(
                     "False writes no unfinished chunk"
                 )
             continue
-        if not isinstance(marks, Tensor):
+        if not isinstance(marks, Tensor) or _is_not_dense(marks):
             expected, remedy = "a bool tensor of shape (B, N)", "give one mark per token of x"
             if name == "flush":
                 expected = f"True, False, a whole number of tokens per frame, or {expected}"
                 remedy = "leave it out to write no unfinished chunk"
-            raise TypeError(f"{name}: expected {expected}, got {marks!r}; {remedy}")
+            raise TypeError(f"{name}: expected {expected}, got {marks!r:.80}; {remedy}")
         if marks.dtype != torch.bool:
             raise TypeError(
                 f"{name}: expected a bool tensor of shape (B, N), got {marks.dtype}; "
@@ -177,3 +187,47 @@ def check_marks(
             raise ValueError(
                 f"{name}: expected device {x.device} like x, got {marks.device}; move it with .to()"
             )
+
+
+def packed_resets(x: Tensor, reset: Tensor | None, cu_seqlens: Tensor) -> Tensor:
+    """(1, N) bool: where a packed document starts, after the first, or `reset` is true.
+
+    A wrong cut is an error wherever values can be looked at, which asks the device.
+    """
+    check_marks(x, None, reset)
+    remedy = "pass the cumulative lengths of the documents, such as torch.tensor([0, 5, 12])"
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise TypeError(f"cu_seqlens: expected a tensor of int32 or int64, got {got}; {remedy}")
+    N = x.shape[1]
+    if x.shape[0] != 1:
+        raise ValueError(
+            f"cu_seqlens: expected documents packed into one row, got {x.shape[0]} rows; pack "
+            "them into x of shape (1, N, d), or mark where documents start with reset="
+        )
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
+        raise ValueError(
+            f"cu_seqlens: expected shape (documents + 1,), got {tuple(cu_seqlens.shape)}; {remedy}"
+        )
+    if cu_seqlens.device != x.device:
+        raise ValueError(
+            f"cu_seqlens: expected device {x.device} like x, got {cu_seqlens.device}; "
+            "move it with .to()"
+        )
+    if can_ask(cu_seqlens):
+        cuts = cu_seqlens.tolist()
+        if cuts[0] != 0 or cuts[-1] != N or sorted(cuts) != cuts:
+            raise ValueError(
+                f"cu_seqlens: expected rising numbers from 0 to N = {N}, got {cuts!r:.80}; {remedy}"
+            )
+    starts = torch.zeros(1, N + 1, dtype=torch.bool, device=x.device)
+    starts = starts.index_fill(1, cu_seqlens[1:-1].long(), True)[:, :N]  # N: an empty document
+    return starts if reset is None else starts | reset
+
+
+def _is_not_dense(tensor: Tensor) -> bool:
+    return tensor.is_nested or tensor.layout != torch.strided
+
+
+def _kind_of(tensor: Tensor) -> str:
+    return "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")

@@ -16,6 +16,12 @@ Places = Literal["learned", "given", "offset"]
 
 MAX_AXES = 4
 
+MAX_COUNT = 2**31 - 1
+"""Of channels, heads, voxels: more do not fit a kernel's integers, nor any memory."""
+
+MAX_NUMBER = 1e6
+"""Of initial biases and factors, in size: far beyond what any gate tells apart."""
+
 
 class GridConfig:
     """What the configs of both memories share: a grid, and plain values for JSON."""
@@ -58,8 +64,8 @@ class GridConfig:
         unknown = sorted(set(values) - set(known), key=str)
         if unknown:
             raise ValueError(
-                f"{cls.__name__}: unknown field {', '.join(map(str, unknown))}; "
-                f"known are {', '.join(known)}"
+                f"{cls.__name__}.from_dict: expected the fields {', '.join(known)}, got an unknown "
+                f"field {', '.join(map(str, unknown))}; leave it out"
             )
         return cls(**values)
 
@@ -134,11 +140,7 @@ class MemoryConfig(GridConfig):
             counts.append("checkpoint_every")
         _require_counts(self, counts)
         _require_choices(self, _CHOICES)
-        if not isinstance(self.share_coordinates, bool):
-            raise TypeError(
-                f"share_coordinates: expected True or False, got {self.share_coordinates!r}; "
-                "leave it out for the paper's"
-            )
+        _require_bool(self, "share_coordinates")
         _require_numbers(self, _NUMBERS)
         for name in ("sigma_scale", "gain"):
             if getattr(self, name) <= 0:
@@ -148,8 +150,9 @@ class MemoryConfig(GridConfig):
                 )
         if self.share_coordinates and self.read_heads != self.write_heads:
             raise ValueError(
-                "share_coordinates: shared coordinates need as many read heads as write heads, "
-                f"got {self.read_heads} and {self.write_heads}; set share_coordinates=False"
+                "share_coordinates: expected as many read heads as write heads, which share their "
+                f"coordinates, got {self.read_heads} and {self.write_heads}; set "
+                "share_coordinates=False"
             )
 
     @classmethod
@@ -250,26 +253,25 @@ class PlaceConfig(GridConfig):
         _require_counts(self, ["channels", "heads"])
         _require_choices(self, _PLACE_CHOICES)
         _require_numbers(self, ["keep_bias"])
-        if not isinstance(self.share_places, bool):
+        _require_bool(self, "share_places")
+        wrap = self.wrap
+        if isinstance(wrap, bool | _EveryAxis):
+            wrap = (bool(wrap[0] if isinstance(wrap, tuple) else wrap),) * self.axes
+        if not isinstance(wrap, list | tuple) or not all(isinstance(w, bool) for w in wrap):
             raise TypeError(
-                f"share_places: expected True or False, got {self.share_places!r}; "
-                "leave it out for True"
-            )
-        wrap = (self.wrap,) * self.axes if isinstance(self.wrap, bool) else self.wrap
-        if not isinstance(wrap, Sequence) or not all(isinstance(w, bool) for w in wrap):
-            raise TypeError(
-                f"wrap: expected True, False or one of them per axis, got {self.wrap!r}; "
+                f"wrap: expected True, False or one of them per axis, got {self.wrap!r:.80}; "
                 "write it as (True, False)"
             )
         if len(wrap) != self.axes:
             raise ValueError(
-                f"wrap: expected one value per axis of the grid {self.grid}, got {self.wrap!r}"
+                f"wrap: expected one value per axis of the grid {self.grid}, got {self.wrap!r:.80};"
+                " True or False stands for all axes"
             )
-        object.__setattr__(self, "wrap", tuple(wrap))
+        object.__setattr__(self, "wrap", _EveryAxis(wrap) if len(set(wrap)) == 1 else tuple(wrap))
         if self.places == "given" and not self.share_places:
             raise ValueError(
-                "share_places: places that are given are read and written at, so there is nothing "
-                "to learn apart; leave share_places out, or choose places='offset'"
+                "share_places: expected True where places are given, which are read and written "
+                "at, got False; leave share_places out, or choose places='offset'"
             )
 
     @classmethod
@@ -292,6 +294,10 @@ class PlaceConfig(GridConfig):
         >>> PlaceConfig.map(axes=3, grid=(4, 8, 8)).places
         'given'
         """
+        if not _is_int(axes) or not 1 <= axes <= MAX_AXES:
+            raise ValueError(
+                f"axes: expected 1 to {MAX_AXES}, got {axes!r:.80}; grid= gives the voxels of each"
+            )
         return replace(cls(grid=(8,) * axes, channels=32, heads=4, places="given"), **changes)
 
     @property
@@ -317,6 +323,10 @@ _PLACE_CHOICES = {
 }
 
 
+class _EveryAxis(tuple[bool, ...]):
+    """The same for every axis, whatever their number: `replace(config, grid=...)` may change it."""
+
+
 _NUMBERS = ("sigma_scale", "spread_bias", "forget_bias", "input_bias", "feedback", "gain")
 
 
@@ -325,9 +335,10 @@ def _is_int(value: object) -> bool:
 
 
 def _checked_grid(grid: Any) -> tuple[int, ...]:
-    if not isinstance(grid, Sequence) or not all(_is_int(size) for size in grid):
+    listed = isinstance(grid, Sequence) and not isinstance(grid, bytes | bytearray)
+    if not listed or not all(_is_int(size) for size in grid):
         raise TypeError(
-            f"grid: expected a tuple of integers, got {grid!r}; "
+            f"grid: expected a tuple of integers, got {grid!r:.80}; "
             "write it as (8, 8, 8), or (8,) for one axis"
         )
     if not 1 <= len(grid) <= MAX_AXES:
@@ -340,6 +351,11 @@ def _checked_grid(grid: Any) -> tuple[int, ...]:
             f"grid: expected at least 2 voxels along every axis, got {tuple(grid)}; "
             "drop the axis instead of giving it one voxel"
         )
+    if math.prod(grid) > MAX_COUNT:
+        raise ValueError(
+            f"grid: expected at most {MAX_COUNT:,} voxels, got {tuple(grid)}; "
+            "(8, 8, 8) to (16, 16, 16) are usual"
+        )
     return tuple(grid)  # lists come back from JSON
 
 
@@ -347,33 +363,44 @@ def _require_counts(config: GridConfig, names: Sequence[str]) -> None:
     for name in names:
         value = getattr(config, name)
         if not _is_int(value):
-            raise TypeError(f"{name}: expected an integer, got {value!r}; convert it with int()")
-        if value < 1:
+            raise TypeError(
+                f"{name}: expected an integer, got {value!r:.80}; convert it with int()"
+            )
+        if not 1 <= value <= MAX_COUNT:
             raise ValueError(
-                f"{name}: expected at least 1, got {value}; leave it out for the default"
+                f"{name}: expected at least 1 and at most {MAX_COUNT:,}, got {value}; "
+                "leave it out for the default"
             )
 
 
 def _require_choices(config: GridConfig, choices: Mapping[str, Sequence[str]]) -> None:
     for name, allowed in choices.items():
-        if getattr(config, name) not in allowed:
+        value = getattr(config, name)
+        if not isinstance(value, str) or value not in allowed:
             raise ValueError(
-                f"{name}: expected one of {', '.join(allowed)}, got {getattr(config, name)!r}; "
+                f"{name}: expected one of {', '.join(allowed)}, got {value!r:.80}; "
                 "leave it out for the default"
             )
     backend = getattr(config, "backend", None)
     if not isinstance(backend, str):
         raise TypeError(
-            f"backend: expected a backend's name, got {backend!r}; "
+            f"backend: expected a backend's name, got {backend!r:.80}; "
             "leave it out for the fastest that can serve"
         )
+
+
+def _require_bool(config: GridConfig, name: str) -> None:
+    value = getattr(config, name)
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, got {value!r:.80}; leave it out for True")
 
 
 def _require_numbers(config: GridConfig, names: Sequence[str]) -> None:
     for name in names:
         value = getattr(config, name)
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not math.isfinite(value):
+        if not number or not abs(value) <= MAX_NUMBER:  # which a NaN is not either
             raise ValueError(
-                f"{name}: expected a finite number, got {value!r}; leave it out for the default"
+                f"{name}: expected a number from {-MAX_NUMBER:g} to {MAX_NUMBER:g}, got "
+                f"{value!r:.80}; leave it out for the default"
             )

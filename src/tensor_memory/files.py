@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import json
 import os
 import uuid
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,9 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[Path], None]) -> 
     """
     path = Path(path)
     if path.is_dir():
-        raise IsADirectoryError(f"{path}: is a folder; expected the name of a file to write")
+        raise IsADirectoryError(
+            f"{path}: expected the name of a file to write, got a folder; name a file in it"
+        )
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         write(temporary)
@@ -46,10 +51,14 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], *, kind: str) -> None:
-    """Write named tensors as safetensors; `kind` says what the file is and is asked for on load."""
+    """Write named tensors as safetensors, with a checksum of them.
+
+    `kind` says what the file is and is asked for on load.
+    """
     detached = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    metadata = {"kind": kind, "sha256": _checksum(detached)}
     try:
-        write_whole(path, lambda at: save_file(detached, at, metadata={"kind": kind}))
+        write_whole(path, lambda at: save_file(detached, at, metadata=metadata))
     except SafetensorError as error:  # its own name for a disk or a folder that refuses
         raise OSError(
             f"{path}: cannot write the {kind} ({error}); expected a folder that exists, may be "
@@ -58,25 +67,50 @@ def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], *,
 
 
 def load_tensors(path: str | os.PathLike[str], *, kind: str) -> dict[str, Tensor]:
-    """Read what `save_tensors` wrote; a truncated or foreign file is a `ValueError`."""
+    """Read what `save_tensors` wrote; a truncated, damaged or foreign file is a `ValueError`."""
     if not Path(path).is_file():
-        what = "is a folder" if Path(path).is_dir() else "no such file"
-        raise FileNotFoundError(f"{path}: {what}; expected {_one(kind)} in safetensors format")
+        got = "a folder" if Path(path).is_dir() else "no such file"
+        raise FileNotFoundError(
+            f"{path}: expected {_one(kind)} in safetensors format, got {got}; "
+            "pass the file that was saved as such"
+        )
     try:
         with safe_open(path, framework="pt") as file:
-            found = (file.metadata() or {}).get("kind")
+            metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(
             f"{path}: expected {_one(kind)} in safetensors format, got a truncated or foreign file "
             f"({error}); write it again"
         ) from error
+    found = metadata.get("kind")
     if found != kind:
         got = f"a file of kind {found!r}" if found else "a safetensors file of another program"
         raise ValueError(
             f"{path}: expected {_one(kind)}, got {got}; pass the file that was saved as such"
         )
+    if "sha256" not in metadata:
+        warnings.warn(
+            f"{path}: expected a checksum, got a file that was written before there was one, so "
+            "that damage to it would not show; save it again",
+            stacklevel=3,
+        )
+    elif metadata["sha256"] != _checksum(tensors):
+        raise ValueError(
+            f"{path}: expected what was written, got other content: a damaged file; write it again"
+        )
     return tensors
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of names, types, shapes and bytes; of contiguous tensors on the CPU."""
+    found = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        if tensor.nbytes:
+            found.update((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
+    return found.hexdigest()
 
 
 def read_json(path: str | os.PathLike[str], what: str, remedy: str, *, kind: type = dict) -> Any:

@@ -23,7 +23,7 @@ from tensor_memory.ops.inputs import products_dtype
 from tensor_memory.ops.places.place_scan import PLACES
 from tensor_memory.place import PlaceMemory
 from tensor_memory.place_state import PlaceState
-from tensor_memory.state import MemoryState
+from tensor_memory.state import MemoryState, trusted
 from tensor_memory.tensor import TensorMemory
 
 
@@ -220,7 +220,7 @@ def _complete_chunks(
     )
     out, hidden, cell = ops.fused_layer_forward(x, state.hidden, state.cell, weights, options)
     kept = (state.tokens, state.fill, state.readout)
-    return out, MemoryState(hidden, cell, *kept, aligned=0)
+    return out, trusted(MemoryState(hidden, cell, *kept, aligned=0))
 
 
 def _token(
@@ -250,7 +250,7 @@ def _token(
         _, hidden, cell = memory.scan(after.chunk[:, None], hidden, cell)
         aligned = 0
     state = MemoryState(hidden, cell, after.tokens, after.fill, after.readout, aligned=aligned)
-    return after.out, state
+    return after.out, trusted(state)
 
 
 def _weights(ops: Any, memory: TensorMemory, norm: nn.LayerNorm, gate: Tensor) -> Any:

@@ -15,13 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from tensor_memory.chunking import check_marks, check_tokens
+from tensor_memory.chunking import check_marks, check_tokens, packed_resets
 from tensor_memory.config import PlaceConfig
+from tensor_memory.ops.dispatch import BACKENDS
 from tensor_memory.ops.inputs import products_dtype
 from tensor_memory.ops.places.inputs import PlaceInputs
 from tensor_memory.ops.places.place_scan import place_backend, place_inputs, run_places
 from tensor_memory.ops.places.shares import shares
 from tensor_memory.place_state import PlaceState
+from tensor_memory.state import require_size, row_index
 
 START_WIDTH = 0.5  # of the Gaussian, in voxels
 
@@ -69,16 +71,15 @@ class PlaceMemory(nn.Module):
                 f"config: expected a PlaceConfig, got {type(config).__name__}; "
                 "PlaceConfig.from_dict() makes one of a dictionary"
             )
-        if not isinstance(dim, int) or isinstance(dim, bool):
-            raise TypeError(
-                f"dim: expected the tokens' width as an integer, got {dim!r}; "
-                "convert it with int(), and pass the config after it"
+        require_size("PlaceMemory", "dim", dim, 1, "it is the width of the tokens")
+        if config.backend not in BACKENDS:
+            raise ValueError(
+                f"config.backend: expected one of {', '.join(BACKENDS)}, got "
+                f"{config.backend!r:.80}; leave it out for the fastest that can serve"
             )
-        if dim < 1:
-            raise ValueError(f"dim: expected the tokens' width, at least 1, got {dim}")
         if not isinstance(zero_init, bool):
             raise TypeError(
-                f"zero_init: expected True or False, got {zero_init!r}; leave it out for False"
+                f"zero_init: expected True or False, got {zero_init!r:.80}; leave it out for False"
             )
         self.dim, self.config, self.zero_init = dim, config, zero_init
         H, C, n = config.heads, config.channels, config.axes
@@ -143,6 +144,7 @@ class PlaceMemory(nn.Module):
         where: Tensor | None = None,
         mask: Tensor | None = None,
         reset: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
         group: ProcessGroup | None = None,
     ) -> tuple[Tensor, PlaceState]:
         """x (B, N, d) -> what the tokens read, m (B, N, d), and the state after.
@@ -153,6 +155,9 @@ class PlaceMemory(nn.Module):
             where: (B, N, n) or (B, N, H, n) places in [-1, 1], where the config takes them.
             mask: (B, N) true where a token is real; others change nothing and m is 0 there.
             reset: (B, N) true where a new document starts, on a masked position too.
+            cu_seqlens: (documents + 1,) int, where documents packed into one row begin and end:
+                0, ..., N, as in variable-length attention; B is 1. Every document but the first
+                starts with an empty memory; the first goes on from `state`.
             group: processes that hold the parts of one sequence, cut anywhere, in the order of
                 their ranks; x, where, mask and reset are this process' part. Each gets the m of its
                 part and the state after the last part. See below.
@@ -164,6 +169,9 @@ class PlaceMemory(nn.Module):
         and processes scan at once. Rule "delta" hands the state on from process to process, so
         that they scan one after the other.
         """
+        if cu_seqlens is not None:
+            check_tokens(x, self.dim, self.output.weight)
+            reset = packed_resets(x, reset, cu_seqlens)
         inputs, state = self.steer(x, state, where, mask, reset)
         reads, values = run_places(inputs, self.config.backend, products_dtype(x), group)
         return self.output_of(reads, x, mask), state.with_values(values)
@@ -178,13 +186,14 @@ class PlaceMemory(nn.Module):
 
     def resized(self, grid: Sequence[int]) -> PlaceMemory:
         """A copy with the same weights on another grid; `state.resized` takes a state along."""
-        if len(grid) != self.config.axes:
+        config = replace(self.config, grid=grid, wrap=False)  # type: ignore[arg-type]  # checked
+        if config.axes != self.config.axes:
             raise ValueError(
                 f"resized: expected a grid of {self.config.axes} axes like {self.config.grid}, "
-                f"got {tuple(grid)}; the weights know how many coordinates a place has"
+                f"got {config.grid}; the weights know how many coordinates a place has"
             )
         memory = copy.deepcopy(self)
-        memory.config = replace(self.config, grid=tuple(grid))
+        memory.config = replace(config, wrap=self.config.wrap)
         return memory
 
     @torch.no_grad()
@@ -197,22 +206,19 @@ class PlaceMemory(nn.Module):
         where: Tensor | None = None,
         mask: Tensor | None = None,
         reset: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> Trace:
         """Where the reads of the tokens at these positions came from, exactly.
 
         The arguments are `forward`'s; `reads` are token positions. Shares times contents, and the
         rest that the state before gave, add up to the read.
         """
+        if cu_seqlens is not None:
+            check_tokens(x, self.dim, self.output.weight)
+            reset = packed_resets(x, reset, cu_seqlens)
         inputs, _ = self.steer(x, state, where, mask, reset)
         inputs = inputs.prepared()
-        at = torch.as_tensor(reads, device=x.device)
-        N = x.shape[1]
-        if at.ndim != 1 or at.is_floating_point() or at.dtype == torch.bool:
-            raise TypeError(
-                f"trace: expected reads as a list of token positions, got {reads!r:.80}"
-            )
-        if at.numel() and (at.min() < 0 or at.max() >= N):
-            raise ValueError(f"trace: expected positions from 0 to {N - 1}, got {at.tolist()}")
+        at = row_index("trace", reads, x[0], "position")
         share, rest = shares(inputs, at)
         read = torch.einsum("brnh,bnhc->brhc", share, inputs.content) + rest
         return Trace(share, inputs.content, rest, read)
@@ -269,9 +275,13 @@ class PlaceMemory(nn.Module):
         check_marks(x, mask, reset)
         self._check_where(x, where)
         if state is None:
-            state = PlaceState.zeros(self.config, x.shape[0], dtype=x.dtype, device=x.device)
+            return self.empty_state(x)
         PlaceState.require(state, self.config, x)
         return state
+
+    def empty_state(self, x: Tensor) -> PlaceState:
+        """The state before the first of tokens like x (B, N, d)."""
+        return PlaceState.zeros(self.config, x.shape[0], dtype=x.dtype, device=x.device)
 
     def _places(self, x: Tensor, where: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """p, and q where it is another: each (B, N, H, n)."""
@@ -296,8 +306,9 @@ class PlaceMemory(nn.Module):
         if config.places == "learned":
             if where is not None:
                 raise ValueError(
-                    "where: this memory learns its places from the tokens; leave where out, or "
-                    "choose PlaceConfig(places='given') or 'offset'"
+                    "where: expected None, since this memory learns its places from the tokens, "
+                    f"got {type(where).__name__}; leave where out, or choose "
+                    "PlaceConfig(places='given') or 'offset'"
                 )
             return
         if where is None:
@@ -307,12 +318,14 @@ class PlaceMemory(nn.Module):
             )
         if not isinstance(where, Tensor) or not where.is_floating_point():
             got = where.dtype if isinstance(where, Tensor) else type(where).__name__
-            raise TypeError(f"where: expected a tensor of floats, got {got}")
+            raise TypeError(
+                f"where: expected a tensor of floats, got {got}; convert it with .float()"
+            )
         by_head = (*x.shape[:2], config.heads, config.axes)
         if tuple(where.shape) not in (wanted, by_head):
             raise ValueError(
                 f"where: expected places of shape (B, N, n) = {wanted} or (B, N, H, n) = "
-                f"{by_head}, got {tuple(where.shape)}"
+                f"{by_head}, got {tuple(where.shape)}; give one place per token of x"
             )
         if where.device != x.device:
             raise ValueError(

@@ -14,7 +14,15 @@ from torch.utils import _pytree as pytree
 
 from tensor_memory.config import PlaceConfig
 from tensor_memory.files import load_tensors, save_tensors
-from tensor_memory.state import at_least_float32, chosen_rows, readable_bytes, row_index
+from tensor_memory.ops.autograd import can_ask
+from tensor_memory.state import (
+    at_least_float32,
+    chosen_rows,
+    device_and_type,
+    readable_bytes,
+    require_size,
+    row_index,
+)
 
 _KIND = "tensor-memory place state"
 
@@ -66,21 +74,13 @@ class PlaceState:
                 f"PlaceState.zeros: expected a PlaceConfig first, got {type(config).__name__}; "
                 "pass the memory's own (memory.config)"
             )
-        if not isinstance(batch_size, int | torch.SymInt) or isinstance(batch_size, bool):
-            raise TypeError(
-                f"PlaceState.zeros: expected batch_size as an integer, got {batch_size!r}; "
-                "convert it with int()"
-            )
-        if batch_size < 0:
-            raise ValueError(
-                f"PlaceState.zeros: expected batch_size of at least 0, got {batch_size}; "
-                "it is the number of rows"
-            )
+        require_size("PlaceState.zeros", "batch_size", batch_size, 0, "it is the number of rows")
+        device, dtype = device_and_type("PlaceState.zeros", device, dtype)
         dtype = at_least_float32(dtype or torch.get_default_dtype())
         shape = (batch_size, config.heads, *config.grid, config.channels)
         values = torch.zeros(shape, dtype=dtype, device=device)
         assert isinstance(config.wrap, tuple)
-        return cls(values, values.new_zeros(batch_size, config.axes), config.wrap)
+        return cls(values, values.new_zeros(batch_size, config.axes), tuple(config.wrap))
 
     def __repr__(self) -> str:
         heads, *grid, channels = self.values.shape[1:]
@@ -111,15 +111,15 @@ class PlaceState:
 
     def to(
         self,
-        device: torch.device | str | torch.dtype | None = None,
+        device: torch.device | str | int | torch.dtype | Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> PlaceState:
         """Move, or change the type; it stays at float32 or better.
 
-        Values of a quantized state keep their type: `quantized` and `dequantized` change it.
+        As `Tensor.to`: a device, a float type, both, or a float tensor to follow. Values of a
+        quantized state keep their type: `quantized` and `dequantized` change it.
         """
-        if isinstance(device, torch.dtype):
-            device, dtype = None, device
+        device, dtype = device_and_type("PlaceState.to", device, dtype)
         held = self.values if self.scale is None else self.scale
         dtype = at_least_float32(dtype or held.dtype)
         values = self.values.to(device, dtype if self.scale is None else self.values.dtype)
@@ -137,10 +137,10 @@ class PlaceState:
         >>> state.nbytes, state.quantized(torch.int8).nbytes
         (32776, 9224)
         """
-        if dtype not in _LEVELS:
+        if not isinstance(dtype, torch.dtype) or dtype not in _LEVELS:
             raise TypeError(
                 "PlaceState.quantized: expected torch.bfloat16, torch.float16 or torch.int8, got "
-                f"{dtype}; dequantized() goes back to float32"
+                f"{dtype!r:.80}; dequantized() goes back to float32"
             )
         values = self.dequantized().values.detach()
         # The largest value of a voxel stands in the scale, exactly. So a voxel that has only been
@@ -180,11 +180,11 @@ class PlaceState:
 
     def resized(self, grid: Sequence[int]) -> PlaceState:
         """The same world on another grid, resampled by interpolation between voxels."""
-        size = PlaceConfig(grid=tuple(grid)).grid  # which checks it
+        size = PlaceConfig(grid=grid).grid  # type: ignore[arg-type]  # which checks it
         if len(size) != len(self.grid):
             raise ValueError(
                 f"PlaceState.resized: expected a grid of {len(self.grid)} axes like {self.grid}, "
-                f"got {tuple(grid)}"
+                f"got {size}; a world has as many axes as its places have coordinates"
             )
         values = self.dequantized().values
         for axis, (new, wraps) in enumerate(zip(size, self.wrap, strict=True)):
@@ -199,13 +199,29 @@ class PlaceState:
         what comes in is empty; on an axis that wraps `empty=False` keeps it: the world is then a
         circle itself.
         """
-        moved = torch.as_tensor(shift, dtype=self.origin.dtype, device=self.origin.device)
         axes = len(self.grid)
+        try:
+            moved = torch.as_tensor(shift, dtype=self.origin.dtype, device=self.origin.device)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(
+                f"PlaceState.moved: expected a shift of {axes} numbers, got {shift!r:.80}; "
+                "pass a list or a tensor"
+            ) from error
+        if not isinstance(empty, bool):
+            raise TypeError(
+                f"PlaceState.moved: expected empty as True or False, got {empty!r:.80}; leave it "
+                "out for True"
+            )
         if moved.shape not in ((axes,), tuple(self.origin.shape)):
             raise ValueError(
                 f"PlaceState.moved: expected a shift of shape ({axes},) or "
                 f"({self.batch_size}, {axes}), got {tuple(moved.shape)}; coordinate 0 goes along "
                 "the last axis of the grid"
+            )
+        if not moved.is_cuda and can_ask(moved) and not moved.isfinite().all():
+            raise ValueError(
+                f"PlaceState.moved: expected finite numbers, got {moved.tolist()!r:.80}; a shift "
+                "of 2 is the whole grid"
             )
         total = self.origin + moved
         voxel = total.new_tensor([2 / (size - 1) for size in reversed(self.grid)])
@@ -228,15 +244,21 @@ class PlaceState:
     def load(
         cls, path: str | os.PathLike[str], *, device: torch.device | str = "cpu"
     ) -> PlaceState:
-        """Read what `save` wrote."""
+        """Read what `save` wrote; a file that holds no possible state is a `ValueError`."""
+        onto, _ = device_and_type("PlaceState.load", device, None)
         tensors = load_tensors(path, kind=_KIND)
         if set(tensors) - {"scale"} != {"values", "origin", "wrap"}:
             raise ValueError(
                 f"{path}: expected the tensors values, origin, wrap, and scale of a quantized "
-                f"state, got {', '.join(tensors)}"
+                f"state, got {', '.join(tensors) or 'none'}; save the state again"
             )
-        wrap = tuple(bool(w) for w in tensors.pop("wrap").tolist())
-        return cls(**tensors, wrap=wrap).to(device)
+        wrap = tuple(bool(w) for w in tensors.pop("wrap").flatten().tolist())
+        state = cls(**tensors, wrap=wrap)
+        try:
+            state._require_possible()
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {error}") from error
+        return state.to(onto)
 
     def require(self, config: PlaceConfig, x: Tensor) -> None:
         """Raise unless this state can continue with tokens `x` (B, N, d) under `config`."""
@@ -253,6 +275,11 @@ class PlaceState:
         }
         for name, tensor in _tensors(self).items():
             expected = shapes[name]
+            if not isinstance(tensor, Tensor):
+                raise TypeError(
+                    f"state.{name}: expected a tensor of shape {expected}, got "
+                    f"{type(tensor).__name__}; {_REMEDY}"
+                )
             if tuple(tensor.shape) != expected:
                 raise ValueError(
                     f"state.{name}: expected shape {expected} for this memory and input "
@@ -265,13 +292,39 @@ class PlaceState:
                     f"state.{name}: expected device {x.device} like the input, "
                     f"got {tensor.device}; move it with state.to({str(x.device)!r})"
                 )
-        if self.wrap != config.wrap:
+        if not isinstance(self.wrap, tuple) or self.wrap != config.wrap:
             raise ValueError(
-                f"state.wrap: expected {config.wrap} like the memory's config, got {self.wrap}"
+                f"state.wrap: expected {config.wrap} like the memory's config, got "
+                f"{self.wrap!r:.80}; {_REMEDY}"
             )
+        self._require_possible()
+
+    def _require_possible(self) -> None:
+        """Raise unless shapes and types agree; values are not looked at."""
+        B, axes, held = self.batch_size, len(self.grid), self.values.dtype
+        if len(self.wrap) != axes or self.origin.shape != (B, axes):
+            raise ValueError(
+                f"state: expected wrap ({axes}) and origin ({B}, {axes}) beside a grid of {axes} "
+                f"axes, got {len(self.wrap)} and {tuple(self.origin.shape)}; {_REMEDY}"
+            )
+        floats = (torch.float32, torch.float64)
+        allowed = floats if self.scale is None else tuple(_LEVELS)
+        for name, kind, types in (
+            ("values", held, allowed),
+            ("origin", self.origin.dtype, floats),
+            ("scale", torch.float32 if self.scale is None else self.scale.dtype, floats),
+        ):
+            if kind not in types:
+                raise TypeError(
+                    f"state.{name}: expected one of {', '.join(map(str, types))}, got {kind}; "
+                    f"{_REMEDY}"
+                )
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> PlaceState:
         return replace(self, **{name: change(tensor) for name, tensor in _tensors(self).items()})
+
+
+_REMEDY = "pass a state that a call returned, or that `PlaceState.zeros` made"
 
 
 def _resampled(values: Tensor, axis: int, size: int, wraps: bool) -> Tensor:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from tensor_memory.config import MemoryConfig
+from tensor_memory.config import MAX_COUNT, MemoryConfig
 from tensor_memory.files import load_tensors, save_tensors
+from tensor_memory.ops.autograd import can_ask
 from tensor_memory.wording import counted
 
 _KIND = "tensor-memory state"
@@ -52,6 +53,9 @@ class MemoryState:
     aligned: int | None = None
     """`fill` where the host knows that all rows share it; spares the device a question."""
 
+    checked: tuple[Tensor, Tensor, int | None] | None = None
+    """The tokens, `fill` and `aligned` that are known to be possible: no device is asked again."""
+
     @classmethod
     def zeros(
         cls,
@@ -63,28 +67,20 @@ class MemoryState:
         device: torch.device | str | None = None,
     ) -> MemoryState:
         """An empty memory for `batch_size` rows of tokens of width `dim` and type `dtype`."""
-        dtype = _require_float("zeros", dtype or torch.get_default_dtype())
         if not isinstance(config, MemoryConfig):
             raise TypeError(
                 f"MemoryState.zeros: expected a MemoryConfig first, got {type(config).__name__}; "
                 "pass the memory's own (memory.config)"
             )
-        for name, size in (("dim", dim), ("batch_size", batch_size)):
-            if not isinstance(size, int | torch.SymInt) or isinstance(size, bool):
-                raise TypeError(
-                    f"MemoryState.zeros: expected {name} as an integer, got {size!r}; "
-                    "convert it with int()"
-                )
-        if batch_size < 0:
-            raise ValueError(
-                f"MemoryState.zeros: expected batch_size of at least 0, got {batch_size}; "
-                "it is the number of rows"
-            )
+        require_size("MemoryState.zeros", "dim", dim, 1, "it is the width of the tokens")
+        require_size("MemoryState.zeros", "batch_size", batch_size, 0, "it is the number of rows")
+        device, dtype = device_and_type("MemoryState.zeros", device, dtype)
+        dtype = dtype or torch.get_default_dtype()
         volume = torch.zeros(
             batch_size, config.channels, *config.grid, dtype=at_least_float32(dtype), device=device
         )
         kept_reads = config.read_heads * config.channels if config.reads == "chunk" else 0
-        return cls(
+        state = cls(
             hidden=volume,
             cell=torch.zeros_like(volume),
             tokens=torch.zeros(batch_size, config.chunk_size, dim, dtype=dtype, device=device),
@@ -92,6 +88,7 @@ class MemoryState:
             readout=volume.new_zeros(batch_size, kept_reads),
             aligned=0,
         )
+        return trusted(state)
 
     def __repr__(self) -> str:
         channels, *grid = self.hidden.shape[1:]
@@ -127,20 +124,19 @@ class MemoryState:
 
     def to(
         self,
-        device: torch.device | str | torch.dtype | None = None,
+        device: torch.device | str | int | torch.dtype | Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> MemoryState:
-        """Move, or change the token type (hidden and cell stay at float32 or better)."""
-        if isinstance(device, torch.dtype):
-            device, dtype = None, device
-        dtype = _require_float("to", dtype or self.tokens.dtype)
-        moved = self._map(lambda tensor: tensor.to(device))
-        return replace(
-            moved,
-            hidden=moved.hidden.to(at_least_float32(dtype)),
-            cell=moved.cell.to(at_least_float32(dtype)),
-            readout=moved.readout.to(at_least_float32(dtype)),
-            tokens=moved.tokens.to(dtype),
+        """Move, or change the tokens' type; hidden and cell stay at float32 or better.
+
+        As `Tensor.to`: a device, a float type, both, or a float tensor to follow.
+        """
+        device, dtype = device_and_type("MemoryState.to", device, dtype)
+        dtype = dtype or self.tokens.dtype
+        types = {"tokens": dtype, "fill": torch.long}
+        held = at_least_float32(dtype)
+        return self._changed(
+            **{name: t.to(device, types.get(name, held)) for name, t in self._tensors().items()}
         )
 
     def select(self, rows: Tensor | Sequence[int]) -> MemoryState:
@@ -151,13 +147,12 @@ class MemoryState:
     def reset(self, rows: Tensor | Sequence[int] | None = None) -> MemoryState:
         """Empty all rows, or those named by index or by a (B,) bool mask."""
         if rows is None:
-            emptied = self._map(torch.zeros_like)
-            return replace(emptied, aligned=0)
+            return self._map(torch.zeros_like)._changed(aligned=0)
         chosen = chosen_rows("MemoryState.reset", rows, self.hidden)
         emptied = self._map(
             lambda tensor: tensor.masked_fill(chosen.reshape(-1, *[1] * (tensor.ndim - 1)), 0)
         )
-        return replace(emptied, aligned=0 if self.aligned == 0 else None)
+        return emptied._changed(aligned=0 if self.aligned == 0 else None)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state as safetensors, whole or not at all."""
@@ -167,14 +162,22 @@ class MemoryState:
     def load(
         cls, path: str | os.PathLike[str], *, device: torch.device | str = "cpu"
     ) -> MemoryState:
-        """Read what `save` wrote."""
+        """Read what `save` wrote; a file that holds no possible state is a `ValueError`."""
+        onto, _ = device_and_type("MemoryState.load", device, None)
         tensors = load_tensors(path, kind=_KIND)
         if set(tensors) != set(_TENSORS):
             raise ValueError(
-                f"{path}: expected the tensors {', '.join(_TENSORS)}, got {', '.join(tensors)}"
+                f"{path}: expected the tensors {', '.join(_TENSORS)}, got "
+                f"{', '.join(tensors) or 'none'}; save the state again"
             )
-        fills = tensors["fill"].unique().tolist()
-        return cls(**tensors, aligned=fills[0] if len(fills) == 1 else None).to(device)
+        hidden, cell, tokens, fill, readout = (tensors[name] for name in _TENSORS)
+        state = cls(hidden, cell, tokens, fill, readout)
+        try:
+            state._require_possible()
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+        fills = state.fill.unique().tolist()
+        return trusted(replace(state, aligned=fills[0] if len(fills) == 1 else None)).to(onto)
 
     def require(self, config: MemoryConfig, x: Tensor) -> None:
         """Raise unless this state can continue with tokens `x` (B, N, d) under `config`."""
@@ -189,6 +192,11 @@ class MemoryState:
         }
         for name, (shape, dtype) in expected.items():
             tensor = getattr(self, name)
+            if not isinstance(tensor, Tensor):
+                raise TypeError(
+                    f"state.{name}: expected a tensor of shape {shape}, got "
+                    f"{type(tensor).__name__}; pass what the previous call returned"
+                )
             if tensor.shape != shape:
                 raise ValueError(
                     f"state.{name}: expected shape {shape} for this memory and input "
@@ -206,51 +214,168 @@ class MemoryState:
                     f"state.{name}: expected device {x.device} like the input, "
                     f"got {tensor.device}; move it with state.to({str(x.device)!r})"
                 )
+        if not torch.compiler.is_compiling() and not self._is_trusted():
+            self._require_possible()
+            trusted(self)
+
+    def _require_possible(self) -> None:
+        """Raise unless `fill`, `aligned` and the unused slots agree.
+
+        It asks a device for values, so states that a memory has returned are trusted instead.
+        """
+        aligned, fill, slots = self.aligned, self.fill, self.tokens
+        if slots.ndim != 3 or fill.shape != slots.shape[:1] or fill.dtype != torch.long:
+            raise ValueError(
+                "state.fill: expected (B,) of int64 beside tokens (B, K, d), got "
+                f"{tuple(fill.shape)} of {fill.dtype} beside {tuple(slots.shape)}; {_REMEDY}"
+            )
+        K = slots.shape[1]
+        if aligned is not None and (not isinstance(aligned, int) or isinstance(aligned, bool)):
+            raise TypeError(
+                f"state.aligned: expected None or an integer, got {aligned!r:.80}; leave it out"
+            )
+        if aligned is not None and not 0 <= aligned < K:
+            raise ValueError(
+                f"state.aligned: expected 0 to {K - 1} for chunks of {K}, got {aligned}; {_REMEDY}"
+            )
+        if not can_ask(fill):
+            return
+        unused = torch.arange(K, device=fill.device) >= fill[:, None]
+        wrong = [
+            (fill < 0) | (fill >= K),
+            fill != (fill if aligned is None else aligned),
+            (slots.ne(0).any(2) & unused).any(1),
+        ]
+        outside, differs, used = torch.stack(wrong).any(1).tolist()
+        if outside:
+            raise ValueError(
+                f"state.fill: expected 0 to {K - 1} for chunks of {K}, got {fill.tolist()}; "
+                f"{_REMEDY}"
+            )
+        if differs:
+            raise ValueError(
+                f"state.aligned: expected None, or what all rows of fill hold, got {aligned} "
+                f"beside {fill.tolist()}; leave it out"
+            )
+        if used:
+            raise ValueError(
+                "state.tokens: expected zeros in the slots that fill leaves unused, got other "
+                f"values; {_REMEDY}"
+            )
 
     def _tensors(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in _TENSORS}
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> MemoryState:
-        return replace(self, **{name: change(t) for name, t in self._tensors().items()})
+        return self._changed(**{name: change(t) for name, t in self._tensors().items()})
+
+    def _changed(self, **changes: Any) -> MemoryState:
+        """`replace` by values that are possible where these are."""
+        changed = replace(self, **changes)
+        return trusted(changed) if self._is_trusted() else changed
+
+    def _is_trusted(self) -> bool:
+        if self.checked is None or torch.compiler.is_compiling():
+            return False
+        tokens, fill, aligned = self.checked
+        return tokens is self.tokens and fill is self.fill and aligned == self.aligned
 
 
-_TENSORS = tuple(f.name for f in fields(MemoryState) if f.name != "aligned")
+_REMEDY = "pass a state that a call returned, or that `MemoryState.zeros` made"
+
+_TENSORS = ("hidden", "cell", "tokens", "fill", "readout")
 
 
-def row_index(method: str, rows: Tensor | Sequence[int], state: Tensor) -> Tensor:
+def trusted(state: MemoryState) -> MemoryState:
+    """The state, which its maker knows to be possible: nobody asks a device about it."""
+    if not torch.compiler.is_compiling():
+        object.__setattr__(state, "checked", (state.tokens, state.fill, state.aligned))
+    return state
+
+
+def require_size(method: str, name: str, size: Any, least: int, what: str) -> None:
+    """Raise unless this is an integer of at least `least`, and no larger than a tensor can be."""
+    if not isinstance(size, int | torch.SymInt) or isinstance(size, bool):
+        raise TypeError(
+            f"{method}: expected {name} as an integer, got {size!r:.80}; convert it with int()"
+        )
+    if size < least or size > MAX_COUNT:
+        raise ValueError(
+            f"{method}: expected {name} of at least {least} and at most {MAX_COUNT:,}, got "
+            f"{size}; {what}"
+        )
+
+
+def device_and_type(
+    method: str, device: Any, dtype: Any
+) -> tuple[torch.device | None, torch.dtype | None]:
+    """The device and the float type that arguments of `to` mean, as torch reads them."""
+    if isinstance(device, Tensor | torch.dtype):
+        if dtype is not None:
+            raise TypeError(
+                f"{method}: expected a device before a type, got {device!r:.80}; "
+                "pass one of the two alone"
+            )
+        device, dtype = (
+            (device.device, device.dtype) if isinstance(device, Tensor) else (None, device)
+        )
+    if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in FLOATS):
+        raise TypeError(
+            f"{method}: expected the tokens' float type, got {dtype!r:.80}; pass torch.float16, "
+            "bfloat16, float32 or float64, the type of the embedded tokens"
+        )
+    if device is None or isinstance(device, torch.device):
+        return device, dtype
+    if not isinstance(device, str | int) or isinstance(device, bool):
+        raise TypeError(
+            f"{method}: expected a device, a float type or a float tensor, got {device!r:.80}; "
+            "write a device as 'cpu' or 'cuda:0'"
+        )
+    try:
+        return torch.device(device), dtype
+    except (RuntimeError, OverflowError) as error:
+        raise ValueError(
+            f"{method}: expected a device that torch knows, got {device!r:.80}; "
+            "write it as 'cpu' or 'cuda:0'"
+        ) from error
+
+
+def row_index(
+    method: str, rows: Tensor | Sequence[int], state: Tensor, unit: str = "row"
+) -> Tensor:
     """Indices of rows of a state (B, ...) as int64; raise for a row that does not exist.
 
     On another device than the CPU values are not looked at: that would wait for the device.
     """
-    index = torch.as_tensor(rows, device=state.device)
+    index = _as_tensor(method, rows, state, unit)
     if index.dtype == torch.bool:
         raise TypeError(
-            f"{method}: expected row indices, got a bool mask; pass mask.nonzero().flatten()"
+            f"{method}: expected {unit} indices, got a bool mask; pass mask.nonzero().flatten()"
         )
     if index.numel() and (index.is_floating_point() or index.is_complex()):
         raise TypeError(
-            f"{method}: expected whole numbers as row indices, got {index.dtype}; "
+            f"{method}: expected whole numbers as {unit} indices, got {index.dtype}; "
             "convert them with .long()"
         )
     if index.ndim > 1:
         raise ValueError(
-            f"{method}: expected row indices of shape (rows,), got "
+            f"{method}: expected {unit} indices of shape ({unit}s,), got "
             f"{tuple(index.shape)}; flatten them"
         )
-    index, B = index.long(), state.shape[0]  # an empty list comes as floats
-    if index.device.type == "cpu" and index.numel():
+    index, B = index.long().reshape(-1), state.shape[0]  # an empty list comes as floats
+    if index.device.type == "cpu" and index.numel() and can_ask(index):
         least, most = index.min().item(), index.max().item()
         if least < 0 or most >= B:
             raise ValueError(
-                f"{method}: expected rows from 0 to {B - 1}, got {least if least < 0 else most}; "
-                f"this state holds {counted(B, 'row')}"
+                f"{method}: expected {unit}s from 0 to {B - 1}, got "
+                f"{least if least < 0 else most}; there are {counted(B, unit)}"
             )
     return index
 
 
 def chosen_rows(method: str, rows: Tensor | Sequence[int], state: Tensor) -> Tensor:
     """(B,) bool from row indices or from such a mask."""
-    B, chosen = state.shape[0], torch.as_tensor(rows, device=state.device)
+    B, chosen = state.shape[0], _as_tensor(method, rows, state, "row")
     if chosen.dtype != torch.bool:
         index = row_index(method, chosen, state)
         return torch.zeros(B, dtype=torch.bool, device=state.device).index_fill(0, index, True)
@@ -262,6 +387,16 @@ def chosen_rows(method: str, rows: Tensor | Sequence[int], state: Tensor) -> Ten
     return chosen
 
 
+def _as_tensor(method: str, values: Any, like: Tensor, unit: str) -> Tensor:
+    try:
+        return torch.as_tensor(values, device=like.device)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise TypeError(
+            f"{method}: expected {unit} indices, got {values!r:.80}; pass a list such as [0, 2], "
+            "or a tensor"
+        ) from error
+
+
 def readable_bytes(count: int) -> str:
     """A number of bytes in the unit that suits it."""
     for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
@@ -270,18 +405,13 @@ def readable_bytes(count: int) -> str:
     return f"{count} B"
 
 
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Types of tokens."""
+
+
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     """The type a state is held in beside tokens of this one."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def _require_float(method: str, dtype: torch.dtype) -> torch.dtype:
-    if not dtype.is_floating_point:
-        raise TypeError(
-            f"MemoryState.{method}: expected the tokens' float type, got {dtype}; "
-            "pass the type of the embedded tokens"
-        )
-    return dtype
 
 
 def _children(state: MemoryState) -> tuple[list[Tensor], int | None]:

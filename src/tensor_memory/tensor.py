@@ -16,11 +16,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tensor_memory.chunking import aligned_calls, assign, check_marks, check_tokens
+from tensor_memory.chunking import (
+    aligned_calls,
+    assign,
+    check_marks,
+    check_tokens,
+    packed_resets,
+)
 from tensor_memory.config import MemoryConfig
 from tensor_memory.forgetting import warn_of_forgetting
 from tensor_memory.ops import BACKENDS, Steering, memory_read, memory_scan, scan_backend, why_not
-from tensor_memory.state import MemoryState
+from tensor_memory.state import MemoryState, require_size, trusted
 
 SIGMA_FLOOR = 1e-4  # keeps the Gaussian from collapsing to a point
 
@@ -53,27 +59,21 @@ class TensorMemory(nn.Module):
         self, dim: int, config: MemoryConfig | None = None, *, zero_init: bool = False
     ) -> None:
         super().__init__()
-        config = config or MemoryConfig()
+        config = MemoryConfig() if config is None else config
         if not isinstance(config, MemoryConfig):
             raise TypeError(
                 f"config: expected a MemoryConfig, got {type(config).__name__}; "
                 "MemoryConfig.from_dict() makes one of a dictionary"
             )
-        if not isinstance(dim, int) or isinstance(dim, bool):
-            raise TypeError(
-                f"dim: expected the tokens' width as an integer, got {dim!r}; "
-                "convert it with int(), and pass the config after it"
-            )
-        if dim < 1:
-            raise ValueError(f"dim: expected the tokens' width, at least 1, got {dim}")
+        require_size("TensorMemory", "dim", dim, 1, "it is the width of the tokens")
         if config.backend not in BACKENDS:
             raise ValueError(
-                f"config.backend: expected one of {', '.join(BACKENDS)}, got {config.backend!r}; "
-                "leave it out for the fastest that can serve"
+                f"config.backend: expected one of {', '.join(BACKENDS)}, got "
+                f"{config.backend!r:.80}; leave it out for the fastest that can serve"
             )
         if not isinstance(zero_init, bool):
             raise TypeError(
-                f"zero_init: expected True or False, got {zero_init!r}; leave it out for False"
+                f"zero_init: expected True or False, got {zero_init!r:.80}; leave it out for False"
             )
         self.dim, self.config, self.zero_init = dim, config, zero_init
         C, K, n = config.channels, config.chunk_size, config.axes
@@ -146,6 +146,7 @@ class TensorMemory(nn.Module):
         mask: Tensor | None = None,
         reset: Tensor | None = None,
         flush: Tensor | bool | int = False,
+        cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, MemoryState]:
         """Read and write N tokens.
 
@@ -160,11 +161,17 @@ class TensorMemory(nn.Module):
                 so many positions of this call (an integer: frames of equal length), or after each
                 position marked in a (B, N) bool tensor. An integer needs no answer from a device,
                 so a CUDA graph can capture the call; a tensor needs one.
+            cu_seqlens: (documents + 1,) int, where documents packed into one row begin and end:
+                0, ..., N, as in variable-length attention; B is 1. Every document but the first
+                starts with an empty memory; the first goes on from `state`.
 
         Returns:
             m (B, N, d) in x's type, and the state to continue from, differentiable until
             `state.detach()`.
         """
+        if cu_seqlens is not None:
+            check_tokens(x, self.dim, self.output.weight)
+            reset = packed_resets(x, reset, cu_seqlens)
         self.check(x, state, mask=mask, reset=reset, flush=flush)
         if state is None:
             state = self.empty_state(x)
@@ -270,7 +277,7 @@ class TensorMemory(nn.Module):
         else:
             last, readout = torch.zeros_like(state.tokens), torch.zeros_like(state.readout)
         fill = torch.full_like(state.fill, left)
-        return m, MemoryState(hidden, cell, last, fill, readout, aligned=left)
+        return m, trusted(MemoryState(hidden, cell, last, fill, readout, aligned=left))
 
     def _forward_rows(
         self,
@@ -316,7 +323,7 @@ class TensorMemory(nn.Module):
         m = m.gather(1, taken[..., None].expand(B, N, d))
         waiting = place.fill > 0
         row, kept = torch.arange(B, device=x.device), state.readout.shape[1]
-        return m.masked_fill(~mask[..., None], 0), MemoryState(
+        after = MemoryState(
             hidden=hidden,
             cell=cell,
             tokens=tokens[row, place.last].where(waiting[:, None, None], 0),
@@ -324,6 +331,7 @@ class TensorMemory(nn.Module):
             readout=reads[row, place.last, :kept].where(waiting[:, None], 0),
             aligned=0 if flush is True else None,
         )
+        return m.masked_fill(~mask[..., None], 0), trusted(after)
 
     def scan(
         self,

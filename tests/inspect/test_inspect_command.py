@@ -57,7 +57,9 @@ def test_figures_and_a_page_are_written_and_named(saved, tmp_path, capsys, monke
 def test_what_is_no_recording_is_told_without_a_traceback(tmp_path, capsys):
     (tmp_path / "x").write_text("no recording at all")
     assert "truncated or foreign file" in refused(capsys, tmp_path / "x")
-    assert "no such file; expected a tensor-memory recording" in refused(capsys, tmp_path / "y")
+    assert "expected a tensor-memory recording in safetensors format, got no such file" in refused(
+        capsys, tmp_path / "y"
+    )
     assert "got a folder; `tensor-memory-lab inspect` records" in refused(capsys, tmp_path)
 
 

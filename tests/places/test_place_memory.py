@@ -406,7 +406,7 @@ def test_rows_are_selected_and_emptied():
     emptied = state.reset([1])
     assert not emptied.values[1].any()
     assert torch.equal(emptied.values[[0, 2]], state.values[[0, 2]])
-    with pytest.raises(ValueError, match="expected rows from 0 to 2, got 3; this state holds"):
+    with pytest.raises(ValueError, match="expected rows from 0 to 2, got 3; there are 3 rows"):
         state.select([3])
 
 
@@ -439,7 +439,7 @@ def test_rows_are_selected_and_emptied():
         (
             lambda m, x: PlaceMemory(6)(x, where=x),
             ValueError,
-            "where: this memory learns its places",
+            "where: expected None, since this memory learns its places",
         ),
         (lambda m, x: m.resized((4,)), ValueError, "resized: expected a grid of 2 axes"),
     ],

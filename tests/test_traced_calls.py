@@ -1,0 +1,100 @@
+"""Calls that nobody computes, or a compiler does: on the meta device, and in one graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memories import OPTIONS
+from tensor_memory import MemoryConfig, MemoryResidual, PlaceConfig, PlaceMemory, TensorMemory
+from tolerances import assert_same
+
+DIM = 6
+MEMORIES: dict[str, Any] = {
+    **OPTIONS,
+    "kept in parts": MemoryConfig(channels=2, grid=(3, 2), chunk_size=2, checkpoint_every=2),
+    "gaussian places": PlaceConfig(grid=(3, 4), channels=2, heads=2),
+    "few of many places": PlaceConfig(grid=(12, 12), channels=2, heads=2, kernel="linear"),
+    "overwritten": PlaceConfig(grid=(12, 12), channels=2, kernel="linear", rule="delta"),
+}
+
+
+def build(name: str, device: str = "cpu") -> nn.Module:
+    config = MEMORIES[name]
+    kind: Any = TensorMemory if isinstance(config, MemoryConfig) else PlaceMemory
+    with torch.device(device):
+        return kind(DIM, config)
+
+
+def marks(name: str, device: str = "cpu") -> list[dict[str, Any]]:
+    """Ways to call: nothing, and every mark by itself, then all."""
+    mask = torch.tensor([[True] * 7, [True] * 4 + [False] * 3], device=device)
+    reset = torch.zeros(2, 7, dtype=torch.bool, device=device)
+    reset[0, 3] = reset[1, 1] = True
+    ways: list[dict[str, Any]] = [{}, {"mask": mask}, {"reset": reset}]
+    if isinstance(MEMORIES[name], PlaceConfig):
+        return [*ways, {"mask": mask, "reset": reset}]
+    flush = torch.zeros_like(reset)
+    flush[0, 5] = True
+    ways += [{"flush": True}, {"flush": 3}, {"flush": flush}]
+    return [*ways, {"mask": mask, "reset": reset, "flush": flush}]
+
+
+def state_shapes(state: Any) -> list[torch.Size]:
+    return [leaf.shape for leaf in torch.utils._pytree.tree_leaves(state)]
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_a_forward_on_meta_has_the_shapes_of_one_on_a_cpu(name):
+    layer = MemoryResidual(build(name))
+    meta = MemoryResidual(build(name, "meta")).to("meta")
+    x = torch.randn(2, 7, DIM)
+    state = meta_state = None
+    for way, meta_way in zip(marks(name), marks(name, "meta"), strict=True):
+        m, state = layer(x, state, **way)
+        meta_m, meta_state = meta(x.to("meta"), meta_state, **meta_way)
+        assert meta_m.is_meta
+        assert meta_m.shape == m.shape
+        assert state_shapes(meta_state) == state_shapes(state)
+    if "nearest" not in name:
+        meta_m.sum().backward()
+        assert all(p.grad is not None for p in meta.parameters())
+
+
+SAMPLE = [("paper", 6), ("few of many places", 3)]  # every mark together
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        (name, number)
+        if (name, number) in SAMPLE
+        else pytest.param(name, number, marks=pytest.mark.exhaustive)
+        for name in MEMORIES
+        for number in range(len(marks(name)))
+    ],
+)
+def test_one_graph_takes_every_mark(name, number):
+    way = marks(name)[number]
+    torch.compiler.reset()
+    layer, x = MemoryResidual(build(name)), torch.randn(2, 7, DIM)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    _, state = layer(x)
+
+    def run(call: Any) -> tuple[Tensor, Any, list[Tensor]]:
+        layer.zero_grad()
+        m, after = call(x, state.detach(), **way)
+        m.square().sum().backward()
+        return m, after, [p.grad.clone() for p in layer.parameters() if p.grad is not None]
+
+    (m, after, grads), (expected, end, right) = run(compiled), run(layer)
+    assert_same(m, expected)
+    for mine, theirs in zip((*grads, *leaves(after)), (*right, *leaves(end)), strict=True):
+        assert_same(mine, theirs, torch.float32)
+
+
+def leaves(state: Any) -> list[Tensor]:
+    return [leaf.detach().double() for leaf in torch.utils._pytree.tree_leaves(state)]
