@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -145,10 +147,10 @@ def test_errors_are_told_apart_by_how_long_ago_a_place_was_seen(task):
     said = batch["seen"] + 2 * (age > 40)[..., None]  # wrong by 1 on the scale [0, 1]
     sums = measured(task, said, **batch)
     means = {name: (s / n).item() for name, (s, n) in sums.items()}
-    assert means["error_far"] == pytest.approx(1)
-    assert means["error_never"] == means["error_near"] == 0
+    assert means["psnr_far"] == pytest.approx(1)
+    assert means["psnr_never"] == means["psnr_near"] == 0
     assert means["loss"] == pytest.approx((age > 40).float().mean().item())
-    assert sums["error_far"][1] == (age > 40).sum() > 0
+    assert sums["psnr_far"][1] == (age > 40).sum() > 0
     found = task.finish(means)
     assert found["psnr_far"] == pytest.approx(0, abs=1e-5)
     assert found["psnr_near"] == 100
@@ -205,7 +207,7 @@ def test_half_of_the_image_changes_where_the_agent_is_not(birds):
     assert torch.equal(batch["seen"][:, 30], still["seen"][:, 30])  # it is still there
     other = (batch["seen"] - still["seen"]).abs().amax(-1) > 0
     assert (other & batch["turned"]).sum() > 0.9 * batch["turned"].sum() > 0
-    assert {"error_renewed", "error_kept"} <= measured(task, batch["seen"], **batch).keys()
+    assert {"psnr_renewed", "psnr_kept"} <= measured(task, batch["seen"], **batch).keys()
 
 
 @torch.no_grad()
@@ -294,6 +296,45 @@ def test_two_steps_of_every_method(birds, tmp_path, method):
     assert math.isfinite(record["test"]["test"]["psnr_far"])
     assert math.isfinite(record["valid"]["psnr_lookup_far"])
     assert record["finished"]
+    if method == "place":
+        drawn = ["--output", str(tmp_path / "world.png"), "--after", "3", "9"]
+        assert load_study().main([str(tmp_path), *drawn]) == 0
+        assert (tmp_path / "world.png").stat().st_size > 0
+
+
+@torch.no_grad()
+def test_a_picture_asks_everywhere_and_no_question_is_remembered(birds, tmp_path):
+    study = load_study()
+    task = config_for(birds).build(0)
+    torch.manual_seed(0)
+    model = WorldModel(WorldModelConfig(method="place", **SMALL), values=48, glimpses=60).eval()
+    whole, poses, rows = study.columns(task, {"place": model}, image=1, after=(5, 70))
+    batch = task.batch("test", 1, 1)
+    assert torch.allclose(
+        glimpses(2 * whole[None] - 1, batch["poses"], 4), batch["seen"], atol=1e-4
+    )
+    shown = rows["seen so far"][0] != study.UNSEEN
+    assert 0 < shown.float().mean() < 5 * 25 / 32**2
+    walked, seen = study.long_walk(task, 1, 70)
+    asked = torch.tensor([[1.0, -1.0]])  # the upper right corner
+    alone = {
+        "poses": torch.cat([walked, asked])[None],
+        "seen": torch.cat([seen, torch.randn(1, 48)])[None],  # what is seen there changes nothing
+    }
+    corner = model(alone)[0]["patches"][0, -1].view(4, 4, 3).permute(2, 0, 1) / 2 + 0.5
+    assert torch.allclose(rows["place"][1][:, :4, -4:], corner.clamp(0, 1), atol=1e-5)
+    page = study.picture(whole, poses, rows, after=(5, 70), patch=4, scale=1)
+    assert page.size == (2 * 36 - 4, 3 * (36 + 14) - 4)
+
+
+def load_study():
+    path = Path(__file__).parents[1] / "studies" / "world_pictures.py"
+    spec = importlib.util.spec_from_file_location("study_world_pictures", path)
+    assert spec is not None
+    assert spec.loader is not None
+    study = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(study)
+    return study
 
 
 def test_methods_of_the_recipe_hold_the_same_bytes_in_two_layers():

@@ -219,22 +219,33 @@ class World:
             if not rows:
                 raise IndexError(f"batch {index} of {size} rows: {split} has {self._rows(split)}")
             drawn = {name: x[rows.start : rows.stop] for name, x in self._fixed(split).items()}
-            crop = torch.full((len(rows), 2), 0.5, device=self.device)
-            flip = torch.zeros(len(rows), dtype=torch.bool, device=self.device)
+            crop, flip = None, None
 
         def images(shift: int) -> Tensor:
-            """Pixels of the images of these walks, or of walks that come `shift` later."""
-            scale = self.setting(split).scale
-            if scale not in self.images:  # a run that measures no such split does without
-                self.images[scale] = self.config.images(scale).to(self.device)
-            found = self.images[scale]
-            chosen, seed = found.rows[split.partition("@")[0]], self.seed * (split == "train")
-            first, last = rows.start + shift, rows.stop + shift
-            order = epoch_rows(len(chosen), seed, first, last, device=self.device)
-            side = self.config.side * scale
-            return to_pixels(found.store.crops(chosen[order], side, crop, flip))
+            later = range(rows.start + shift, rows.stop + shift)
+            return self.pixels(split, later, crop, flip)
 
         return self._walked(self.setting(split), drawn, images) | self._own(split, index, drawn)
+
+    def pixels(
+        self, split: str, rows: range, crop: Tensor | None = None, flip: Tensor | None = None
+    ) -> Tensor:
+        """Images (B, 3, side, side) of walks by number: the middle, unless told which crop.
+
+        When all images of a split have had their walk they come again, in another order.
+        """
+        scale, device = self.setting(split).scale, self.device
+        if scale not in self.images:  # a run that measures no such split does without
+            self.images[scale] = self.config.images(scale).to(device)
+        if crop is None:
+            crop = torch.full((len(rows), 2), 0.5, device=device)
+        if flip is None:
+            flip = torch.zeros(len(rows), dtype=torch.bool, device=device)
+        chosen = self.images[scale].rows[split.partition("@")[0]]
+        seed = self.seed if split == "train" else 0
+        order = epoch_rows(len(chosen), seed, rows.start, rows.stop, device=device)
+        side = scale * self.config.side
+        return to_pixels(self.images[scale].store.crops(chosen[order], side, crop, flip))
 
     def _walked(self, setting: Setting, drawn: Batch, images: Callable[[int], Tensor]) -> Batch:
         """What an agent sees on its walks."""
@@ -273,7 +284,10 @@ class World:
         return errors(outputs["patches"], batch.get("target", batch["seen"])).mean()
 
     def measure(self, outputs: Outputs, batch: Batch) -> Sums:
-        """Errors by how long ago a place was last seen, of the model and of the lookup."""
+        """Errors by how long ago a place was last seen, of the model and of the lookup.
+
+        They are named after the PSNR that `finish` makes of their means.
+        """
         target, shown = batch.get("target", batch["seen"]), batch["seen"].shape[1]
         at = batch.get("at", batch["poses"])
         # What a split asks for are the glimpses of which none is seen, where there are such.
@@ -298,10 +312,10 @@ class World:
         sums = {"loss": (found[:, first:].sum(), counted.sum())}
         for kind, chosen in kinds.items():
             chosen = chosen[:, first:]
-            sums[f"error_{kind}"] = ((found[:, first:] * chosen).sum(), chosen.sum())
+            sums[f"psnr_{kind}"] = ((found[:, first:] * chosen).sum(), chosen.sum())
             if kind != "never":
                 looked = (looked_up[:, first:] * chosen).sum()
-                sums[f"error_lookup_{kind}"] = (looked, chosen.sum())
+                sums[f"psnr_lookup_{kind}"] = (looked, chosen.sum())
         return sums
 
     def finish(self, means: dict[str, float]) -> dict[str, float]:
