@@ -169,7 +169,7 @@ def corner_rows(program, s, N, H: tl.constexpr, L: tl.constexpr, E: tl.constexpr
 @triton.jit
 def held_at(
     start, buffer, last, page, voxel, real, channel, now, pages, C: tl.constexpr,
-    HAS_START: tl.constexpr, HAS_RESETS: tl.constexpr,
+    HAS_START: tl.constexpr, HAS_RESETS: tl.constexpr, BOTH: tl.constexpr = True,
 ):  # fmt: skip
     """What voxels hold now, (rows, channels): of a buffer, or what they started with."""
     then = tl.load(last + voxel, mask=real, other=0.0, cache_modifier=".cg")
@@ -180,12 +180,15 @@ def held_at(
             tl.load(page + voxel, mask=real, other=0, cache_modifier=".cg") == pages, left, 0.0
         )
     inside, at = real[:, None] & (channel < C)[None, :], voxel[:, None] * C + channel[None, :]
-    held = tl.load(buffer + at, mask=inside, other=0.0, cache_modifier=".cg")
-    # Both, since to load what is needed alone would wait for `last`.
-    begun = tl.zeros(held.shape, tl.float32)
+    # Where time counts, both are loaded: to load the one that is needed would wait for `last`.
+    written, begun = inside, inside
+    if not BOTH:
+        written, begun = inside & met[:, None], inside & (then != then)[:, None]
+    held = tl.load(buffer + at, mask=written, other=0.0, cache_modifier=".cg")
+    first = tl.zeros(held.shape, tl.float32)
     if HAS_START:
-        begun += tl.load(start + at, mask=inside, other=0.0)
-    return left[:, None] * tl.where(met[:, None], held, begun)
+        first += tl.load(start + at, mask=begun, other=0.0)
+    return left[:, None] * tl.where(met[:, None], held, first)
 
 
 @triton.jit
@@ -399,7 +402,7 @@ def settle_kernel(
     )
     last, page = last + program * parts * V, page + program * parts * V
     values = held_at(
-        start, buffer, last, page, voxel, real, channel, now, pages, C, HAS_START, HAS_RESETS
+        start, buffer, last, page, voxel, real, channel, now, pages, C, HAS_START, HAS_RESETS, False
     )
     store_rows(buffer, voxel, real, channel, C, values)
     if DOT:
