@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import accelerate
@@ -13,7 +14,6 @@ from hosts import BOTH, SMALL, VOCABULARY, WIDTH, encoder, ids, llama
 from torch import Tensor, nn
 
 from tensor_memory import attach, memory_disabled
-from tensor_memory.attachment.caches import tokens_in
 from tolerances import assert_same
 
 
@@ -67,11 +67,12 @@ def test_an_encoder_decoder_generates_as_by_full_recomputation(layers: str, beam
     assert torch.equal(cached, recomputed)
 
 
-def test_a_static_cache_of_a_decoder_is_refused() -> None:
-    model = t5()
-    attach(model, SMALL, layers="decoder.block.*")
-    with pytest.raises(ValueError, match=r"a static cache .* use the default dynamic cache"):
-        model.generate(ids(), max_new_tokens=3, cache_implementation="static")
+def test_a_static_cache_of_a_decoder_generates_what_a_dynamic_one_does() -> None:
+    model, tokens = t5(), ids()
+    attach(model, SMALL, layers="decoder.block.*", gate_init=3.0)
+    options: dict[str, Any] = dict(max_new_tokens=8, do_sample=False)
+    fixed = model.generate(tokens, cache_implementation="static", **options)
+    assert torch.equal(fixed, model.generate(tokens, **options))
 
 
 class Holder(nn.Module):
@@ -401,7 +402,43 @@ def test_a_host_that_drops_whole_layers_trains() -> None:
     assert ran == {(True, True), (True, False), (False, True), (False, False)}
 
 
-def test_a_cache_none_of_whose_layers_counts_its_tokens_is_refused() -> None:
-    cache: Any = type("Recurrent", (), {"layers": [object()]})()
-    with pytest.raises(ValueError, match=r"no layer of the cache counts its tokens .* use_cache="):
-        tokens_in(cache)
+def mamba() -> Any:
+    config = transformers.MambaConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=2, state_size=4
+    )
+    return transformers.MambaForCausalLM(config).double().eval()
+
+
+def test_a_cache_none_of_whose_layers_counts_its_tokens_carries_the_memory() -> None:
+    model = mamba().requires_grad_(False)  # so that its cache can be copied
+    attach(model, SMALL, gate_init=3.0).requires_grad_(False)
+    tokens = ids()
+    whole = model(tokens, use_cache=False).logits
+    cache = model(tokens[:, :6], use_cache=True).cache_params  # the host makes it
+    copied = copy.deepcopy(cache)
+    for one in (cache, copied):
+        for at in (6, 7, 8):  # Mamba itself continues by one token only
+            last = model(tokens[:, at : at + 1], cache_params=one).logits
+            assert_same(last, whole[:, at : at + 1])
+    with pytest.raises(ValueError, match=r"crop\(-1\) takes tokens out of a cache none of whose"):
+        cache.crop(-1)
+    cache.reset()
+    assert_same(model(tokens[:, :3], cache_params=cache).logits, whole[:, :3])
+
+
+@pytest.mark.parametrize("first", ["with the memory", "without it"])
+def test_a_cache_that_does_not_count_and_went_on_without_the_memory_is_refused(first: str) -> None:
+    model, tokens = mamba(), ids()
+    attach(model, SMALL)
+    if first == "without it":
+        with memory_disabled(model):
+            cache = model(tokens, use_cache=True).cache_params
+    else:
+        cache = model(tokens, use_cache=True).cache_params
+        with memory_disabled(model):
+            model(tokens[:, :1], cache_params=cache)
+    seen = "none" if first == "without it" else "11"
+    with pytest.raises(
+        ValueError, match=rf"cache holds tokens, of which the memory has seen {seen}"
+    ):
+        model(tokens[:, :1], cache_params=cache)

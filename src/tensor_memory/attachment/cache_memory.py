@@ -28,6 +28,9 @@ class CacheMemory:
         """Where the stream that owns the states stood when this cache was filled, by layer."""
         self.virtual = 0
         """Tokens in the cache that prefix tuning put there, and no layer sees."""
+        self.asked = self.asked_seen = 0
+        """How often hosts asked the cache for the state of a layer without attention, and how often
+        in calls that the memory has seen."""
         self.histories: dict[str, History] = {}
         """What each layer has seen last, so that tokens can be taken back."""
         self.to_read: dict[str, Call] = {}
@@ -55,6 +58,12 @@ class CacheMemory:
     def count(self, slot: str, tokens: int) -> None:
         """A layer has seen so many more tokens."""
         self.seen[slot] = self.seen.get(slot, 0) + tokens
+        self.asked_seen = self.asked
+
+    def ask(self) -> None:
+        """A host asks for the state of a layer; traced code, which would recompile, counts none."""
+        if not torch.compiler.is_compiling():
+            self.asked += 1
 
     def tokens_seen(self) -> int:
         """Tokens that the memory has seen."""
@@ -67,6 +76,7 @@ class CacheMemory:
     def reset(self) -> None:
         """Start empty."""
         self.states, self.seen, self.moments, self.virtual = {}, {}, {}, 0
+        self.asked = self.asked_seen = 0
         self.histories, self.to_read = {}, {}
 
     def can_go_back(self, x: Tensor) -> bool:

@@ -155,23 +155,39 @@ def admit(cache: Any, stream: Stream | None, virtual: int = 0, added: int = 0) -
     memory, held = carry(cache), tokens_in(cache)
     if virtual and held == virtual and not memory.tokens_seen():
         memory.virtual = virtual
-    held -= memory.virtual
     seen = memory.tokens_seen()
     if stream is not None and memory.states:
         raise ValueError(
             "stream: the cache carries a state of the memory, and so does the open stream; start "
             "the stream with an empty cache, or leave it and let the cache carry the state"
         )
-    if held - seen not in (0, added):
-        before = max(held - added, 0)
-        raise ValueError(
-            f"attach: the cache holds {counted(before, 'token')}, of which the memory has "
-            f"seen {seen}: it was filled before attach(), with the memory disabled, by a call that "
-            "failed, by prefix tuning around the host (attach to the PEFT model then), or changed "
-            "by hand; start from an empty cache"
-        )
+    if held is None:
+        _require_all_seen(cache, memory, added)
+    elif held - memory.virtual - seen not in (0, added):
+        before = max(held - memory.virtual - added, 0)
+        raise ValueError(f"attach: the cache holds {counted(before, 'token')}, {_UNSEEN % seen}")
     if seen and memory.moments:
         _require_stream(memory.moments, seen, stream)
+
+
+_UNSEEN = (
+    "of which the memory has seen %s: it was filled before attach(), with the memory disabled, by "
+    "a call that failed, by prefix tuning around the host (attach to the PEFT model then), or "
+    "changed by hand; start from an empty cache"
+)
+
+
+def _require_all_seen(cache: Any, memory: CacheMemory, added: int) -> None:
+    """`admit` for a cache none of whose layers counts its tokens, as Mamba's.
+
+    Its last layer knows whether it holds any, and its layers' states are asked for in every call.
+    Of one that the host made itself the first block has filled its own layer.
+    """
+    holds_any = bool(cache.has_previous_state())
+    new = not memory.tokens_seen() and (not holds_any or (added and len(cache_layers(cache)) == 1))
+    if memory.asked != memory.asked_seen or not (new or (holds_any and memory.tokens_seen())):
+        seen = memory.tokens_seen()
+        raise ValueError(f"attach: the cache holds tokens, {_UNSEEN % (seen or 'none')}")
 
 
 def _require_stream(moments: dict[str, Moment], seen: int, stream: Stream | None) -> None:
@@ -198,21 +214,17 @@ def hold(cache: Any, stream: Stream | None, tokens: int, admitted: list[Any]) ->
     return memory if stream is None else LentCache(memory, stream)
 
 
-def tokens_in(cache: Any) -> int:
+def tokens_in(cache: Any) -> int | None:
     """Tokens a cache holds: the most that a layer counts, as not all count them in hybrid hosts.
 
     The first layer may count and hold nothing: one without attention keeps its state elsewhere.
+    None where no layer counts, in a host without attention.
     """
     layers = cache_layers(cache)
     if not layers:
         return int(cache.get_seq_length())
     counted = [int(layer.get_seq_length()) for layer in layers if hasattr(layer, "get_seq_length")]
-    if not counted:
-        raise ValueError(
-            "attach: no layer of the cache counts its tokens (a host without attention), so the "
-            "memory cannot tell what the cache holds; pass use_cache=False"
-        )
-    return max(counted)
+    return max(counted, default=None)
 
 
 class _Untraced:
@@ -283,13 +295,27 @@ class _Carries:
         held = tokens_in(self)
         amount = int(next(iter((*args, *kwargs.values())), 0))
         wish = f"crop({amount})"
+        if held is None:
+            raise ValueError(
+                f"attach: {wish} takes tokens out of a cache none of whose layers counts them (a "
+                "host without attention), so that its memory cannot go back; copy the cache before "
+                "tokens that may have to go: copy.deepcopy"
+            )
         # Below 0: so many go. Above, in older caches: so many stay.
         taken = min(-amount, held) if amount <= 0 else max(held - amount, 0)
         if taken:
             self._require_own_state(wish)
             carry(self).require_history(taken, wish)
         super().crop(*args, **kwargs)  # type: ignore[misc]
-        carry(self).take_back(held - tokens_in(self))
+        carry(self).take_back(held - (tokens_in(self) or 0))
+
+    def get_conv_state(self, *args: Any, **kwargs: Any) -> Any:
+        carry(self).ask()
+        return super().get_conv_state(*args, **kwargs)  # type: ignore[misc]
+
+    def get_recurrent_state(self, *args: Any, **kwargs: Any) -> Any:
+        carry(self).ask()
+        return super().get_recurrent_state(*args, **kwargs)  # type: ignore[misc]
 
     def _require_own_state(self, operation: str) -> None:
         if carry(self).moments:
