@@ -3,9 +3,14 @@
     tensor-memory-lab run mqar --model.method gated-deltanet --model.state-bytes 32768
     tensor-memory-lab sweep --plan lab/plans/mqar.toml --jobs 6 --results results/mqar.jsonl
 
-Batch 256, 32 epochs, AdamW without warm-up or clipping, the rate falling along a half cosine.
-Zoology lowers it once an epoch; here it falls at every step. Four rates from 1e-3 to 10^-1.5 are
-tried for every method. The best weights are chosen on "valid", which zoology does on its test set.
+Batch 256, 32 epochs, AdamW without warm-up or clipping, the rate falling along a half cosine. Four
+rates from 1e-3 to 10^-1.5 are tried for every method. What differs from zoology:
+
+- the rate falls at every step, there once an epoch;
+- matrices alone have weight decay, there all weights;
+- rates and weights are chosen on rows of their own, there on the test set, and no run stops early;
+- the last batch of a part is filled up with its first rows, there it is smaller;
+- the bytes of the state are chosen apart from the width.
 """
 
 from __future__ import annotations
