@@ -210,6 +210,18 @@ def test_half_of_the_image_changes_where_the_agent_is_not(birds):
     assert {"psnr_renewed", "psnr_kept"} <= measured(task, batch["seen"], **batch).keys()
 
 
+def test_renewed_is_what_was_seen_before_the_change_and_last_after_it(task):
+    poses = torch.arange(200.0).repeat(2, 1).T[None].clone()  # nowhere twice
+    for again, first in ((101, 0), (199, 0), (198, 1), (197, 102), (3, 2)):
+        poses[:, again] = poses[:, first]
+    turned = torch.zeros(1, 200, dtype=torch.bool)
+    turned[:, [101, 102, 197, 198, 199]] = True
+    said = torch.zeros(1, 200, 48)
+    said[:, 199] = 2  # the one glimpse that counts: 198 was last seen before, 197 first after
+    sums = measured(task, said, poses, torch.zeros(1, 200, 48), turned=turned)
+    assert [x.item() for x in sums["psnr_renewed"]] == [1, 1]
+
+
 @torch.no_grad()
 def test_a_roll_out_is_the_walk_with_the_models_own_answers():
     torch.manual_seed(0)
