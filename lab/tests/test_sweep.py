@@ -141,7 +141,10 @@ def test_a_method_none_of_whose_tries_finished_is_told(capsys, monkeypatch):
     monkeypatch.setattr("tensor_memory_lab.commands.sweep_runs.do_jobs", lambda *_, **__: iter(()))
     tries = ["--over", "model.method=base", "--tries", "optimizer.lr=0.1,0.2", "--device", "cpu"]
     assert main(["sweep", SIGN, *tries]) == 1
-    assert "expected a try that has finished, got none" in capsys.readouterr().err
+    assert (
+        "expected a try that has finished with a number on valid, got none"
+        in capsys.readouterr().err
+    )
 
 
 def test_what_is_finished_is_not_run_again_and_its_result_is_copied(capsys):

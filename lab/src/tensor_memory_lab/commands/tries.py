@@ -105,7 +105,9 @@ def _choose(stage: Stage, find: Find) -> Stage:
         scores = [_score(record) for record in records]
         best = max(range(len(runs)), key=lambda i: scores[i])
         if scores[best] == -math.inf:
-            raise LookupError(f"{runs[0].name}: expected a try that has finished, got none")
+            raise LookupError(
+                f"{runs[0].name}: expected a try that has finished with a number on valid, got none"
+            )
         values = list(itertools.product(*stage.tries.values()))
         over |= {name: [value] for name, value in zip(stage.tries, values[best], strict=True)}
         told = {name: [v[i] for v in values] for i, name in enumerate(stage.tries)}

@@ -22,7 +22,8 @@ Run = RunConfig[WorldConfig, WorldModelConfig]
     "world",
     expected="under a minute on one H200",
     settings=("task",),
-    method=("model", "optimizer"),  # each method has the rate that is best for it
+    # Each method has the rate that is best for it, and at equal time the steps that take it.
+    method=("model", "optimizer", "budget.steps"),
 )
 def world() -> Run:
     """A walk over an image: what will be seen there, and what was seen long ago?"""
