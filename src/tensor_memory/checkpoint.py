@@ -15,7 +15,7 @@ from tensor_memory.attachment import Attachment, memory_inside, memory_layers
 from tensor_memory.attachment.hooks import NAME
 from tensor_memory.attachment.overrides import FILES, MEMORY_FILE
 from tensor_memory.build import AnyConfig
-from tensor_memory.files import load_tensors, read_json, save_tensors, write_text
+from tensor_memory.files import checked_path, load_tensors, read_json, save_tensors, write_text
 from tensor_memory.residual import MemoryResidual
 from tensor_memory.wording import counted
 
@@ -37,7 +37,7 @@ def save_memory(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     the paths of the `MemoryResidual`s.
     """
     saved = _Memories(model, "save_memory")
-    folder = _checked_folder(folder)
+    folder = checked_path(folder)
     if folder.is_file():
         raise NotADirectoryError(
             f"{folder}: expected the name of a folder, got a file; a folder is made where there is "
@@ -71,7 +71,7 @@ def load_memory(
             f"same_blocks: expected True or False, got {same_blocks!r:.80}; leave it out for True"
         )
     memories = _Memories(model, "load_memory")
-    folder = _checked_folder(folder)
+    folder = checked_path(folder)
     saved, here = _read_description(folder / DESCRIPTION), memories.describe()
     kinds = [type(memory.config) for memory in memories.memories]
     _require_same(saved, here, kinds, folder)
@@ -156,14 +156,6 @@ def _own_state(module: nn.Module) -> dict[str, Tensor]:
     if isinstance(module, MemoryResidual):
         return {name: t for name, t in state.items() if not name.startswith("memory.")}
     return state
-
-
-def _checked_folder(folder: Any) -> Path:
-    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
-        raise TypeError(
-            f"folder: expected the path of a folder, got {folder!r:.80}; pass a string or a Path"
-        )
-    return Path(folder)
 
 
 def _read_description(path: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tensor_memory.ops.autograd import can_ask
-from tensor_memory.ops.inputs import is_autocast
+from tensor_memory.ops.inputs import is_autocast, is_dense
 
 
 @dataclass(frozen=True)
@@ -131,9 +131,9 @@ def check_tokens(x: Tensor, dim: int, weight: Tensor) -> None:
             f"x: expected a tensor of shape (B, N, {dim}), got {type(x).__name__}; "
             "convert it with torch.as_tensor()"
         )
-    if _is_not_dense(x):
+    if not is_dense(x):
         raise TypeError(
-            f"x: expected a dense tensor of shape (B, N, {dim}), got a {_kind_of(x)} one; "
+            f"x: expected a dense tensor of shape (B, N, {dim}), got a sparse or nested one; "
             "pad rows of several lengths and pass mask="
         )
     if x.ndim != 3 or x.shape[-1] != dim:
@@ -167,7 +167,7 @@ def check_marks(
                     "False writes no unfinished chunk"
                 )
             continue
-        if not isinstance(marks, Tensor) or _is_not_dense(marks):
+        if not isinstance(marks, Tensor) or not is_dense(marks):
             expected, remedy = "a bool tensor of shape (B, N)", "give one mark per token of x"
             if name == "flush":
                 expected = f"True, False, a whole number of tokens per frame, or {expected}"
@@ -196,7 +196,9 @@ def packed_resets(x: Tensor, reset: Tensor | None, cu_seqlens: Tensor) -> Tensor
     """
     check_marks(x, None, reset)
     remedy = "pass the cumulative lengths of the documents, such as torch.tensor([0, 5, 12])"
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+    whole = (torch.int32, torch.int64)
+    fits = isinstance(cu_seqlens, Tensor) and is_dense(cu_seqlens) and cu_seqlens.dtype in whole
+    if not fits:
         got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
         raise TypeError(f"cu_seqlens: expected a tensor of int32 or int64, got {got}; {remedy}")
     N = x.shape[1]
@@ -223,11 +225,3 @@ def packed_resets(x: Tensor, reset: Tensor | None, cu_seqlens: Tensor) -> Tensor
     starts = torch.zeros(1, N + 1, dtype=torch.bool, device=x.device)
     starts = starts.index_fill(1, cu_seqlens[1:-1].long(), True)[:, :N]  # N: an empty document
     return starts if reset is None else starts | reset
-
-
-def _is_not_dense(tensor: Tensor) -> bool:
-    return tensor.is_nested or tensor.layout != torch.strided
-
-
-def _kind_of(tensor: Tensor) -> str:
-    return "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")

@@ -17,12 +17,22 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 
+def checked_path(path: Any) -> Path:
+    """A path that a file system can hold."""
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path) or "\0" in str(path):
+        raise TypeError(
+            f"path: expected the path of a file or folder, got {path!r:.80}; pass a string or a "
+            "pathlib.Path"
+        )
+    return Path(path)
+
+
 def write_whole(path: str | os.PathLike[str], write: Callable[[Path], None]) -> None:
     """Let `write` fill a temporary neighbour of `path`, then rename it into place.
 
     A crash, a full disk or a raising `write` leaves what stood at `path` untouched.
     """
-    path = Path(path)
+    path = checked_path(path)
     if path.is_dir():
         raise IsADirectoryError(
             f"{path}: expected the name of a file to write, got a folder; name a file in it"
@@ -68,7 +78,7 @@ def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], *,
 
 def load_tensors(path: str | os.PathLike[str], *, kind: str) -> dict[str, Tensor]:
     """Read what `save_tensors` wrote; a truncated, damaged or foreign file is a `ValueError`."""
-    if not Path(path).is_file():
+    if not checked_path(path).is_file():
         got = "a folder" if Path(path).is_dir() else "no such file"
         raise FileNotFoundError(
             f"{path}: expected {_one(kind)} in safetensors format, got {got}; "

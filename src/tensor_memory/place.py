@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from tensor_memory.chunking import check_marks, check_tokens, packed_resets
 from tensor_memory.config import PlaceConfig
 from tensor_memory.ops.dispatch import BACKENDS
-from tensor_memory.ops.inputs import products_dtype
+from tensor_memory.ops.inputs import checked_device, checked_float, is_dense, products_dtype
 from tensor_memory.ops.places.inputs import PlaceInputs
 from tensor_memory.ops.places.place_scan import place_backend, place_inputs, run_places
 from tensor_memory.ops.places.shares import shares
@@ -124,7 +124,8 @@ class PlaceMemory(nn.Module):
         >>> PlaceMemory(8).backend_on("cpu")
         'torch'
         """
-        config = self.config
+        config, device = self.config, checked_device("backend_on", device)
+        dtype = checked_float("backend_on", dtype)
         state = PlaceState.zeros(config, 1, dtype=dtype, device="meta").values
         content = state.new_empty(1, 1, config.heads, config.channels)
         at, rate = content.new_empty(1, 1, config.heads, config.axes), content[..., 0]
@@ -134,7 +135,7 @@ class PlaceMemory(nn.Module):
             at, None if config.share_places else at, content, rate, rate, width, state,
             rule=config.rule, wrap=config.wrap, resets=None,
         )  # fmt: skip
-        return place_backend(inputs, config.backend, torch.device(device))
+        return place_backend(inputs, config.backend, device)
 
     def forward(
         self,
@@ -316,7 +317,8 @@ class PlaceMemory(nn.Module):
                 f"where: expected places of shape (B, N, n) = {wanted}, since the config has "
                 f"places={config.places!r}, got None; pass where=, or choose places='learned'"
             )
-        if not isinstance(where, Tensor) or not where.is_floating_point():
+        dense = isinstance(where, Tensor) and is_dense(where)
+        if not dense or not where.is_floating_point():
             got = where.dtype if isinstance(where, Tensor) else type(where).__name__
             raise TypeError(
                 f"where: expected a tensor of floats, got {got}; convert it with .float()"

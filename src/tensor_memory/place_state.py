@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from tensor_memory.config import PlaceConfig
 from tensor_memory.files import load_tensors, save_tensors
 from tensor_memory.ops.autograd import can_ask
+from tensor_memory.ops.inputs import checked_device, checked_float, is_dense
 from tensor_memory.state import (
     at_least_float32,
     chosen_rows,
@@ -75,8 +76,10 @@ class PlaceState:
                 "pass the memory's own (memory.config)"
             )
         require_size("PlaceState.zeros", "batch_size", batch_size, 0, "it is the number of rows")
-        device, dtype = device_and_type("PlaceState.zeros", device, dtype)
-        dtype = at_least_float32(dtype or torch.get_default_dtype())
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        dtype = at_least_float32(checked_float("PlaceState.zeros", dtype))
+        if device is not None:
+            device = checked_device("PlaceState.zeros", device)
         shape = (batch_size, config.heads, *config.grid, config.channels)
         values = torch.zeros(shape, dtype=dtype, device=device)
         assert isinstance(config.wrap, tuple)
@@ -201,8 +204,10 @@ class PlaceState:
         """
         axes = len(self.grid)
         try:
+            if isinstance(shift, Tensor) and (shift.is_complex() or not is_dense(shift)):
+                raise TypeError("complex, sparse or nested")
             moved = torch.as_tensor(shift, dtype=self.origin.dtype, device=self.origin.device)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise TypeError(
                 f"PlaceState.moved: expected a shift of {axes} numbers, got {shift!r:.80}; "
                 "pass a list or a tensor"
@@ -245,7 +250,7 @@ class PlaceState:
         cls, path: str | os.PathLike[str], *, device: torch.device | str = "cpu"
     ) -> PlaceState:
         """Read what `save` wrote; a file that holds no possible state is a `ValueError`."""
-        onto, _ = device_and_type("PlaceState.load", device, None)
+        onto = checked_device("PlaceState.load", device)
         tensors = load_tensors(path, kind=_KIND)
         if set(tensors) - {"scale"} != {"values", "origin", "wrap"}:
             raise ValueError(
@@ -275,9 +280,9 @@ class PlaceState:
         }
         for name, tensor in _tensors(self).items():
             expected = shapes[name]
-            if not isinstance(tensor, Tensor):
+            if not isinstance(tensor, Tensor) or not is_dense(tensor):
                 raise TypeError(
-                    f"state.{name}: expected a tensor of shape {expected}, got "
+                    f"state.{name}: expected a dense tensor of shape {expected}, got "
                     f"{type(tensor).__name__}; {_REMEDY}"
                 )
             if tuple(tensor.shape) != expected:

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from tensor_memory.config import MAX_COUNT, MemoryConfig
 from tensor_memory.files import load_tensors, save_tensors
 from tensor_memory.ops.autograd import can_ask
+from tensor_memory.ops.inputs import checked_device, checked_float, is_dense
 from tensor_memory.wording import counted
 
 _KIND = "tensor-memory state"
@@ -53,8 +54,8 @@ class MemoryState:
     aligned: int | None = None
     """`fill` where the host knows that all rows share it; spares the device a question."""
 
-    checked: tuple[Tensor, Tensor, int | None] | None = None
-    """The tokens, `fill` and `aligned` that are known to be possible: no device is asked again."""
+    checked: tuple[Tensor, int | None] | None = None
+    """The `fill` and `aligned` that are known to be possible: no device is asked again."""
 
     @classmethod
     def zeros(
@@ -74,8 +75,10 @@ class MemoryState:
             )
         require_size("MemoryState.zeros", "dim", dim, 1, "it is the width of the tokens")
         require_size("MemoryState.zeros", "batch_size", batch_size, 0, "it is the number of rows")
-        device, dtype = device_and_type("MemoryState.zeros", device, dtype)
-        dtype = dtype or torch.get_default_dtype()
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        dtype = checked_float("MemoryState.zeros", dtype)
+        if device is not None:
+            device = checked_device("MemoryState.zeros", device)
         volume = torch.zeros(
             batch_size, config.channels, *config.grid, dtype=at_least_float32(dtype), device=device
         )
@@ -163,7 +166,7 @@ class MemoryState:
         cls, path: str | os.PathLike[str], *, device: torch.device | str = "cpu"
     ) -> MemoryState:
         """Read what `save` wrote; a file that holds no possible state is a `ValueError`."""
-        onto, _ = device_and_type("MemoryState.load", device, None)
+        onto = checked_device("MemoryState.load", device)
         tensors = load_tensors(path, kind=_KIND)
         if set(tensors) != set(_TENSORS):
             raise ValueError(
@@ -192,9 +195,9 @@ class MemoryState:
         }
         for name, (shape, dtype) in expected.items():
             tensor = getattr(self, name)
-            if not isinstance(tensor, Tensor):
+            if not isinstance(tensor, Tensor) or not is_dense(tensor):
                 raise TypeError(
-                    f"state.{name}: expected a tensor of shape {shape}, got "
+                    f"state.{name}: expected a dense tensor of shape {shape}, got "
                     f"{type(tensor).__name__}; pass what the previous call returned"
                 )
             if tensor.shape != shape:
@@ -219,7 +222,7 @@ class MemoryState:
             trusted(self)
 
     def _require_possible(self) -> None:
-        """Raise unless `fill`, `aligned` and the unused slots agree.
+        """Raise unless `fill` is possible and `aligned` agrees with it.
 
         It asks a device for values, so states that a memory has returned are trusted instead.
         """
@@ -240,13 +243,8 @@ class MemoryState:
             )
         if not can_ask(fill):
             return
-        unused = torch.arange(K, device=fill.device) >= fill[:, None]
-        wrong = [
-            (fill < 0) | (fill >= K),
-            fill != (fill if aligned is None else aligned),
-            (slots.ne(0).any(2) & unused).any(1),
-        ]
-        outside, differs, used = torch.stack(wrong).any(1).tolist()
+        other = fill != (fill if aligned is None else aligned)
+        outside, differs = torch.stack([(fill < 0) | (fill >= K), other]).any(1).tolist()
         if outside:
             raise ValueError(
                 f"state.fill: expected 0 to {K - 1} for chunks of {K}, got {fill.tolist()}; "
@@ -256,11 +254,6 @@ class MemoryState:
             raise ValueError(
                 f"state.aligned: expected None, or what all rows of fill hold, got {aligned} "
                 f"beside {fill.tolist()}; leave it out"
-            )
-        if used:
-            raise ValueError(
-                "state.tokens: expected zeros in the slots that fill leaves unused, got other "
-                f"values; {_REMEDY}"
             )
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -277,8 +270,8 @@ class MemoryState:
     def _is_trusted(self) -> bool:
         if self.checked is None or torch.compiler.is_compiling():
             return False
-        tokens, fill, aligned = self.checked
-        return tokens is self.tokens and fill is self.fill and aligned == self.aligned
+        fill, aligned = self.checked
+        return fill is self.fill and aligned is self.aligned
 
 
 _REMEDY = "pass a state that a call returned, or that `MemoryState.zeros` made"
@@ -289,7 +282,7 @@ _TENSORS = ("hidden", "cell", "tokens", "fill", "readout")
 def trusted(state: MemoryState) -> MemoryState:
     """The state, which its maker knows to be possible: nobody asks a device about it."""
     if not torch.compiler.is_compiling():
-        object.__setattr__(state, "checked", (state.tokens, state.fill, state.aligned))
+        object.__setattr__(state, "checked", (state.fill, state.aligned))
     return state
 
 
@@ -316,28 +309,12 @@ def device_and_type(
                 f"{method}: expected a device before a type, got {device!r:.80}; "
                 "pass one of the two alone"
             )
-        device, dtype = (
-            (device.device, device.dtype) if isinstance(device, Tensor) else (None, device)
-        )
-    if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in FLOATS):
-        raise TypeError(
-            f"{method}: expected the tokens' float type, got {dtype!r:.80}; pass torch.float16, "
-            "bfloat16, float32 or float64, the type of the embedded tokens"
-        )
-    if device is None or isinstance(device, torch.device):
-        return device, dtype
-    if not isinstance(device, str | int) or isinstance(device, bool):
-        raise TypeError(
-            f"{method}: expected a device, a float type or a float tensor, got {device!r:.80}; "
-            "write a device as 'cpu' or 'cuda:0'"
-        )
-    try:
-        return torch.device(device), dtype
-    except (RuntimeError, OverflowError) as error:
-        raise ValueError(
-            f"{method}: expected a device that torch knows, got {device!r:.80}; "
-            "write it as 'cpu' or 'cuda:0'"
-        ) from error
+        followed = isinstance(device, Tensor)
+        device, dtype = (device.device, device.dtype) if followed else (None, device)
+    return (
+        None if device is None else checked_device(method, device),
+        None if dtype is None else checked_float(method, dtype),
+    )
 
 
 def row_index(
@@ -389,7 +366,10 @@ def chosen_rows(method: str, rows: Tensor | Sequence[int], state: Tensor) -> Ten
 
 def _as_tensor(method: str, values: Any, like: Tensor, unit: str) -> Tensor:
     try:
-        return torch.as_tensor(values, device=like.device)
+        found = torch.as_tensor(values, device=like.device)
+        if is_dense(found):
+            return found
+        raise TypeError("sparse or nested")
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise TypeError(
             f"{method}: expected {unit} indices, got {values!r:.80}; pass a list such as [0, 2], "
@@ -403,10 +383,6 @@ def readable_bytes(count: int) -> str:
         if count >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count} B"
-
-
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""Types of tokens."""
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:

@@ -26,6 +26,7 @@ from tensor_memory.chunking import (
 from tensor_memory.config import MemoryConfig
 from tensor_memory.forgetting import warn_of_forgetting
 from tensor_memory.ops import BACKENDS, Steering, memory_read, memory_scan, scan_backend, why_not
+from tensor_memory.ops.inputs import checked_device, checked_float
 from tensor_memory.state import MemoryState, require_size, trusted
 
 SIGMA_FLOOR = 1e-4  # keeps the Gaussian from collapsing to a point
@@ -125,8 +126,9 @@ class TensorMemory(nn.Module):
         'torch'
         """
         state = torch.Size((1, self.config.channels, *self.config.grid))
-        dtype = torch.promote_types(dtype, torch.float32)
-        return scan_backend(self.config.backend, state, torch.device(device), dtype)
+        dtype = torch.promote_types(checked_float("backend_on", dtype), torch.float32)
+        device = checked_device("backend_on", device)
+        return scan_backend(self.config.backend, state, device, dtype)
 
     @property
     def read_head(self) -> nn.Linear:

@@ -34,7 +34,7 @@ def test_a_model_without_blocks_lists_what_repeats_in_it() -> None:
     refused(
         model,
         NoBlocksFoundError,
-        r"no row of Transformer blocks found in ModuleDict; .*'features\.\*' \(2 × Conv2d\)",
+        r"expected a row of .* in ModuleDict, got none; .*'features\.\*' \(2 × Conv2d\)",
     )
 
 
@@ -90,7 +90,7 @@ def test_blocks_that_are_never_called_are_not_found(kind: str, feed: str) -> Non
     refused(
         Listed(kind),
         NoBlocksFoundError,
-        rf"no row of .* blocks found in Listed; .*'layers\.\*\.{feed}' \(2 × Linear\)$",
+        rf"expected a row of .* in Listed, got none; .*'layers\.\*\.{feed}' \(2 × Linear\)$",
     )
     host, x = Listed(kind), torch.randn(1, 9, WIDTH)
     bare = host(x)
@@ -210,7 +210,7 @@ def test_a_width_that_cannot_be_inferred_must_be_given() -> None:
 
 
 def test_a_memory_for_another_width_is_an_error() -> None:
-    refused(bert(), ValueError, "dim=32 was asked for, but block .* has width 16", dim=32)
+    refused(bert(), ValueError, "dim: expected 16, the width of block .*, got 32; leave", dim=32)
 
 
 def test_blocks_of_several_widths_cannot_share_a_memory() -> None:

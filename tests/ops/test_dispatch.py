@@ -68,7 +68,7 @@ REFUSED = [
     ),
     ({"content": zeros(3, 7, 2, 3).long()}, r"content of a float type, got torch.int64; convert"),
     ({"mix": zeros(12, 6).to("meta")}, r"expected mix on cpu like hidden, got meta; move it"),
-    ({"checkpoint_every": 0}, r"expected None or a number of steps, got 0"),
+    ({"checkpoint_every": 0}, r"expected None or a whole number of steps, got 0"),
     (
         {"backend": "reference", "checkpoint_every": 2},
         r"'reference' leaves its backward to autograd",

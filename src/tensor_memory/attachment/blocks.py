@@ -64,11 +64,16 @@ def find_blocks(
             an order of axes that cannot be inferred.
     """
     if not isinstance(every, int) or isinstance(every, bool):
-        raise TypeError(f"every: expected a whole number (every Nth block), got {every!r}")
+        raise TypeError(
+            f"every: expected a whole number (every Nth block), got {every!r:.80}; 1 takes all"
+        )
     if every < 1:
-        raise ValueError(f"every: expected at least 1 (every Nth block), got {every}")
+        raise ValueError(f"every: expected at least 1 (every Nth block), got {every}; 1 takes all")
     if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool) or dim < 1):
-        raise TypeError(f"dim: expected a positive whole number or None, got {dim!r}")
+        raise TypeError(
+            f"dim: expected a positive whole number or None, got {dim!r:.80}; leave it out where "
+            "the width can be inferred"
+        )
     found = _auto(model) if isinstance(layers, str) and layers == "auto" else _named(model, layers)
     blocks = []
     for path, module in found[::every]:
@@ -81,8 +86,8 @@ def find_blocks(
             )
         if dim is not None and inferred is not None and dim != inferred:
             raise ValueError(
-                f"attach: dim={dim} was asked for, but block '{path}' "
-                f"({type(module).__name__}) has width {inferred}; leave dim out or pass {inferred}"
+                f"dim: expected {inferred}, the width of block '{path}' "
+                f"({type(module).__name__}), got {dim}; leave dim out or pass {inferred}"
             )
         width = inferred or dim
         assert width is not None
@@ -131,7 +136,7 @@ def _auto(model: nn.Module) -> list[tuple[str, nn.Module]]:
     }
     if not outermost:
         raise NoBlocksFoundError(
-            f"attach: no row of Transformer blocks found in {type(model).__name__}; "
+            f"attach: expected a row of Transformer blocks in {type(model).__name__}, got none; "
             + _candidates(model)
         )
     if len(outermost) > 1:
@@ -156,13 +161,14 @@ def _named(model: nn.Module, layers: Layers) -> list[tuple[str, nn.Module]]:
             matched = [(path, module) for path, module in modules if _matches(path, pattern)]
             if not matched:
                 raise NoBlocksFoundError(
-                    f"attach: {pattern!r} matches no module of {type(model).__name__}; "
-                    + _candidates(model)
+                    f"attach: expected modules of {type(model).__name__} that {pattern!r} matches, "
+                    f"got none; {_candidates(model)}"
                 )
             found += [item for item in matched if item not in found]
     if not found:
         raise NoBlocksFoundError(
-            f"attach: {asked} matches no module of {type(model).__name__}; " + _candidates(model)
+            f"attach: expected modules of {type(model).__name__} that {asked} matches, got none; "
+            + _candidates(model)
         )
     for path, module in found:
         if isinstance(module, _NEVER_CALLED):

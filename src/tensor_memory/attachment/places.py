@@ -46,8 +46,9 @@ class PlaceSource:
             if where is None:
                 return None
             raise ValueError(
-                f"where: this memory learns its places from the tokens, got {where!r}; leave where "
-                "out, or choose PlaceConfig(places='given') or 'offset'"
+                "where: expected None, since this memory learns its places from the tokens, got "
+                f"{where!r:.80}; leave where out, or choose PlaceConfig(places='given') or "
+                "'offset'"
             )
         if where is None:
             raise ValueError(

@@ -84,12 +84,17 @@ def record(
     """
     for name, value in (("every", every), ("max_chunks", max_chunks), ("max_rows", max_rows)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name}: expected an integer of at least 1, got {value!r}")
+            raise ValueError(
+                f"{name}: expected an integer of at least 1, got {value!r:.80}; leave it out for "
+                "the default"
+            )
     if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 0:
-        raise ValueError(f"max_tokens: expected an integer of at least 0, got {max_tokens!r}")
-    if dtype not in DTYPES:
         raise ValueError(
-            f"dtype: expected one of {', '.join(map(str, DTYPES))}, got {dtype}; "
+            f"max_tokens: expected an integer of at least 0, got {max_tokens!r:.80}; 0 keeps none"
+        )
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
+        raise ValueError(
+            f"dtype: expected one of {', '.join(map(str, DTYPES))}, got {dtype!r:.80}; "
             "float16 keeps three digits"
         )
     recorder = _Recorder(_layers_of(model), every, max_chunks, max_rows, max_tokens, dtype)
@@ -108,8 +113,9 @@ def _layers_of(model: nn.Module) -> list[tuple[str, MemoryLayer]]:
     layers = memory_layers(model, "record")
     if any(_is_compiled(part) for part in model.modules()):
         raise ValueError(
-            f"record: {type(model).__name__} is compiled, and compiled calls run past the "
-            "hooks that watch; record the model it was compiled from (model._orig_mod)"
+            f"record: expected a model that is not compiled, got {type(model).__name__}: compiled "
+            "calls run past the hooks that watch; record the model it was compiled from "
+            "(model._orig_mod)"
         )
     return layers
 

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tensor_memory.config import MAX_COUNT
 from tensor_memory.leaks.report import NOISE_MARGIN, CutReport, LeakReport
+from tensor_memory.ops.inputs import is_dense
 
 REPEATS = 2  # runs of the same input beyond the first, to measure what changes by itself
 
@@ -68,6 +70,11 @@ def find_leak(
             "call find_leak(model, example)"
         )
     _check_example(example)
+    if not _is_whole(seed) or not -(2**63) <= seed < 2**63:
+        raise ValueError(
+            f"seed: expected a whole number of 64 bits, got {seed!r:.80}; leave it out for 0"
+        )
+    seed = int(seed)
     places = _checked_cuts(cuts, example.shape[1])
     ids = None if example.is_floating_point() else _vocabulary(model, example, vocab_size)
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
@@ -266,10 +273,14 @@ def _vocabulary(model: Callable[..., Any], example: Tensor, vocab_size: int | No
             )
         return ids
     if not _is_whole(vocab_size):
-        raise TypeError(f"vocab_size: expected a whole number, got {vocab_size!r}")
-    if vocab_size < 2:
+        raise TypeError(
+            f"vocab_size: expected a whole number, got {vocab_size!r:.80}; leave it out to "
+            "exchange ids of the example"
+        )
+    if not 2 <= vocab_size <= MAX_COUNT:
         raise ValueError(
-            f"vocab_size: expected at least 2, so that an id can be replaced, got {vocab_size}"
+            f"vocab_size: expected at least 2, so that an id can be replaced, got {vocab_size}; "
+            "it is the number of ids that the model knows"
         )
     lowest, highest = int(example.min()), int(example.max())
     if lowest < 0 or highest >= vocab_size:
@@ -286,6 +297,11 @@ def _check_example(example: Tensor) -> None:
         raise TypeError(
             f"example: expected a tensor of integer ids (B, N) or float embeddings (B, N, d), "
             f"got {kind}; convert it with .long() or .float()"
+        )
+    if example.is_meta or not is_dense(example):
+        raise ValueError(
+            "example: expected a dense tensor whose values are known, got one that is "
+            f"{'on meta' if example.is_meta else 'sparse or nested'}; move or convert it"
         )
     letters = "embeddings (B, N, d)" if kind.is_floating_point else "ids (B, N)"
     if example.ndim != letters.count(",") + 1:
@@ -309,8 +325,11 @@ def _checked_cuts(cuts: Sequence[int] | None, length: int) -> list[int]:
     if cuts is None:
         inside = (1, length // 4, length // 2, length // 2 + 1, 3 * length // 4, length - 1)
         return sorted({cut for cut in inside if 1 <= cut < length})
-    if not isinstance(cuts, Sequence) or not all(map(_is_whole, cuts)):
-        raise TypeError(f"cuts: expected a list of whole numbers such as [4, 8], got {cuts!r}")
+    if not isinstance(cuts, Sequence) or isinstance(cuts, bytes) or not all(map(_is_whole, cuts)):
+        raise TypeError(
+            f"cuts: expected a list of whole numbers such as [4, 8], got {cuts!r:.80}; leave it "
+            "out for a few of them"
+        )
     outside = [cut for cut in cuts if not 1 <= cut < length]
     if outside or not cuts:
         raise ValueError(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tensor_memory.ops.autograd import Options, Recurrence, is_transformed, no_autocast
+from tensor_memory.ops.inputs import checked_device
 
 BACKENDS = ("auto", "reference", "torch", "triton")
 
@@ -30,14 +31,15 @@ def backends(device: torch.device | str | None = None) -> dict[str, str | None]:
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return {name: why_not(name, torch.device(device)) for name in BACKENDS if name != "auto"}
+    device = checked_device("backends", device)
+    return {name: why_not(name, device) for name in BACKENDS if name != "auto"}
 
 
 def why_not(backend: str, device: torch.device) -> str | None:
     """The reason a backend cannot serve on this machine and device, or None where it can."""
-    if backend not in BACKENDS:
+    if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(
-            f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}; "
+            f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r:.80}; "
             "'auto' picks the fastest that can serve"
         )
     if backend != "triton":

@@ -12,6 +12,56 @@ from typing import Any
 import torch
 from torch import Tensor
 
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Types of tokens."""
+
+
+def checked_device(method: str, device: Any) -> torch.device:
+    """The device that an argument names."""
+    if isinstance(device, torch.device):
+        return device
+    if not isinstance(device, str | int) or isinstance(device, bool):
+        raise TypeError(
+            f"{method}: expected a device, got {device!r:.80}; write it as 'cpu' or 'cuda:0'"
+        )
+    try:
+        return torch.device(device)
+    except (RuntimeError, ValueError, OverflowError) as error:
+        raise ValueError(
+            f"{method}: expected a device that torch knows, got {device!r:.80}; "
+            "write it as 'cpu' or 'cuda:0'"
+        ) from error
+
+
+def checked_float(method: str, dtype: Any) -> torch.dtype:
+    """A type that tokens can have."""
+    if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
+        raise TypeError(
+            f"{method}: expected the tokens' float type, got {dtype!r:.80}; pass torch.float16, "
+            "bfloat16, float32 or float64, the type of the embedded tokens"
+        )
+    return dtype
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor is neither sparse nor nested."""
+    return tensor.layout == torch.strided and not tensor.is_nested
+
+
+def require_tensors(
+    function: str, tensors: Mapping[str, Any], letters: Mapping[str, str], optional: Iterable[str]
+) -> None:
+    """Raise unless all are dense tensors, or None where they are optional."""
+    for name, tensor in tensors.items():
+        if tensor is None and name in optional:
+            continue
+        if not isinstance(tensor, Tensor) or not is_dense(tensor):
+            got = "a sparse or nested one" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TypeError(
+                f"{function}: expected {name} as a tensor of shape {letters[name]}, got {got}; "
+                "convert it with torch.as_tensor()"
+            )
+
 
 def check_tensors(
     function: str,
@@ -40,7 +90,7 @@ def check_tensors(
             others = " and ".join(f"{n} {tuple(tensors[n].shape)}" for n in beside)  # type: ignore
             raise ValueError(
                 f"{function}: expected {name} of shape {letters} = {tuple(expected)} to go with "
-                f"{others}, got {tuple(tensor.shape)}"
+                f"{others}, got {tuple(tensor.shape)}; the letters stand for the same size in all"
             )
         if tensor.device != first.device:
             raise ValueError(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tensor_memory.config import MAX_AXES, Rule
-from tensor_memory.ops.inputs import check_tensors, common_dtype, prepared
+from tensor_memory.ops.inputs import check_tensors, common_dtype, prepared, require_tensors
 
 LETTERS = {
     "write_at": "(B, N, H, n)",
@@ -77,28 +77,28 @@ class PlaceInputs(NamedTuple):
 
     def check(self) -> None:
         """Raise unless the shapes, types and devices fit together."""
-        for name in LETTERS:
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, Tensor):
-                raise TypeError(
-                    f"place_scan: expected {name} as a tensor of shape {LETTERS[name]}, "
-                    f"got {type(value).__name__}; convert it with torch.as_tensor()"
-                )
+        tensors = {name: getattr(self, name) for name in LETTERS}
+        require_tensors("place_scan", tensors, LETTERS, ("read_at", "width", "resets"))
         if not 4 <= self.state.ndim <= 3 + MAX_AXES:
             raise ValueError(
                 f"place_scan: expected state of shape (B, H, *grid, C) with 1 to {MAX_AXES} grid "
-                f"axes, got {tuple(self.state.shape)}"
+                f"axes, got {tuple(self.state.shape)}; put the channels last"
             )
         if min(self.grid) < 2:
             raise ValueError(
-                f"place_scan: expected at least 2 voxels along every axis, got {self.grid}"
+                f"place_scan: expected at least 2 voxels along every axis, got {self.grid}; "
+                "drop an axis of one voxel"
             )
-        if self.rule not in ("linear", "delta"):
-            raise ValueError(f"place_scan: expected rule 'linear' or 'delta', got {self.rule!r}")
-        n = len(self.grid)
-        if len(self.wrap) != n:
+        if not isinstance(self.rule, str) or self.rule not in ("linear", "delta"):
             raise ValueError(
-                f"place_scan: expected wrap with one value per axis ({n}), got {self.wrap!r}"
+                f"place_scan: expected rule 'linear' or 'delta', got {self.rule!r:.80}; leave it "
+                "out for 'linear'"
+            )
+        n = len(self.grid)
+        if len(self.wrap) != n or not all(isinstance(wraps, bool) for wraps in self.wrap):
+            raise ValueError(
+                f"place_scan: expected wrap with True or False per axis ({n}), got "
+                f"{self.wrap!r:.80}; leave it out where no axis is a circle"
             )
         B, H = self.state.shape[:2]
         C, N = self.state.shape[-1], self.content.shape[1] if self.content.ndim == 4 else 0
@@ -109,7 +109,7 @@ class PlaceInputs(NamedTuple):
         pairs = zip(LETTERS.items(), expected, strict=True)
         check_tensors(
             "place_scan",
-            {name: getattr(self, name) for name in LETTERS},
+            tensors,
             {name: (letters, shape) for (name, letters), shape in pairs},
             masks=("resets",),
             beside=("state", "content"),

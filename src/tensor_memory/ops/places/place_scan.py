@@ -127,6 +127,11 @@ def place_inputs(
 ) -> PlaceInputs:
     """The arguments of `place_scan` by name, checked."""
     axes = state.ndim - 3 if isinstance(state, Tensor) else 0
+    if wrap is not None and not isinstance(wrap, list | tuple):
+        raise TypeError(
+            f"place_scan: expected wrap as a list with True or False per axis, got {wrap!r:.80}; "
+            "leave it out where no axis is a circle"
+        )
     inputs = PlaceInputs(
         write_at, read_at, content, rate, log_keep, width, state, resets, rule,
         (False,) * axes if wrap is None else tuple(wrap),

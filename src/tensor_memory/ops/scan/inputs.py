@@ -11,7 +11,23 @@ import torch
 from torch import Tensor
 
 from tensor_memory.config import MAX_AXES
-from tensor_memory.ops.inputs import check_tensors, common_dtype, prepared
+from tensor_memory.ops.inputs import check_tensors, common_dtype, prepared, require_tensors
+
+LETTERS = {
+    "read_at": "(B, S, Q, n)",
+    "write_at": "(B, S, M, n)",
+    "spread": "(B, S, M)",
+    "content": "(B, S, M, C)",
+    "taps": "(n, 2C, 3)",
+    "mix": "(4C, 2C)",
+    "bias": "(4C)",
+    "hidden": "(B, C, *grid)",
+    "cell": "(B, C, *grid)",
+    "writes": "(B, S)",
+    "resets": "(B, S)",
+}
+
+OPTIONAL = ("read_at", "spread", "taps", "writes", "resets")
 
 
 class Steering(NamedTuple):
@@ -83,36 +99,33 @@ class ScanInputs(NamedTuple):
 
     def check(self) -> None:
         """Raise unless the shapes, types and devices fit together."""
+        require_tensors("memory_scan", self._asdict(), LETTERS, OPTIONAL)
         hidden, write_at, read_at = self.hidden, self.write_at, self.read_at
         if not 3 <= hidden.ndim <= 2 + MAX_AXES:
             raise ValueError(
                 "memory_scan: expected hidden of shape (B, C, *grid) with "
-                f"1 to {MAX_AXES} grid axes, got {tuple(hidden.shape)}"
+                f"1 to {MAX_AXES} grid axes, got {tuple(hidden.shape)}; put the channels before "
+                "the grid"
             )
         if write_at.ndim != 4:
             raise ValueError(
-                f"memory_scan: expected write_at of shape (B, S, M, n), got {tuple(write_at.shape)}"
+                "memory_scan: expected write_at of shape (B, S, M, n), got "
+                f"{tuple(write_at.shape)}; one write per step is M = 1"
             )
         B, C, *grid = hidden.shape
         if min(grid) < 2:
             raise ValueError(
-                f"memory_scan: expected at least 2 voxels along every axis, got {tuple(grid)}"
+                f"memory_scan: expected at least 2 voxels along every axis, got {tuple(grid)}; "
+                "drop an axis of one voxel"
             )
         S, M = write_at.shape[1:3]
         Q = read_at.shape[2] if read_at is not None and read_at.ndim == 4 else 1
         n = len(grid)
-        shapes = {
-            "read_at": ("(B, S, Q, n)", (B, S, Q, n)),
-            "write_at": ("(B, S, M, n)", (B, S, M, n)),
-            "spread": ("(B, S, M)", (B, S, M)),
-            "content": ("(B, S, M, C)", (B, S, M, C)),
-            "taps": ("(n, 2C, 3)", (n, 2 * C, 3)),
-            "mix": ("(4C, 2C)", (4 * C, 2 * C)),
-            "bias": ("(4C)", (4 * C,)),
-            "hidden": ("(B, C, *grid)", hidden.shape),
-            "cell": ("(B, C, *grid)", hidden.shape),
-            "writes": ("(B, S)", (B, S)),
-            "resets": ("(B, S)", (B, S)),
-        }
+        sizes = (
+            (B, S, Q, n), (B, S, M, n), (B, S, M), (B, S, M, C), (n, 2 * C, 3), (4 * C, 2 * C),
+            (4 * C,), hidden.shape, hidden.shape, (B, S), (B, S),
+        )  # fmt: skip
+        pairs = zip(LETTERS.items(), sizes, strict=True)
+        shapes = {name: (letters, size) for (name, letters), size in pairs}
         beside = ("hidden", "write_at")
         check_tensors("memory_scan", self._asdict(), shapes, masks=self.MASKS, beside=beside)

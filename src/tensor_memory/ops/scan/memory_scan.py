@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tensor_memory.config import MAX_COUNT
 from tensor_memory.ops import dispatch
 from tensor_memory.ops.autograd import Recurrence, is_transformed, no_autocast
 from tensor_memory.ops.inputs import products_dtype
@@ -89,9 +90,11 @@ def memory_scan(
         read_at, write_at, spread, content, taps, mix, bias, hidden, cell, writes, resets
     )
     inputs.check()
-    if checkpoint_every is not None and checkpoint_every < 1:
+    whole = isinstance(checkpoint_every, int) and not isinstance(checkpoint_every, bool)
+    if checkpoint_every is not None and not (whole and 1 <= checkpoint_every <= MAX_COUNT):
         raise ValueError(
-            f"checkpoint_every: expected None or a number of steps, got {checkpoint_every}"
+            "checkpoint_every: expected None or a whole number of steps, got "
+            f"{checkpoint_every!r:.80}; leave it out to keep every step"
         )
     dtype = inputs.dtype
     low = products_dtype(content) == torch.bfloat16  # the type the caller works in
