@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tensor_memory.ops.launch import blocks, or_else
 from tensor_memory.ops.places.inputs import PlaceInputs
-from tensor_memory.ops.places.triton.plan import Plan
+from tensor_memory.ops.places.triton.plan import WARP_VALUES, Plan
 
 
 @triton.jit
@@ -201,12 +201,17 @@ def make_addresses(
     B, N, H, _ = inputs.content.shape
     phi = inputs.content.new_empty(B, N, H, plan["V"], dtype=dtype)
     psi = None if inputs.read_at is None else torch.empty_like(phi)
-    plan.bound(address_kernel, warps=4)(
+    plan.bound(address_kernel, warps=_warps(plan))(
         (B * H, blocks(N, plan["T"]), 1 if psi is None else 2),
         (inputs.write_at, inputs.asked_at, or_else(inputs.width, phi), phi, or_else(psi, phi)),
         (N,),
     )
     return phi, psi
+
+
+def _warps(plan: Plan) -> int:
+    """One, which sums along an axis without the others, unless a single address is larger."""
+    return min(8, max(1, plan["P0"] * plan["P1"] * plan["P2"] * plan["P3"] // WARP_VALUES))
 
 
 def addresses_backward(
@@ -218,7 +223,7 @@ def addresses_backward(
     by_read_at = None if by_psi is None else torch.empty_like(inputs.asked_at)
     grid = (B * H, blocks(N, plan["T"]), 1 if by_psi is None else 2)
     by_width = inputs.write_at.new_empty(B, H, *grid[1:])
-    plan.bound(address_backward_kernel, warps=4)(
+    plan.bound(address_backward_kernel, warps=_warps(plan))(
         grid,
         (
             inputs.write_at, inputs.asked_at, or_else(inputs.width, by_width), by_phi,

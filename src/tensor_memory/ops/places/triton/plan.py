@@ -17,8 +17,8 @@ LENGTH = 32
 """L, tokens per chunk. From 64 on products take Hopper's wide instructions, and Triton 3.6 then
 writes astray."""
 WARPS = 2
-MOST_VALUES = 2048
-"""Of addresses that a program makes, which decides T, its tokens."""
+WARP_VALUES = 1024
+"""Of addresses that a warp makes, which decides T, the tokens of a program."""
 
 
 def low_dtype(products: torch.dtype) -> torch.dtype:
@@ -78,7 +78,7 @@ def _plan(
             "VB": min(64, max(16, triton.next_power_of_2(V))),
             "VP": max(16, triton.next_power_of_2(V)),
             "CB": max(16, triton.next_power_of_2(C)),
-            "T": max(1, MOST_VALUES // padded),
+            "T": max(1, WARP_VALUES // padded),
             "L": LENGTH,
             "STEPS": (LENGTH - 1).bit_length(),
             "E": 2 ** len(grid),
