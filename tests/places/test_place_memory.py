@@ -400,6 +400,47 @@ def test_a_state_is_saved_and_loaded(tmp_path):
     assert loaded.wrap == state.wrap
 
 
+def test_a_state_follows_a_float_tensor_and_refuses_the_rest():
+    state = PlaceState(torch.randn(3, 1, 4, 2), torch.rand(3, 1), (False,))
+    assert state.to(torch.zeros((), dtype=torch.float64)).values.dtype == torch.float64
+    assert state.to(torch.zeros((), dtype=torch.bfloat16)).values.dtype == torch.float32
+    assert state.to(torch.zeros((), device="meta")).origin.is_meta
+    for wrong in (torch.zeros(2).long(), torch.int8, 2.5, "nowhere"):
+        with pytest.raises((TypeError, ValueError), match=r"^PlaceState.to: expected .*; "):
+            state.to(wrong)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"values": torch.zeros(2, 4, 8, 8, 32).half()}, "state.values: expected one of torch.flo"),
+        ({"values": torch.zeros(2, 4, 8, 8, 32).long()}, "state.values: expected one of torch.flo"),
+        ({"origin": torch.zeros(2, 2).long()}, "state.origin: expected one of torch.float32"),
+        ({"origin": torch.zeros(2, 3)}, r"state.origin: expected shape \(2, 2\)"),
+        ({"wrap": (True, False)}, r"state.wrap: expected \(False, False\)"),
+        ({"scale": torch.ones(2, 4, 8, 8, 1)}, "state.values: expected one of torch.bfloat16"),
+    ],
+)
+def test_an_impossible_state_is_refused(changes, message):
+    memory, x = PlaceMemory(DIM), torch.randn(2, 3, DIM)
+    state = replace(PlaceState.zeros(PlaceConfig(), 2), **changes)
+    with pytest.raises((TypeError, ValueError), match=f"{message}.*; "):
+        memory(x, state)
+
+
+def test_a_config_may_change_its_number_of_axes():
+    for wrap in (False, True):
+        config = replace(PlaceConfig(grid=(4, 5), wrap=wrap), grid=(3, 4, 5))
+        assert config.wrap == (wrap,) * 3
+        assert PlaceConfig.from_dict(config.to_dict()) == config
+    for mixed in (PlaceConfig(grid=(4, 5), wrap=(True, False)), PlaceConfig(grid=(4, 5))):
+        assert replace(mixed, grid=(3, 4)).wrap == mixed.wrap
+    with pytest.raises(ValueError, match=r"wrap: expected one value per axis .*, got .*; True or"):
+        replace(PlaceConfig(grid=(4, 5), wrap=(True, False)), grid=(3, 4, 5))
+    with pytest.raises(ValueError, match=r"wrap: expected one value per axis .*, got .*; True or"):
+        PlaceConfig(grid=(3, 4, 5), wrap=(True, True))
+
+
 def test_rows_are_selected_and_emptied():
     state = PlaceState(torch.randn(3, 1, 4, 2), torch.rand(3, 1), (False,))
     assert torch.equal(state.select([2, 2]).values, state.values[[2, 2]])
