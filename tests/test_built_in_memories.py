@@ -127,6 +127,16 @@ def test_disabled_the_model_is_its_blocks_and_states_stay(kind: str):
     assert not torch.equal(model(X)[0], off)
 
 
+def test_a_compiled_model_is_traced_again_without_its_memories():
+    model = build("two kinds")
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    on = model(X)[0]
+    assert torch.equal(compiled(X)[0], on)
+    with memory_disabled(model):
+        assert torch.equal(compiled(X)[0], model(X)[0])
+    assert torch.equal(compiled(X)[0], on)
+
+
 def test_a_wrapper_around_an_attached_host_switches_both_off():
     layer = nn.TransformerEncoderLayer(DIM, 2, 16, dropout=0, batch_first=True)
     host = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)

@@ -97,6 +97,13 @@ def test_a_truncated_file_is_an_error(saved: Path, name: str) -> None:
     refused(attached(), saved, ValueError, f"{name}: expected .* got a truncated or foreign file")
 
 
+def test_a_changed_byte_of_the_weights_is_found(saved: Path) -> None:
+    content = bytearray((saved / "memory.safetensors").read_bytes())
+    content[-5] ^= 4
+    (saved / "memory.safetensors").write_bytes(content)
+    refused(attached(), saved, ValueError, r"expected what was written, got other content: a dam")
+
+
 def test_json_of_something_else_is_an_error_that_says_what_to_do(saved: Path) -> None:
     for text in ("[]", "{}", '{"format": 1}'):
         (saved / "memory.json").write_text(text)
@@ -222,6 +229,7 @@ def test_a_missing_file_is_named(saved: Path, name: str) -> None:
         ({"blocks": []}, r"expected blocks to be a list of module paths, got \[\]; save again"),
         ({"blocks": 3}, "expected blocks to be a list of module paths, got 3"),
         ({"config": []}, r"expected config to be an object of config fields, .*, got \[\]"),
+        ({"config": [{}]}, r"expected a config for each of 2 layers, got 1; save again"),
         ({"config": {"channels": "a"}}, r"expected the fields of a MemoryConfig, got .*channels"),
         ({"share_weights": "yes"}, "expected share_weights to be true or false, .*, got 'yes'"),
         ({"scope": None}, "expected scope to be 'layer' or 'depth', got None"),

@@ -64,17 +64,20 @@ def test_a_forward_on_meta_has_the_shapes_of_one_on_a_cpu(name):
         assert all(p.grad is not None for p in meta.parameters())
 
 
-SAMPLE = [("paper", 6), ("few of many places", 3)]  # every mark together
+EVERY = [("paper", 6), ("few of many places", 3)]  # every mark together
+WAYS = [(name, number) for name in ("paper", "gaussian places") for number in range(4)]
+REST = [(name, len(marks(name)) - 1) for name in MEMORIES]
 
 
 @pytest.mark.parametrize(
     ("name", "number"),
     [
-        (name, number)
-        if (name, number) in SAMPLE
-        else pytest.param(name, number, marks=pytest.mark.exhaustive)
-        for name in MEMORIES
-        for number in range(len(marks(name)))
+        *EVERY,
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in dict.fromkeys([*WAYS, ("paper", 4), ("paper", 5), *REST])
+            if case not in EVERY
+        ),
     ],
 )
 def test_one_graph_takes_every_mark(name, number):

@@ -228,8 +228,13 @@ def _require_same(
             f"{folder}: expected scope={here['scope']!r} as attached, got {saved['scope']!r}; "
             f"attach with scope={saved['scope']!r}"
         )
-    configs = zip(_per_layer(saved), _per_layer(here), kinds, strict=True)
-    for values, expected, kind in configs:
+    configs = _per_layer(saved)
+    if len(configs) != len(kinds):
+        raise ValueError(
+            f"{folder / DESCRIPTION}: expected a config for each of "
+            f"{counted(len(kinds), 'layer')}, got {len(configs)}; save again"
+        )
+    for values, expected, kind in zip(configs, _per_layer(here), kinds, strict=True):
         config = _config(values, kind, folder / DESCRIPTION).to_dict()
         differing = [name for name in expected if config[name] != expected[name]]
         differing = [name for name in differing if name not in _HOW]

@@ -219,12 +219,11 @@ class MemoryState:
                 )
         if not torch.compiler.is_compiling() and not self._is_trusted():
             self._require_possible()
-            trusted(self)
 
     def _require_possible(self) -> None:
-        """Raise unless `fill` is possible and `aligned` agrees with it.
+        """Raise unless `fill` is possible and `aligned` agrees with it; then trust this state.
 
-        It asks a device for values, so states that a memory has returned are trusted instead.
+        It asks a device for values, so states that a memory has returned are trusted at once.
         """
         aligned, fill, slots = self.aligned, self.fill, self.tokens
         if slots.ndim != 3 or fill.shape != slots.shape[:1] or fill.dtype != torch.long:
@@ -255,6 +254,7 @@ class MemoryState:
                 f"state.aligned: expected None, or what all rows of fill hold, got {aligned} "
                 f"beside {fill.tolist()}; leave it out"
             )
+        trusted(self)
 
     def _tensors(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in _TENSORS}
