@@ -158,6 +158,9 @@ def test_a_host_that_puts_tokens_first_is_refused_before_it_mixes_rows() -> None
         ValueError, match=r"layer.0' is one of a host \(xlnet\) .* attach with batch_first=False"
     ):
         attach(Holder(model), SMALL)
+    fsmt = transformers.FSMTModel(transformers.FSMTConfig(langs=["en", "de"], **BOTH))
+    with pytest.raises(ValueError, match=r"a host \(fsmt\) that puts tokens first"):
+        attach(fsmt, SMALL, layers="encoder.layers.*")
     attach(model, SMALL, gate_init=3.0, batch_first=False)
     tokens = torch.randint(1, VOCABULARY, (9, 9))
     together = model(input_ids=tokens).last_hidden_state
@@ -400,6 +403,21 @@ def test_a_host_that_drops_whole_layers_trains() -> None:
         ran.add(tuple(layer.gate.grad is not None for layer in attachment.layers))
         model.zero_grad()
     assert ran == {(True, True), (True, False), (False, True), (False, False)}
+
+
+@pytest.mark.parametrize("layers", ["model.layers.*.mlp", "model.layers.1.mlp"])
+def test_a_memory_on_a_part_of_a_block_generates_exactly(layers: str) -> None:
+    """The part is given no cache, and the blocks before it have lengthened theirs."""
+    model: Any = llama().double().eval()
+    attach(model, SMALL, layers=layers, gate_init=3.0)
+    options: dict[str, Any] = dict(max_new_tokens=12, do_sample=False, pad_token_id=0)
+    tokens = ids()
+    made = model.generate(tokens, **options)
+    assert torch.equal(made, model.generate(tokens, use_cache=False, **options))
+    with memory_disabled(model):
+        filled = model(tokens, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="holds 11 tokens, of which the memory has seen 0"):
+        model(tokens[:, :1], past_key_values=filled)
 
 
 def mamba() -> Any:

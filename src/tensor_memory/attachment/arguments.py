@@ -88,6 +88,9 @@ class TokenArguments:
     two_sided: bool = False
     """Whether the module holds an encoder and a decoder, so that its parts speak for themselves."""
 
+    cache: Any = None
+    """The cache it was given, where blocks are its parts."""
+
     named: dict[str, Any] = field(default_factory=dict)
     """The arguments that places are made of, of those that were given."""
 
@@ -123,7 +126,7 @@ class TokenArguments:
             tokens is not None or not any(isinstance(v, Tensor) for v in (*args, *kwargs.values())),
             additive,
             signature.two_sided,
-            signature.all_of(names, args, kwargs),
+            named=signature.all_of(names, args, kwargs),
         )
 
     @property
@@ -312,9 +315,8 @@ def _tokens(
 
 
 def _images(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    pixels = signature.get("pixel_values", args, kwargs)
-    given = next((v for v in (pixels, *args) if isinstance(v, Tensor)), None)
-    return len(given) if given is not None and given.ndim == 4 else 0
+    pixels = _tensor(signature.get("pixel_values", args, kwargs), (4,))
+    return 0 if pixels is None else len(pixels)
 
 
 def _padding(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

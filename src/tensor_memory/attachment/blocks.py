@@ -284,7 +284,11 @@ def _width(block: nn.Module, hint: object) -> int | None:
         return attention.pop()
     shapes = [_weight_shape(part) for part in block.modules()]
     square = {shape[0] for shape in shapes if len(shape) == 2 and shape[0] == shape[1]}
-    return square.pop() if len(square) == 1 else None
+    if len(square) == 1:
+        return square.pop()
+    # A feed-forward part has no norm of its own; that it returns another width shows in a call.
+    known = isinstance(hint, int) and any(hint in p.shape for p in block.parameters())
+    return hint if known else None  # type: ignore[return-value]
 
 
 def _norm_width(module: nn.Module) -> int | None:

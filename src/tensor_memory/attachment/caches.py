@@ -144,15 +144,17 @@ StateHolder = Stream | CacheMemory | LentCache
 """Who keeps the state of every memory layer from one call of the host to the next."""
 
 
-def admit(cache: Any, stream: Stream | None, virtual: int = 0, added: int = 0) -> None:
+def admit(
+    cache: Any, stream: Stream | None, virtual: int = 0, added: int = 0, held: int | None = None
+) -> None:
     """Raise where the memory has not seen what a cache holds.
 
-    Asked where a call enters the host, before its attention puts anything into the cache. A cache
-    that the host made itself is first met after a block: `added` tokens later, or none where no
-    block so far has lengthened it (one without attention, or one that training drops). A new one
-    may hold `virtual` tokens, of prefix tuning.
+    Asked where a call enters the host, before its attention puts anything into the cache, or with
+    what it `held` then. A cache that the host made itself is first met after a block: `added`
+    tokens later, or none where no block so far has lengthened it (one without attention, or one
+    that training drops). A new one may hold `virtual` tokens, of prefix tuning.
     """
-    memory, held = carry(cache), tokens_in(cache)
+    memory, held = carry(cache), tokens_in(cache) if held is None else held
     if virtual and held == virtual and not memory.tokens_seen():
         memory.virtual = virtual
     seen = memory.tokens_seen()
@@ -239,13 +241,13 @@ class _Untraced:
         self._admit: Callable[..., Any] = admit
         self._hold: Callable[..., Any] = hold
 
-    def admit(self, cache: Any, stream: Stream | None, virtual: int) -> None:
+    def admit(self, cache: Any, stream: Stream | None, virtual: int, held: int | None) -> None:
         """`admit`, where a call enters the host."""
         memory = _traced_memory(cache, stream)
         if memory is not None:
             memory.require_length(cache)
         else:
-            self._admit(cache, stream, virtual)
+            self._admit(cache, stream, virtual, held=held)
 
     def hold(
         self, cache: Any, stream: Stream | None, tokens: int, admitted: list[Any]

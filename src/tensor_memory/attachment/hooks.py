@@ -81,15 +81,19 @@ class EntryHook:
             refuse_4d_mask(self.signature, args, kwargs)
         if stream is None:
             refuse_foreign_cache(self.module, lambda name: self.signature.get(name, args, kwargs))
-        if self.next_to_blocks:  # further out, it may be the cache of blocks without a memory
-            cache = find_cache(args, kwargs)
-            if cache is not None:
-                UNTRACED.admit(cache, stream, virtual_tokens(self.calls.host))
+        cache = find_cache(args, kwargs)
+        if cache is not None:
+            held = None if compiling else call.held_before(cache)
+            # Further out, it may be the cache of blocks without a memory.
+            if self.next_to_blocks and not call.admitted(cache):
+                UNTRACED.admit(cache, stream, virtual_tokens(self.calls.host), held)
                 call.caches.append(cache)
         if not compiling and stream is not None:
             self.streamed.remember(args, kwargs)
         around = call.levels[-1][1] if call.levels else None
-        call.enter(self, TokenArguments.read(self.signature, args, kwargs, around, self.names))
+        given = TokenArguments.read(self.signature, args, kwargs, around, self.names)
+        given.cache = cache if self.next_to_blocks else None
+        call.enter(self, given)
         if self.calls.place_source is not None:
             call.make_places(self.calls.place_source)
         self.calls.current = call
@@ -152,7 +156,8 @@ class BlockHook:
             refuse_causal_call(block.path, args, kwargs)
         slot = DEPTH if depth else call.slot(block.path)
         call.require_rows_first(block.path, x)
-        holder = calls.holder(call, x.shape[1], find_cache(args, kwargs))
+        cache = find_cache(args, kwargs)
+        holder = calls.holder(call, x.shape[1], call.cache_around() if cache is None else cache)
         before = tokens_before(holder, slot)
         mask, reset = call.mask_and_reset(
             block.path, x, before, lambda name: self.signature.get(name, args, kwargs)

@@ -28,7 +28,7 @@ from tensor_memory.attachment.arguments import (
     mask_of_block,
     refuse_mask,
 )
-from tensor_memory.attachment.caches import UNTRACED, LentCache, StateHolder
+from tensor_memory.attachment.caches import UNTRACED, LentCache, StateHolder, tokens_in
 from tensor_memory.attachment.places import PlaceSource
 from tensor_memory.attachment.rollback import ROLLBACK, Call
 from tensor_memory.attachment.stream import OpenStream, Stream
@@ -59,6 +59,9 @@ class HostCall:
     caches: list[Any] = field(default_factory=list)
     """Caches found to hold what the memory has seen, before this call lengthened them."""
 
+    lengths: dict[int, int | None] = field(default_factory=dict)
+    """Tokens that each cache held when this call brought it, by its `id`."""
+
     visits: dict[str, int] = field(default_factory=dict)
     """How often each block has run: a block used twice in depth keeps one state per use."""
 
@@ -81,6 +84,20 @@ class HostCall:
         """A module around the blocks is entered; what an outer one said may not hold inside."""
         self.levels.append((entry, arguments))
         self.found = None
+
+    def held_before(self, cache: Any) -> int | None:
+        """Tokens that a cache held when this call brought it: blocks lengthen it one by one."""
+        if id(cache) not in self.lengths:
+            self.lengths[id(cache)] = tokens_in(cache)
+        return self.lengths[id(cache)]
+
+    def admitted(self, cache: Any) -> bool:
+        """Whether the memory is known to have seen what a cache held before this call."""
+        return any(cache is other for other in self.caches)
+
+    def cache_around(self) -> Any | None:
+        """The cache of the module around a block, for a part of a block that is given none."""
+        return self.levels[-1][1].cache if self.levels else None
 
     def make_places(self, source: PlaceSource) -> None:
         """Let `where=` see its arguments before the host changes them, where all are given.
