@@ -176,6 +176,17 @@ def test_a_quick_decode_with_places_writes_the_same(tmp_path):
     assert row["state_bytes"] == 3 * 2 * 4 * (2 * 9 * 4 + 2)  # rows, layers: voxels and origin
 
 
+def test_a_quick_decode_of_an_attached_host_writes_the_same(tmp_path):
+    status, result = run_quick(tmp_path, "decode", "--host", "attached", "--batches", "2")
+    assert status == 0
+    row = result["batches"]["2"]
+    assert row["agreement"]["passed"]
+    taken = row["ms_per_token"]
+    assert row["ratio"] == taken["memory"]["median"] / taken["base"]["median"]
+    assert row["ms_by_place_in_chunk"]["memory"].keys() == {"first", "middle", "last"}
+    assert row["state_bytes"] > 2 * 2 * 32 * 8**3 * 4  # rows, hidden and cell
+
+
 def test_a_stream_leaves_state_and_resident_memory_flat(tmp_path):
     status, result = run_quick(tmp_path, "stream", "--tokens", "20000", "--block", "500")
     assert status == 0

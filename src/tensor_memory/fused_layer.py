@@ -1,8 +1,9 @@
 """A `MemoryResidual` in a few launches, where the fused backend serves it.
 
 Of a `TensorMemory` two calls are fused: one whose rows stand together and whose chunks are all
-complete, and one token without gradients. Of a `PlaceMemory` every call without a mask is. Every
-other call runs the plain code around the recurrence.
+complete, and one token without gradients. Of a `PlaceMemory` every call without a mask is. On a CPU
+one token without gradients takes few operations (`token_layer`). Every other call runs the plain
+code around the recurrence.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from tensor_memory.place import PlaceMemory
 from tensor_memory.place_state import PlaceState
 from tensor_memory.state import MemoryState, trusted
 from tensor_memory.tensor import TensorMemory
+from tensor_memory.token_layer import is_dense, place_token, tensor_token
 
 
 def fused_layer(
@@ -45,6 +47,10 @@ def fused_layer(
     """
     if mask is not None:
         return None
+    if reset is None and isinstance(x, Tensor) and x.device.type == "cpu" and x.ndim == 3:
+        done = _token_on_cpu(memory, norm, gate, drop, x, state, others)
+        if done is not None:
+            return done
     if type(memory) is PlaceMemory:
         return _place_layer(memory, norm, gate, drop, x, state, reset=reset, **others)
     if (
@@ -163,6 +169,73 @@ def _place_weights(memory: PlaceMemory, norm: nn.LayerNorm, gate: Tensor) -> tup
         learned("rate", "bias"), learned("keep"), learned("keep", "bias"),
         memory._parameters.get("log_width"), learned("gate"), learned("norm"), learned("output"),
     )  # fmt: skip
+
+
+def _token_on_cpu(
+    memory: nn.Module,
+    norm: nn.Module,
+    gate: Tensor,
+    drop: tuple[float, float],
+    x: Tensor,
+    state: Any,
+    options: dict[str, Any],
+) -> tuple[Tensor, Any] | None:
+    """One token without gradients; None where anything is unusual, and the plain code says what."""
+    if x.shape[1] != 1 or not len(x) or any(drop) or x.dtype not in _CPU_TYPES:
+        return None
+    if torch.is_autocast_enabled("cpu") or not is_plain_eager((x,)):
+        return None
+    if type(memory) not in (TensorMemory, PlaceMemory):
+        return None
+    assert isinstance(memory, TensorMemory | PlaceMemory)
+    config: Any = memory.config
+    if config.backend not in ("auto", "torch") or not _is_plain_norm(norm, memory.dim):
+        return None
+    if not _are_plain_and_alike((memory, norm, *memory._modules.values()), gate, x):
+        return None
+    assert isinstance(norm, nn.LayerNorm)
+    if isinstance(memory, PlaceMemory):
+        if options.keys() - {"where"} or not is_dense(config.grid, config.kernel):
+            return None
+        where = options.get("where")
+        state = memory.checked_state(x, state, where)
+        if state.scale is not None or state.values.dtype != x.dtype or _has_grad(state.values):
+            return None
+        return place_token(memory, norm, gate, x, state, where)
+    if options.keys() - {"flush"} or options.get("flush", False) is not False:
+        return None
+    memory.check(x, state)
+    state = memory.empty_state(x) if state is None else state
+    if state.aligned is None or config.write != "gaussian" or _has_grad(state.hidden):
+        return None
+    return tensor_token(memory, norm, gate, x, state)
+
+
+_CPU_TYPES = (torch.float32, torch.float64)
+_PLAIN_PARTS = {nn.Linear, nn.RMSNorm, nn.LayerNorm, TensorMemory, PlaceMemory}
+
+
+def _are_plain_and_alike(parts: Sequence[nn.Module | None], gate: Tensor, x: Tensor) -> bool:
+    """Whether parts are those a memory is built with, without hooks, and weights are like x."""
+    learning = torch.is_grad_enabled()
+    if learning and (x.requires_grad or gate.requires_grad):
+        return False
+    weights = [gate]
+    for part in parts:
+        if part is None or type(part) not in _PLAIN_PARTS or _is_hooked(part):
+            return False
+        weights += [weight for weight in part._parameters.values() if weight is not None]
+    dtype, device = x.dtype, x.device
+    for weight in weights:
+        if weight.dtype != dtype or weight.device != device:
+            return False
+        if learning and weight.requires_grad:
+            return False
+    return True
+
+
+def _has_grad(tensor: Tensor) -> bool:
+    return torch.is_grad_enabled() and tensor.requires_grad
 
 
 @functools.lru_cache(maxsize=64)

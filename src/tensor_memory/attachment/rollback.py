@@ -55,33 +55,36 @@ class History:
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
+        self.tokens = 0
+        """Tokens that can be taken back."""
         self.reach = 0
         """Tokens that calls of `take_back` have shown to be needed."""
-        self._since = 0  # tokens read since the last of them
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that can be taken back."""
-        return sum(call.tokens for call in self.calls)
+        self._since_state = 0  # tokens since the last call that has its state, that one included
+        self._since_take = 0  # tokens read since tokens were last taken back
 
     def add(self, call: Call) -> None:
         """Note a call, and let go of what is no longer needed."""
-        keep = max(call.keep, self.reach)
-        if call.tokens <= keep:  # a prompt says nothing about how long drafts are
-            self._since += call.tokens
-        since_state = 0
-        for other in reversed(self.calls):
-            since_state += other.tokens
-            if other.has_state:
-                break
-        if self.calls and since_state < keep:  # a state each would take many times the bytes
+        keep, N = max(call.keep, self.reach), call.tokens
+        if keep >= N:  # a prompt says nothing about how long drafts are
+            self._since_take += N
+        if self.calls and self._since_state < keep:
+            # A state for each call would take many times the bytes.
             call = replace(call, given=replace(call.given, state=None), has_state=False)
+        else:
+            self._since_state = 0
         self.calls.append(call)
+        self.tokens += N
+        self._since_state += N
+        if call.has_state:  # the one before may be enough now, without what lies before it
+            self._let_go(keep)
+
+    def _let_go(self, keep: int) -> None:
         reached = 0
         for place in range(len(self.calls) - 1, -1, -1):
             reached += self.calls[place].tokens
             if reached >= keep and self.calls[place].has_state:
                 del self.calls[:place]
+                self.tokens = reached
                 break
 
     def take_back(self, tokens: int) -> Call | None:
@@ -90,7 +93,7 @@ class History:
         None where nothing was taken, so that the state now is the right one.
         """
         # A draft that was right so far grows: be ready for one of twice the length.
-        self.reach, self._since = max(self.reach, 2 * self._since), 0
+        self.reach, self._since_take = max(self.reach, 2 * self._since_take), 0
         if tokens == 0:
             return None
         left = self.tokens - tokens
@@ -104,6 +107,8 @@ class History:
         start = max(place for place, call in enumerate(kept) if call.has_state)
         again = _joined(kept[start:])
         self.calls = [call for call in kept if call.tokens]
+        self.tokens -= tokens
+        self._since_state = sum(call.tokens for call in kept[start:])
         return again
 
 

@@ -2,9 +2,11 @@
 
     tensor-memory-lab bench decode
     tensor-memory-lab bench decode --memory place
+    tensor-memory-lab bench decode --host attached --batches 1
 
 The language model without gradients, each layer attending to a window of fixed size, so that
-nothing grows; with and without memory, turn by turn. First the scan is compared with one in
+nothing grows; with and without memory, turn by turn. Or a small model of transformers with the
+memory attached, whose cache starts again now and then. First the scan is compared with one in
 float64, and one token at a time with the whole sequence at once.
 """
 
@@ -25,6 +27,7 @@ from tensor_memory_lab.bench.hosts import (
     Host,
     Memory,
     add_memory_options,
+    attached_host,
     language_host,
     memory_changes,
 )
@@ -87,12 +90,48 @@ class Decoder:
         return sum(state.nbytes for state in self.states.values() if state is not None)
 
 
-def build(host: Host, device: torch.device, seed: int, *, memory: bool) -> LanguageModel:
+class AttachedDecoder:
+    """Feeds a host of transformers its own choices; the cache carries the memory's states."""
+
+    def __init__(self, model: Any, batch: int) -> None:
+        self.model, self.rows = model, batch
+        self._restart()
+
+    def _restart(self) -> None:
+        self.cache, self.tokens = None, 0
+        self.ids = torch.zeros(self.rows, 1, dtype=torch.long, device=self.model.device)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """One token for every row."""
+        if self.tokens == 4 * WINDOW:
+            self._restart()
+        output = self.model(self.ids, past_key_values=self.cache, use_cache=True)
+        self.cache, self.ids = output.past_key_values, output.logits[:, -1:].argmax(-1)
+        self.tokens += 1
+
+    @property
+    def states(self) -> dict[str, Any]:
+        """The memory's states by layer."""
+        attachment = getattr(self.model, "tensor_memory", None)
+        return {} if attachment is None else attachment.state_on(self.cache)
+
+    @property
+    def state_bytes(self) -> int:
+        """What the memory's states hold, all layers and rows together."""
+        return sum(state.nbytes for state in self.states.values())
+
+
+def build(host: Host, device: torch.device, seed: int, *, memory: bool) -> Any:
     """The model in the type it is served in: bfloat16 on a GPU."""
     torch.manual_seed(seed)
     model = host.build(host.memory if memory else None, range(host.layers))
-    assert isinstance(model, LanguageModel)
     return model.to(device, _dtype(device)).eval()
+
+
+def decoder_of(model: Any, batch: int) -> Decoder | AttachedDecoder:
+    """Who feeds a model of this kind."""
+    return (Decoder if isinstance(model, LanguageModel) else AttachedDecoder)(model, batch)
 
 
 def _dtype(device: torch.device) -> torch.dtype:
@@ -145,7 +184,7 @@ def measure_batch(
         return row
 
     decoders = {
-        name: Decoder(build(host, device, seed, memory=name == WITH), batch)
+        name: decoder_of(build(host, device, seed, memory=name == WITH), batch)
         for name in (WITHOUT, WITH)
     }
     row |= _latency(decoders, memory, device, budget)
@@ -177,7 +216,10 @@ def _places_in_chunk(memory: Memory) -> dict[str, slice]:
 
 
 def _latency(
-    decoders: dict[str, Decoder], memory: Memory, device: torch.device, budget: Budget
+    decoders: dict[str, Decoder | AttachedDecoder],
+    memory: Memory,
+    device: torch.device,
+    budget: Budget,
 ) -> dict[str, Any]:
     """Milliseconds per token, waited for one by one as a sampler does; chunks take turns."""
     K = _tokens_per_turn(memory)
@@ -207,7 +249,7 @@ def _latency(
     }
 
 
-def _wait(decoder: Decoder, device: torch.device) -> float:
+def _wait(decoder: Decoder | AttachedDecoder, device: torch.device) -> float:
     start = time.perf_counter()
     decoder.step()
     if device.type == "cuda":
@@ -215,7 +257,7 @@ def _wait(decoder: Decoder, device: torch.device) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def _launches(decoders: dict[str, Decoder], memory: Memory) -> dict[str, Any]:
+def _launches(decoders: dict[str, Decoder | AttachedDecoder], memory: Memory) -> dict[str, Any]:
     """Kernels run for a token of each place in a chunk, all rows together."""
     K, parts = _tokens_per_turn(memory), _places_in_chunk(memory)
     firsts = {part.start: place for place, part in parts.items()}
@@ -232,7 +274,9 @@ def _launches(decoders: dict[str, Decoder], memory: Memory) -> dict[str, Any]:
     }
 
 
-def _launches_by_place(decoder: Decoder, named: dict[int, str], K: int) -> dict[str, int]:
+def _launches_by_place(
+    decoder: Decoder | AttachedDecoder, named: dict[int, str], K: int
+) -> dict[str, int]:
     from torch.profiler import ProfilerActivity, profile
 
     counts = {}
@@ -256,7 +300,8 @@ def _launches_by_place(decoder: Decoder, named: dict[int, str], K: int) -> dict[
 def run(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Every batch size asked for; one that fails is recorded and the others go on."""
     budget = QUICK if options.quick else Budget(seconds=4.0, least=5, most=60, warm_up=2)
-    host = language_host(quick=options.quick, memory=options.memory)
+    make = {"language": language_host, "attached": attached_host}[options.host]
+    host = make(quick=options.quick, memory=options.memory)
     host = replace(host, memory=replace(host.memory, **options.changes))
     rows: dict[str, Any] = {}
     with progress("decode", len(options.batches), unit="batch sizes") as advance:
@@ -298,6 +343,7 @@ def main(argv: list[str]) -> int:
     parser = report.make_parser("decode", "Time one token at a time with and without memory.")
     add = parser.add_argument
     add("--batches", type=int, nargs="+", default=[1, 32], help="rows decoded together")
+    add("--host", choices=("language", "attached"), default="language", help="the model decoded")
     add_memory_options(parser)
     options, device = report.parse(parser, argv)
     options.changes = memory_changes(parser, options)
@@ -306,7 +352,7 @@ def main(argv: list[str]) -> int:
             parser.error(f"--batches: expected at least 1 row, got {batch}")
     result = run(options, device)
     config = {"dtype": str(_dtype(device)).removeprefix("torch."), "window": WINDOW}
-    config["memory"] = options.memory
+    config |= {"memory": options.memory, "host": options.host}
     complaints = [
         text
         for name, row in result["batches"].items()

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tensor_memory import MemoryConfig, PlaceConfig
+from tensor_memory import MemoryConfig, PlaceConfig, attach
 from tensor_memory_lab.bench.place_shapes import PlaceShape
 from tensor_memory_lab.bench.shapes import ScanShape, Shape
 from tensor_memory_lab.models import Model
@@ -132,6 +132,45 @@ def video_host(*, quick: bool = False, batch: int = 32) -> Host:
         draw=draw,
         loss=loss,
         tokens=(frames, 1 + side * side),
+    )
+
+
+def attached_host(*, quick: bool = False, batch: int = 1, memory: str = "tensor") -> Host:
+    """A small Llama of transformers, d 64, 4 heads, 3 layers, with the memory attached.
+
+    What a user's own small model pays for `attach`, its hooks and its cache included.
+    """
+    import transformers  # of the extra `hf`, which only this host needs
+
+    layers, words, length = 1 if quick else 3, 256, 64
+    settings = transformers.LlamaConfig(
+        vocab_size=words,
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        max_position_embeddings=4096,
+    )
+
+    def build(memory: Memory | None, layers: Sequence[int]) -> Any:
+        model = transformers.LlamaForCausalLM(settings)
+        if memory is not None:
+            attach(model, memory)
+        return model
+
+    def draw(device: torch.device) -> Batch:
+        return {"ids": torch.randint(words, (batch, length)).to(device)}
+
+    return Host(
+        name="attached",
+        dim=64,
+        layers=layers,
+        batch=batch,
+        memory=PlaceConfig() if memory == "place" else MemoryConfig.paper(),
+        build=build,
+        draw=draw,
+        loss=lambda model, given: model(given["ids"], labels=given["ids"]).loss,  # type: ignore[operator]
+        tokens=(1, length),
     )
 
 
