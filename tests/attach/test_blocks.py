@@ -82,8 +82,8 @@ class GatedDeltaNet(MLP):
     """Mixes tokens, by its name alone."""
 
 
-def convolution(groups: int) -> nn.Conv1d:
-    return nn.Conv1d(WIDTH, WIDTH, 4, groups=groups)
+def convolution(groups: int, kernel: int = 4) -> nn.Conv1d:
+    return nn.Conv1d(WIDTH, WIDTH, kernel, groups=groups)
 
 
 @pytest.mark.parametrize("mixer", [GatedDeltaNet(), convolution(WIDTH)], ids=["name", "depthwise"])
@@ -91,9 +91,10 @@ def test_what_mixes_tokens_without_attention_is_a_block_with_nothing_beside_it(m
     assert [block.path for block in find_blocks(row(NORM, mixer))] == ["row.0", "row.1"]
 
 
-def test_convolutions_over_all_channels_are_no_blocks() -> None:
+@pytest.mark.parametrize("mixer", [convolution(1), convolution(WIDTH, 7)], ids=["dense", "long"])
+def test_the_convolutions_of_codecs_are_no_blocks(mixer: nn.Module) -> None:
     with pytest.raises(NoBlocksFoundError):
-        find_blocks(row(NORM, convolution(1), linear()))
+        find_blocks(row(NORM, mixer, linear()))
 
 
 class Holds(nn.Module):

@@ -161,7 +161,7 @@ def continued(case: Case, folder: Path) -> None:
     """
     tokens, _ = prompts()
     case.attach()
-    whole = case.generate(tokens, max_new_tokens=NEW + 4)
+    whole = case.generate(tokens, max_new_tokens=NEW + 4, use_cache=False)
     first = case.generate(tokens)
     made, cache = first.sequences, {case.family.cache: first.past_key_values}
     if case.family.kind == BOTH or case.family.cache == "cache_params":

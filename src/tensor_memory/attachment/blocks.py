@@ -245,9 +245,12 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def _recurs(module: nn.Module) -> bool:
-    """Whether it mixes tokens without attention: a convolution per channel over time tells too."""
+    """Whether it mixes tokens without attention; a short convolution per channel tells too.
+
+    Long ones are those of audio codecs, 7 and more.
+    """
     if isinstance(module, nn.Conv1d):
-        return module.groups == module.in_channels > 1
+        return module.groups == module.in_channels > 1 and module.kernel_size[0] <= 4
     return type(module).__name__.lower().endswith(_RECURRENT)
 
 
