@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tensor_memory import find_leak
+from tensor_memory import PlaceConfig, find_leak
+from tensor_memory_lab.bench.place_shapes import PlaceShape, addresses
 from tensor_memory_lab.models.gated_rule import LEAST_DECAY, gated_rule
 from tensor_memory_lab.models.peers import PEERS, PeerConfig, dplr_rule, unit
 from tolerances import assert_same, assert_same_rms
@@ -109,6 +110,22 @@ def test_a_recurrence_in_chunks_is_the_naive_loop(kind, N, forgets):
             assert found is None, name
         else:
             assert_same_rms(f"{kind} {name}", found, expected[name], torch.float32)
+
+
+@pytest.mark.parametrize(("rule", "kind"), [("linear", "simple"), ("delta", "gated-deltanet")])
+@pytest.mark.parametrize("kernel", ["gaussian", "linear"])
+def test_a_place_scan_is_the_naive_loop_fed_with_its_addresses(kernel, rule, kind):
+    config = PlaceConfig(grid=(3, 4), channels=2, heads=2, kernel=kernel, rule=rule)
+    shape = PlaceShape(2, 40, config, torch.float32)
+    inputs = shape.draw(torch.device("cpu"), seed=0)
+    given, phi = inputs.arguments, addresses(shape, inputs)
+    v = given["content"] * (given["rate"][..., None] if rule == "linear" else 1)
+    decay, state = given["log_keep"][..., None], given["state"].flatten(2, -2)
+    scale = phi.shape[-1] ** 0.5  # which the loops divide queries by
+    expected = naive(kind, scale * phi, phi, v, decay, given["rate"], state)
+    reads, after = shape.scan("torch")(**given)
+    assert_same_rms("reads", reads, expected[0], torch.float32)
+    assert_same_rms("state", after.flatten(2, -2), expected[1], torch.float32)
 
 
 def step_by_step(q, k, v, decay, erase, state):
