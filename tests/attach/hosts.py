@@ -1,4 +1,4 @@
-"""Small hosts of every kind the memory must attach to, all random, none downloaded."""
+"""A small random host of every kind a memory must attach to; `families.py` has one per family."""
 
 from __future__ import annotations
 
@@ -81,26 +81,8 @@ def bert(**options: Any) -> nn.Module:
     return transformers.BertModel(config, add_pooling_layer=False)
 
 
-def _qwen2() -> nn.Module:
-    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**_DECODER))
-
-
-def _qwen3() -> nn.Module:
-    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**_DECODER | dict(head_dim=8)))
-
-
-def _roberta() -> nn.Module:
-    config = transformers.RobertaConfig(**_ENCODER)
-    return transformers.RobertaModel(config, add_pooling_layer=False)
-
-
 def _vit() -> nn.Module:
     return transformers.ViTModel(transformers.ViTConfig(**_SIZES | _IMAGE), add_pooling_layer=False)
-
-
-def _videomae() -> nn.Module:
-    config = transformers.VideoMAEConfig(**_SIZES | _IMAGE | dict(num_frames=4, tubelet_size=2))
-    return transformers.VideoMAEModel(config)
 
 
 def encoder(*, batch_first: bool = True) -> nn.Module:
@@ -180,10 +162,6 @@ def _images() -> Tensor:
     return torch.randn(2, 3, 8, 8, dtype=torch.float64)
 
 
-def _clips() -> Tensor:
-    return torch.randn(2, 4, 3, 8, 8, dtype=torch.float64)
-
-
 def _row(path: str) -> tuple[str, ...]:
     return (f"{path}.0", f"{path}.1")
 
@@ -191,13 +169,9 @@ def _row(path: str) -> tuple[str, ...]:
 HOSTS = {
     "gpt2": Host(gpt2, ids, _row("transformer.h"), causal=True),
     "llama": Host(llama, ids, _row("model.layers"), causal=True),
-    "qwen2": Host(_qwen2, ids, _row("model.layers"), causal=True),
-    "qwen3": Host(_qwen3, ids, _row("model.layers"), causal=True),
     "mistral": Host(mistral, ids, _row("model.layers"), causal=True),
     "bert": Host(bert, ids, _row("encoder.layer"), causal=False),
-    "roberta": Host(_roberta, ids, _row("encoder.layer"), causal=False),
     "vit": Host(_vit, _images, _row("layers"), causal=False),
-    "videomae": Host(_videomae, _clips, _row("encoder.layer"), causal=False),
     "timm": Host(TimmViT, _images, _row("blocks"), causal=False, bidirectional_is_known=False),
     "encoder": Host(
         encoder, embeddings, _row("layers"), causal=False, bidirectional_is_known=False

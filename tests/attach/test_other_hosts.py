@@ -54,10 +54,9 @@ def t5() -> Any:
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.parametrize("layers", ["decoder.block.*", "encoder.block.*"])
-def test_an_encoder_decoder_generates_as_by_full_recomputation(layers: str, beams: int) -> None:
+def test_an_encoder_with_a_memory_serves_a_decoder_that_has_none(beams: int) -> None:
     model = t5()
-    attach(model, SMALL, layers=layers)
+    attach(model, SMALL, layers="encoder.block.*")
     tokens = ids()
     mask = torch.ones_like(tokens)
     mask[1, 6:] = 0
