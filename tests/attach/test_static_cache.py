@@ -155,3 +155,15 @@ def test_a_compiled_step_refuses_a_static_cache_that_went_on_without_the_memory(
         model(tokens[:, :1], past_key_values=cache)
     with pytest.raises(RuntimeError, match="cache holds tokens that the memory has not seen"):
         compiled(tokens[:, :1], past_key_values=cache)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_decoding_that_generate_compiles_by_itself_gives_the_same_tokens() -> None:
+    """On a GPU: inductor, and CUDA graphs that read and write the state in place."""
+    for config in (TENSOR, PLACE):
+        model, (tokens, mask) = host(config).cuda(), (p.cuda() for p in prompts())
+        dynamic = generate(model, tokens, mask)
+        for _ in range(2):
+            static = generate(model, tokens, mask, cache_implementation="static")
+            assert torch.equal(static, dynamic)
