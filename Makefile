@@ -5,10 +5,14 @@ PYTHON ?= python3
 WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 # Installed before anything that depends on it, so that nothing else decides which torch it is.
 # Without a GPU, PIP_EXTRA_INDEX_URL pointed at PyTorch's CPU index spares the CUDA packages.
 TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.6,torch==2.13.0)
+
+# The photos that the demo walks over. Its code, and SciPy which that needs, are not used.
+PHOTOS := "scikit-image>=0.22"
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all pytest docs lint format clean
@@ -16,8 +20,8 @@ TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.6,torch==2.13.
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.demo  ## train a small model with and without memory: table, curves, a page to look inside
-	$(BIN)/python examples/windowed_binding.py
+demo: $(VENV)/.demo  ## walk over a photo with and without memory: table, animation, a page to look inside
+	$(BIN)/python examples/remembered_world.py
 
 # Checking types keeps one core busy: it runs beside the tests.
 test: $(VENV)/.dev  ## lint, check types, run every test
@@ -50,14 +54,18 @@ $(VENV)/.torch:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "expected Python 3.11 or newer, got: $$($(PYTHON) --version 2>&1);" \
 	    "name another with: make PYTHON=python3.12 ..." >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check "$(TORCH)"
+	@echo "installing $(TORCH) into $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(INSTALL) "$(TORCH)"
 	@touch $@
 
 $(VENV)/.demo: pyproject.toml $(VENV)/.torch
-	$(BIN)/python -m pip install --disable-pip-version-check --editable ".[inspect]"
+	@echo "installing what the demo needs"
+	@$(INSTALL) --editable ".[inspect]"
+	@$(INSTALL) --no-deps $(PHOTOS)
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml lab/pyproject.toml $(VENV)/.torch
-	$(BIN)/python -m pip install --disable-pip-version-check --editable ".[dev]" --editable "lab[test]"
+	@echo "installing what the tests need"
+	@$(INSTALL) --editable ".[dev]" --editable "lab[test]"
 	@touch $@ $(VENV)/.demo

@@ -1,6 +1,6 @@
 """Two models that see two tokens at a time, one of them with a memory: which one remembers?
 
-    python examples/windowed_binding.py     # or: make demo; about two minutes on a CPU core
+    python examples/windowed_binding.py     # about two minutes on a CPU core
 
 Eight values are written at points of space; after a pause the values at four of those points are
 asked for. Two layers of attention over two tokens reach two tokens back, and no answer lies that
@@ -180,8 +180,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--output",
         type=Path,
-        default=Path("runs/demo"),
-        help="folder of the curves and the page (default runs/demo)",
+        default=Path("runs/windowed-binding"),
+        help="folder of the curves and the page (default runs/windowed-binding)",
     )
     options = parser.parse_args(argv)
     if options.steps < 1:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -21,6 +22,7 @@ def load(name):
 
 
 streaming, windowed = load("streaming"), load("windowed_binding")
+world = load("remembered_world")
 
 
 def generator(seed=0):
@@ -50,6 +52,7 @@ def test_help_says_what_an_example_does_what_it_needs_and_what_it_takes(name, ca
     [
         ("streaming", "--tokens"),
         ("windowed_binding", "--steps"),
+        ("remembered_world", "--steps"),
         ("attach_to_pretrained", "--batch"),
         ("stream_attached", "--tokens"),
     ],
@@ -80,7 +83,7 @@ def test_every_streamed_answer_is_the_value_written_at_the_asked_point():
     assert (tokens.answer[:, written] == -100).all()
 
 
-def test_the_demo_ends_in_a_table_curves_and_a_page(tmp_path, capsys, monkeypatch):
+def test_windowed_binding_ends_in_a_table_curves_and_a_page(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(windowed, "VALID_ROWS", 8)
     monkeypatch.setattr(windowed, "TEST_ROWS", 8)
     assert windowed.main(["--steps", "2", "--output", str(tmp_path)]) == 0
@@ -94,7 +97,7 @@ def test_the_demo_ends_in_a_table_curves_and_a_page(tmp_path, capsys, monkeypatc
     assert "what is at (" in (tmp_path / "memory.html").read_text(encoding="utf-8")
 
 
-def test_only_the_memory_of_the_demo_reaches_beyond_its_window():
+def test_only_the_memory_of_windowed_binding_reaches_beyond_its_window():
     rows = windowed.draw_rows(3, generator())
     changed = rows._replace(symbol=rows.symbol.clone())
     changed.symbol[:, 0] = (rows.symbol[:, 0] + 1) % windowed.VALUES
@@ -108,11 +111,115 @@ def test_only_the_memory_of_the_demo_reaches_beyond_its_window():
         assert torch.equal(states[windowed.MEMORY][name], tensor)
 
 
-def test_every_demo_answer_is_the_value_written_at_the_asked_point():
+def test_every_windowed_answer_is_the_value_written_at_the_asked_point():
     rows = windowed.draw_rows(5, generator())
     written, asked = rows.point[:, : windowed.WRITES], rows.point[:, -windowed.QUERIES :]
     at = (written[:, None] == asked[:, :, None]).all(-1).long().argmax(-1)  # (B, QUERIES)
     assert torch.equal(rows.symbol.gather(1, at), rows.answer)
+
+
+@pytest.fixture
+def photos(monkeypatch):
+    """Noise instead of photos, so that no package has to be there."""
+    noise = torch.randint(256, (80, 100, 3), generator=generator(), dtype=torch.uint8)
+    noise = Image.frombytes("RGB", (100, 80), noise.numpy().tobytes())
+    monkeypatch.setattr(world, "open_photo", lambda name: noise)
+
+
+def walks(images=2, length=30):
+    pixels = torch.rand(images, 3, world.SIDE, world.SIDE, generator=generator()) * 2 - 1
+    return world.draw_walks(pixels, length, generator(1))
+
+
+def test_the_demo_ends_in_a_table_a_picture_an_animation_and_a_page(
+    tmp_path, capsys, monkeypatch, photos
+):
+    small = {"TRAIN_CROPS": 16, "TEST_CROPS": 4, "GLIMPSES": 20, "SHOWN": 20, "EVERY": 10}
+    for name, value in (small | {"AFTER": (10, 20)}).items():
+        monkeypatch.setattr(world, name, value)
+    assert world.main(["--steps", "2", "--output", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    cells = {line[:36].strip(): line[36:].split() for line in out.splitlines()}
+    assert [cell.replace("dB", "") for cell in cells["never seen"]][1::2] == ["", ""]
+    assert cells["the first, memory switched off"][0] == "-"
+    assert cells["state carried past attention"][::2] == ["0", "65,544"]
+    across, down = world.ZOOM * world.SIDE + world.GAP, world.ZOOM * world.SIDE + world.GAP
+    with Image.open(tmp_path / "answers.png") as picture:
+        assert picture.size == (4 * across + world.GAP, 2 * (down + world.TITLE) + world.GAP)
+    with Image.open(tmp_path / "answers.gif") as animation:
+        assert animation.n_frames == 2
+    assert "what is at (" in (tmp_path / "memory.html").read_text(encoding="utf-8")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "answers.gif", "answers.png", "memory.html",
+    ]  # fmt: skip
+
+
+def test_only_the_memory_of_the_demo_reaches_beyond_its_window():
+    walk = walks(length=world.FAR + 2)
+    changed = walk._replace(seen=walk.seen.clone())
+    changed.seen[:, 0] += 1
+    for memory in (None, world.MEMORY):
+        torch.manual_seed(0)
+        model = world.Model(memory)
+        before, after = model(walk)[:, world.FAR + 1], model(changed)[:, world.FAR + 1]
+        assert torch.equal(before, after) == (memory is None)
+
+
+def test_an_answer_of_the_demo_comes_from_the_glimpses_before_its_question():
+    walk = walks(length=10)
+    changed = walk._replace(seen=walk.seen.clone())
+    changed.seen[:, 6:] += 1
+    model = world.Model(world.MEMORY)
+    assert torch.equal(model(walk)[:, :7], model(changed)[:, :7])
+    assert not torch.allclose(model(walk)[:, 7], model(changed)[:, 7])
+
+
+@pytest.mark.parametrize("memory", [None, world.MEMORY])
+def test_what_is_asked_everywhere_is_what_each_question_alone_would_be_answered(memory):
+    walk = walks(images=1)
+    model = world.Model(memory)
+    places = torch.rand(5, 2, generator=generator()) * 2 - 1
+    found = model.ask(walk, places)
+    for place, answer in zip(places, found, strict=True):
+        longer = world.Walks(
+            torch.cat([walk.asked, place.view(1, 1, 2)], dim=1),
+            *(torch.cat([part, part[:, :1]], dim=1) for part in walk[1:]),
+        )
+        torch.testing.assert_close(model(longer)[0, -1], answer)
+
+
+def test_answers_that_are_right_everywhere_show_the_photo():
+    image = torch.rand(1, 3, world.SIDE, world.SIDE, generator=generator()) * 2 - 1
+
+    class Knows:
+        def ask(self, walk, at):
+            return world.glimpses(image, at[None])[0]
+
+    torch.testing.assert_close(world.everywhere(Knows(), walks(1)), image[0] / 2 + 0.5)
+
+
+def test_the_age_of_a_question_counts_the_glimpses_since_its_place_was_seen():
+    at = torch.tensor([[[0.5, 0.5], [0.0, 0.0], [0.0, 0.0], [0.9, 0.9]]])
+    poses = torch.tensor([[[0.0, 0.05], [0.8, 0.0], [0.9, 0.9], [0.0, 0.0]]])
+    blank = torch.zeros(1, 4, world.PIXELS)
+    assert world.ages(world.Walks(at, poses, blank, blank)).tolist() == [[0, 1, 2, 1]]
+
+
+def test_the_photo_that_is_shown_is_not_trained_on():
+    assert world.TEST_PHOTO not in world.TRAIN_PHOTOS
+
+
+def test_every_photo_of_the_demo_is_in_its_package():
+    if importlib.util.find_spec("skimage") is None:
+        pytest.skip("scikit-image carries the photos")
+    for name in (*world.TRAIN_PHOTOS, world.TEST_PHOTO):
+        assert min(world.open_photo(name).size) >= 3 * world.SIDE
+
+
+def test_photos_that_are_not_installed_are_told_with_the_cure(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"expected scikit-image .* pip install scikit-image"):
+        world.open_photo(world.TEST_PHOTO)
 
 
 def test_the_memory_is_attached_trained_and_taken_off_a_pretrained_encoder(capsys):

@@ -112,7 +112,7 @@ def windowed_ablation() -> Toy:
     "demo", expected="2 min on two CPU cores", settings=("task.writes", "task.noise", "task.gap")
 )
 def demo() -> Toy:
-    """Windowed binding small enough for a CPU: the task of `make demo`, base and tensor.
+    """Windowed binding for a CPU: the task of `examples/windowed_binding.py`, base and tensor.
 
     One memory layer, and a forget gate that starts open: at the paper's bias of 0 it halves what
     it holds at every token and takes twice the steps.
