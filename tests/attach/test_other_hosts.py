@@ -443,6 +443,18 @@ def test_a_cache_none_of_whose_layers_counts_its_tokens_carries_the_memory() -> 
     assert_same(model(tokens[:, :3], cache_params=cache).logits, whole[:, :3])
 
 
+def test_a_static_cache_serves_a_mixed_row_and_not_one_without_attention() -> None:
+    tokens, options = ids(), dict(max_new_tokens=8, do_sample=False, pad_token_id=0)
+    model = hybrid(("conv", "full_attention"))
+    attach(model, SMALL, gate_init=3.0)
+    fixed = model.generate(tokens, cache_implementation="static", **options)
+    assert torch.equal(fixed, model.generate(tokens, use_cache=False, **options))
+    model = mamba()
+    attach(model, SMALL)
+    with pytest.raises(ValueError, match=r"got one of a host without attention.* use the default"):
+        model.generate(tokens, cache_implementation="static", **options)
+
+
 @pytest.mark.parametrize("first", ["with the memory", "without it"])
 def test_a_cache_that_does_not_count_and_went_on_without_the_memory_is_refused(first: str) -> None:
     model, tokens = mamba(), ids()

@@ -176,7 +176,8 @@ class StaticCacheMemory(CacheMemory):
 
     def require_length(self, cache: Any) -> None:
         """`admit` in a compiled step, where the device compares and nobody waits for it."""
-        lengths = [layer.get_seq_length() for layer in cache_layers(cache)]
+        counting = [one for one in cache_layers(cache) if hasattr(one, "get_seq_length")]
+        lengths = [layer.get_seq_length() for layer in counting]
         held = [length for length in lengths if isinstance(length, Tensor)]
         for count in self.counts.values() if held else ():
             torch.ops.aten._assert_async.msg(

@@ -53,7 +53,7 @@ def real_tokens(mask: Tensor | Mapping[str, Tensor | None], cache: Any) -> Tenso
     It makes one (B, 1, N, keys) for static caches, or several by the kind of their layers. A
     token is real where it attends to itself. None: all are.
     """
-    layers = cache_layers(cache)
+    layers = [layer for layer in cache_layers(cache) if hasattr(layer, "get_mask_sizes")]
     index = next((i for i, layer in enumerate(layers) if not _is_sliding(layer)), 0)
     kind = "sliding_attention" if _is_sliding(layers[index]) else "full_attention"
     pairs = mask.get(kind) if isinstance(mask, Mapping) else mask
@@ -185,6 +185,12 @@ def _require_all_seen(cache: Any, memory: CacheMemory, added: int) -> None:
     Its last layer knows whether it holds any, and its layers' states are asked for in every call.
     Of one that the host made itself the first block has filled its own layer.
     """
+    if is_static(cache):
+        raise ValueError(
+            "attach: expected a static cache whose layers count their tokens, got one of a host "
+            "without attention, of which a compiled step cannot tell what it holds; use the "
+            "default dynamic cache (cache_implementation=None)"
+        )
     holds_any = bool(cache.has_previous_state())
     new = not memory.tokens_seen() and (not holds_any or (added and len(cache_layers(cache)) == 1))
     if memory.asked != memory.asked_seen or not (new or (holds_any and memory.tokens_seen())):
