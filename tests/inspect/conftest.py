@@ -67,14 +67,16 @@ def opened(windows, tmp_path):
     complaints.clear()
     requests.clear()
 
-    def open_page(recording: Recording, *, size=DESKTOP, scheme="light", touch=False, **options):
+    def open_page(
+        recording: Recording, *, size=DESKTOP, scheme="light", touch=False, at="#t=0", **options
+    ):
         nonlocal count
         count += 1
         path = tmp_path / f"{count}.html"
         recording.save_page(path, **options)
         page = window(size, scheme, touch)
         page.emulate_media(color_scheme=scheme)
-        page.goto(path.as_uri())
+        page.goto(path.as_uri() + at)
         settle(page)
         return page
 

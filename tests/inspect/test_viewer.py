@@ -196,6 +196,7 @@ def phone(opened):
     recording[0].spread.fill_(0.3)
     page = opened(recording, size=PHONE, touch=True)
     page.uncheck("#show-reads")
+    page.evaluate("scrollTo(0, 0)")  # to the legend it had to scroll
     return page, Hand(page)
 
 

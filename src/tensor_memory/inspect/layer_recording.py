@@ -200,6 +200,13 @@ class LayerRecording(GridRecording):
     def read_heads(self) -> int:  # noqa: D102
         return self.config.read_heads
 
+    def follow(self, row: int, top: int) -> None:
+        """None: what a gated memory reads is no sum over its writes."""
+
+    def follow_work(self, row: int) -> int:
+        """0: nothing is followed."""
+        return 0
+
     def mask(self, chunk: int, row: int = 0) -> Tensor:  # noqa: D102
         require_index(chunk, len(self), "chunk")
         require_index(row, self.rows, "row")

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from tensor_memory.inspect.layer_recording import GridRecording
+from tensor_memory.inspect.place_lives import WriteLives
 from tensor_memory.wording import counted
 
 LIMIT_MB = 32.0
@@ -37,7 +38,17 @@ MAX_VOXELS = 4096
 CONTEXT = 24
 """Tokens of text kept on both sides of a chunk that is shown."""
 
-_SCRIPTS = ("data.js", "view.js", "scene.js", "charts.js", "panel.js", "app.js")
+SOURCES = 8
+"""Writes told of each read and head; the part of all others is told as one number."""
+
+WORK = 2**34
+"""Multiplications, about, that following the writes of a page may take: half a minute."""
+
+_SCRIPTS = (
+    "data.js", "view.js", "scene.js", "measures.js", "charts.js", "strip.js", "overview.js",
+    "panel.js", "sources.js", "share.js",
+    "app.js",
+)  # fmt: skip
 
 
 class RecordedLayer(Protocol):
@@ -46,6 +57,8 @@ class RecordedLayer(Protocol):
     @property
     def unit(self) -> str: ...  # noqa: D102
     def views(self) -> list[GridRecording]: ...  # noqa: D102
+    def follow(self, row: int, top: int) -> WriteLives | None: ...  # noqa: D102
+    def follow_work(self, row: int) -> int: ...  # noqa: D102
     def __len__(self) -> int: ...
 
 
@@ -76,17 +89,27 @@ def page(recording: Recorded, *, title: str, every: int, rows: int | None, limit
     for name, value in (("every", every), ("rows", rows)):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"{name}: expected an integer of at least 1, got {value!r}")
-    views = [view for layer in recording.layers for view in layer.views()]
-    layers = [view[::every, :rows] for view in views]
-    encoded = [_encoded_layer(layer) for layer in layers]
+    groups = [layer.views() for layer in recording.layers]
+    layers = [view[::every, :rows] for views in groups for view in views]
+    lives = _lives(recording, layers[0].rows if layers else 0)
+    encoded = [
+        {
+            **_encoded_layer(view[::every, :rows]),
+            "group": index,
+            "head": head,
+            "sources": _encoded_sources(view[::every, :rows], lives[index], head),
+        }
+        for index, views in enumerate(groups)
+        for head, view in enumerate(views)
+    ]
     shown_rows = layers[0].rows if layers else 0
     values = {
         "layers": encoded,
         "layerCount": len(recording.layers),
         "rows": shown_rows,
         "every": recording.every * every,
-        "notices": _notices(recording, layers, encoded, every),
-        "texts": _texts(recording, layers),
+        "notices": _notices(recording, layers, encoded, every) + _untold(recording, lives),
+        "texts": _texts(recording, layers, lives),
         "frames": _frames(recording, layers),
         "tokensPerFrame": recording.tokens_per_frame,
     }
@@ -160,6 +183,67 @@ def _encoded_layer(layer: GridRecording) -> dict[str, Any]:
     }
 
 
+def _lives(recording: Recorded, rows: int) -> list[dict[int, WriteLives]]:
+    """Of every layer the rows whose writes are followed: row by row as long as `WORK` lasts."""
+    found: list[dict[int, WriteLives]] = [{} for _ in recording.layers]
+    work = 0
+    for row in range(rows):
+        work += sum(layer.follow_work(row) for layer in recording.layers)
+        if work > WORK:
+            break
+        for layer, lives in zip(recording.layers, found, strict=True):
+            followed = layer.follow(row, SOURCES)
+            if followed is not None:
+                lives[row] = followed
+    return found
+
+
+def _untold(recording: Recorded, lives: list[dict[int, WriteLives]]) -> list[str]:
+    """Which rows have no sources, though their memory is one that could tell."""
+    missing = {
+        row
+        for layer, known in zip(recording.layers, lives, strict=True)
+        for row in range(recording.rows)
+        if layer.follow_work(row) and row not in known
+    }
+    if not missing:
+        return []
+    told = counted(len(missing), "row")
+    return [
+        f"Where reads came from is not on this page for {told}: too long, or moved by beam search; "
+        "`recording[layer].trace` tells it."
+    ]
+
+
+def _encoded_sources(
+    layer: GridRecording, lives: dict[int, WriteLives], head: int
+) -> dict[str, Any] | None:
+    """What each read on the page came from, and what became of each write."""
+    if not lives:
+        return None
+    T, B = layer.present.shape
+    none, nan = -1, float("nan")
+    kinds = {"position": (SOURCES,), "share": (SOURCES,), "part": (SOURCES,), "others": ()}
+    kinds |= dict.fromkeys(("rest", "half", "left", "taker", "taken"), ())
+    whole = ("position", "half", "taker")
+    arrays = {
+        name: torch.full((T, B, *shape), none, dtype=torch.int32)
+        if name in whole
+        else torch.full((T, B, *shape), nan)
+        for name, shape in kinds.items()
+    }
+    for row, life in lives.items():
+        at = layer.chunk - life.first
+        shown = (at >= 0) & (at < len(life.rest)) & layer.present[:, row]
+        for name, array in arrays.items():
+            values = getattr(life, name)[at[shown], ..., head].to(array.dtype)
+            if values.ndim == 2:
+                array[shown, row, : values.shape[1]] = values
+            else:
+                array[shown, row] = values
+    return {"top": SOURCES} | {name: _base64(array) for name, array in arrays.items()}
+
+
 def _pooled(norms: Tensor) -> tuple[Tensor, list[list[float]], list[int]]:
     """The largest ‖h‖ of each block of voxels, blocks just large enough for `MAX_VOXELS`.
 
@@ -222,8 +306,10 @@ def _notices(
     return found
 
 
-def _texts(recording: Recorded, layers: list[GridRecording]) -> list[list[Any]] | None:
-    """Per row, [start, [texts...]] for each stretch of tokens at or near a chunk shown."""
+def _texts(
+    recording: Recorded, layers: list[GridRecording], lives: list[dict[int, WriteLives]]
+) -> list[list[Any]] | None:
+    """Per row, [start, [texts...]] for each stretch of tokens at, near or told of a chunk shown."""
     if recording.texts is None or not layers:
         return None
     rows = []
@@ -234,6 +320,10 @@ def _texts(recording: Recorded, layers: list[GridRecording]) -> list[list[Any]] 
             for start, stop in layer.span[layer.present[:, row], row].tolist():
                 for at in range(max(0, start - CONTEXT), min(len(texts), stop + CONTEXT)):
                     wanted[at] = 1
+        for life in (known[row] for known in lives if row in known):
+            told = torch.cat([life.position.flatten(), life.taker.flatten()]).unique()
+            for at in told[(told >= 0) & (told < len(texts))].tolist():
+                wanted[at] = 1
         edges = [at for at, (a, b) in enumerate(pairwise(b"\0" + bytes(wanted))) if a != b]
         stretches = zip(edges[::2], edges[1::2], strict=True)
         rows.append([[start, texts[start:stop]] for start, stop in stretches])

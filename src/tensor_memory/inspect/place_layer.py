@@ -15,6 +15,7 @@ from torch import Tensor
 from tensor_memory.config import PlaceConfig
 from tensor_memory.inspect.layer_recording import GridRecording, require_index
 from tensor_memory.inspect.place_history import PlaceHistory
+from tensor_memory.inspect.place_lives import WriteLives, follow_writes
 from tensor_memory.inspect.place_trace import RecordedTrace, trace_history
 from tensor_memory.ops.places.addresses import factors, outer
 
@@ -206,6 +207,20 @@ class PlaceLayerRecording:
                 "record with max_tokens above 0"
             )
         return trace_history(self.history, self.config, reads, row % self.rows, top)
+
+    def follow(self, row: int, top: int) -> WriteLives | None:
+        """Every write of a row followed forward; None where the history cannot tell.
+
+        `top` writes are told of each read. Where beam search moved rows, `trace` alone can tell.
+        """
+        if self.history is None or len(self.history.joins):
+            return None
+        return follow_writes(self.history, self.config, row, top)
+
+    def follow_work(self, row: int) -> int:
+        """Multiplications that `follow` takes, about."""
+        tokens = 0 if self.history is None else int(self.history.count[row])
+        return tokens * tokens * self.config.heads * self.config.voxels
 
     def views(self) -> list[GridRecording]:
         """What is drawn of this layer: the grid of each head."""

@@ -1,6 +1,9 @@
 // Controls: what is chosen, what it changes, and when to draw.
 
-const state = { layer: 0, row: 0, slice: -1, t: 0, threshold: 0, trail: 16, writes: true, reads: true };
+const state = {
+  layer: 0, row: 0, slice: -1, t: 0, threshold: 0, trail: 16, writes: true, reads: true,
+  window: { from: 0, to: 0 }, measure: null, hidden: new Set(), theme: null,
+};
 const GATE_STYLES = [
   { colour: "--input", dash: "none" },
   { colour: "--forget", dash: "6 4" },
@@ -13,11 +16,22 @@ let scheduled = false;
 
 function start() {
   document.documentElement.dataset.ready = "true";
+  const asked = askedView();
+  state.theme = asked.theme ?? null;
+  useTheme();
   const longest = Math.max(0, ...recording.layers.map((layer) => layer.chunks));
   if (longest === 0 || recording.rows === 0) return showEmpty();
 
   const scene = new Scene(find("volume"));
   const seek = (t) => go(t);
+  const strip = new Strip(find("strip"), find("arcs"), seek, zoomTime);
+  const overview = new Overview(find("overview"), {
+    brush: (a, b) => setWindow(Math.min(a, b), Math.max(a, b)),
+    seek: (line, t) => {
+      if (line !== state.layer) chooseOther(line);
+      go(t);
+    },
+  });
   const gates = new Chart(find("gate-chart"), [], number2, seek);
   const use = new Chart(find("use-chart"), [{ name: "use", short: "use", colour: "--use", dash: "none" }], percent, seek);
 
@@ -56,6 +70,49 @@ function start() {
     if (scene.axes !== chosen.axes) scene.resetView(chosen.axes);
     find("threshold").value = state.threshold;
     state.t = Math.min(state.t, Math.max(0, chosen.chunks - 1));
+    if (state.window.to >= chosen.chunks || state.chunks !== chosen.chunks) state.window = { from: 0, to: Math.max(0, chosen.chunks - 1) };
+    state.chunks = chosen.chunks;
+    // Before anything is drawn: they leave less room for the volume.
+    find("arcs").toggleAttribute("hidden", !chosen.sources);
+    const names = measureNames(chosen);
+    find("measure").replaceChildren(...names.map((name) => new Option(name === "share" ? "share of this read" : name, name)));
+    if (!names.includes(state.measure)) state.measure = names[0];
+    find("measure").value = state.measure;
+    fillHeads(state.layer, state.hidden, () => (drawOverview(), redraw()));
+  }
+
+  function chooseOther(index) {
+    play(false);
+    state.layer = index;
+    find("layer").value = index;
+    restart();
+  }
+
+  function drawOverview() {
+    // The shares in one read are few points: the overview shows use instead.
+    const measure = state.measure === "share" ? "use" : state.measure;
+    overview.draw({ measure, row: state.row, t: state.t, hidden: state.hidden, dark: isDark(), values: measureValues });
+  }
+
+  function setWindow(from, to) {
+    const last = Math.max(0, layer().chunks - 1);
+    const least = Math.min(last, 4);
+    from = Math.max(0, Math.min(from, last - least));
+    to = Math.max(from + least, Math.min(to, last));
+    state.window = { from, to };
+    if (state.t < from || state.t > to) state.t = Math.max(from, Math.min(to, state.t));
+    drawCharts();
+    redraw();
+  }
+
+  // Less or more time around a step, which stays where it is.
+  function zoomTime(factor, around = state.t) {
+    const { from, to } = state.window;
+    const last = Math.max(0, layer().chunks - 1);
+    const length = Math.max(Math.min(4, last), Math.min(last, (to - from) * factor));
+    const share = to > from ? (around - from) / (to - from) : 0.5;
+    const start = Math.max(0, Math.min(last - length, around - share * length));
+    setWindow(Math.round(start), Math.round(start + length));
   }
 
   function summarise() {
@@ -71,8 +128,8 @@ function start() {
   function drawCharts() {
     const chosen = layer();
     const over = (read) => Array.from({ length: chosen.chunks }, (_, t) => read(t * recording.rows + state.row));
-    gates.show(chosen.gateNames.map((_, gate) => over((at) => chosen.gates[at * chosen.gateCount + gate])), chosen.chunks, 1);
-    use.show([over((at) => chosen.use[at])], chosen.chunks, null);
+    gates.show(chosen.gateNames.map((_, gate) => over((at) => chosen.gates[at * chosen.gateCount + gate])), state.window, 1);
+    use.show([over((at) => chosen.use[at])], state.window, null);
   }
 
   function drawColours() {
@@ -103,6 +160,17 @@ function start() {
     showPanel(chosen, state.layer, state.t, state.row);
     gates.point(state.t, narrow());
     use.point(state.t, narrow());
+    drawStrip(chosen);
+    overview.point(state.layer, state.t, state.window);
+  }
+
+  function drawStrip(chosen) {
+    const { row, t, measure, hidden } = state;
+    const sources = chosen.sources ? sourcesOf(state.layer, row, t, hidden) : null;
+    const life = isPresent(chosen, t, row) ? lifeOf(chosen, row, t) : null;
+    const values = measureValues(state.layer, measure, row, t, hidden);
+    strip.draw({ layer: chosen, row, t, window: state.window, values, measure, sources, life, dark: isDark() });
+    showSources(chosen, row, t, sources, life, go);
   }
 
   function redraw() {
@@ -113,6 +181,30 @@ function start() {
 
   function go(t) {
     state.t = Math.max(0, Math.min(layer().chunks - 1, t));
+    const { from, to } = state.window;
+    if (state.t < from || state.t > to) {
+      const start = Math.max(0, Math.min(layer().chunks - 1 - (to - from), state.t - Math.round((to - from) / 2)));
+      setWindow(start, start + to - from);
+    }
+    redraw();
+  }
+
+  // A number is a position; anything else is looked for in the texts, from the next step on.
+  function goTo(text) {
+    const chosen = layer();
+    if (/^\s*\d+\s*$/.test(text)) return go(stepOf(chosen.chunk, Number(text))), true;
+    const wanted = text.trim().toLowerCase();
+    for (let step = 1; wanted && step <= chosen.chunks; step++) {
+      const t = (state.t + step) % chosen.chunks;
+      if (stepText(chosen, t, state.row).toLowerCase().includes(wanted)) return go(t), true;
+    }
+    return false;
+  }
+
+  function restyle() {
+    useTheme();
+    scene.restyle();
+    drawOverview();
     redraw();
   }
 
@@ -145,21 +237,65 @@ function start() {
   function restart() {
     chooseLayer();
     drawCharts();
+    drawOverview();
     redraw();
   }
 
   fillChoices();
-  restart();
-  listenToControls({ scene, layer, play, go, redraw, restart, drawCharts });
+  Object.assign(state, busiest());
+  openView(asked, scene, restart);
+  find("layer").value = state.layer;
+  find("row").value = state.row;
+  drawCharts();
+  listenToControls({ scene, layer, play, go, goTo, redraw, restart, restyle, drawCharts, drawOverview, setWindow, zoomTime, chooseOther });
   listenToVolume(find("volume"), scene, layer, redraw);
-  new ResizeObserver(() => (drawCharts(), redraw())).observe(find("stage"));
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => (scene.restyle(), redraw()));
+  new ResizeObserver(() => (drawCharts(), drawOverview(), redraw())).observe(find("stage"));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", restyle);
 }
 
-function listenToControls({ scene, layer, play, go, redraw, restart, drawCharts }) {
+function useTheme() {
+  const system = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+  document.documentElement.dataset.theme = state.theme ?? system;
+}
+
+// The layer and the step at which the memory is used most, where its grid holds something.
+function busiest() {
+  let found = { layer: 0, t: 0, most: -1 };
+  recording.layers.forEach(({ chunks }, index) => {
+    const { use, flags } = lightArrays(index);
+    for (let t = 0; t < chunks; t++) {
+      const at = t * recording.rows;
+      if (flags[at] & 1 && use[at] > found.most) found = { layer: index, t, most: use[at] };
+    }
+  });
+  return { layer: found.layer, t: found.t };
+}
+
+function listenToControls({ scene, layer, play, go, goTo, redraw, restart, restyle, drawCharts, drawOverview, setWindow, zoomTime, chooseOther }) {
   const on = (id, event, act) => find(id).addEventListener(event, act);
-  on("layer", "change", () => (play(false), (state.layer = Number(find("layer").value)), restart()));
-  on("row", "change", () => ((state.row = Number(find("row").value)), drawCharts(), redraw()));
+  on("layer", "change", () => chooseOther(Number(find("layer").value)));
+  on("row", "change", () => ((state.row = Number(find("row").value)), drawCharts(), drawOverview(), redraw()));
+  on("measure", "change", () => ((state.measure = find("measure").value), drawOverview(), redraw()));
+  on("time-in", "click", () => zoomTime(0.5));
+  on("time-out", "click", () => zoomTime(2));
+  on("time-all", "click", () => setWindow(0, layer().chunks - 1));
+  on("goto", "keydown", (event) => {
+    if (event.key !== "Enter") return;
+    find("copied").textContent = goTo(find("goto").value) ? "" : "not found";
+  });
+  const changeTheme = () => ((state.theme = isDark() ? "light" : "dark"), restyle());
+  on("theme", "click", changeTheme);
+  on("copy-link", "click", () => copyLink(scene));
+  on("copy-picture", "click", () => copyPicture(find("volume")));
+  const letters = {
+    "[": () => zoomTime(2),
+    "]": () => zoomTime(0.5),
+    a: () => setWindow(0, layer().chunks - 1),
+    c: () => copyPicture(find("volume")),
+    d: changeTheme,
+    g: () => find("goto").focus(),
+    l: () => copyLink(scene),
+  };
   on("slice", "change", () => ((state.slice = Number(find("slice").value)), redraw()));
   on("time", "input", () => go(Number(find("time").value)));
   on("threshold", "input", () => ((thresholdChosen = true), (state.threshold = Number(find("threshold").value)), redraw()));
@@ -176,6 +312,7 @@ function listenToControls({ scene, layer, play, go, redraw, restart, drawCharts 
     const owner = event.target.closest?.("select, input, button");
     // A control keeps its own keys; the time slider's are the page's.
     const own = owner && owner.id !== "time";
+    if (owner?.type === "search") return;
     const arrow = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
     if (event.key === " ") {
       if (owner && (owner.tagName === "BUTTON" || owner.tagName === "SELECT" || owner.type === "checkbox")) return;
@@ -195,6 +332,8 @@ function listenToControls({ scene, layer, play, go, redraw, restart, drawCharts 
     } else if (event.key === "0") {
       scene.resetView(layer().axes);
       redraw();
+    } else if (letters[event.key]) {
+      letters[event.key]();
     } else {
       return;
     }

@@ -14,26 +14,34 @@ class Chart {
     const press = (event) => {
       if (!this.values?.length || (event.type === "pointermove" && event.buttons !== 1)) return;
       const at = (event.clientX - root.getBoundingClientRect().left - this.left) / (this.right - this.left);
-      seek(Math.round(Math.max(0, Math.min(1, at)) * (this.count - 1)));
+      const { from, to } = this.window;
+      seek(Math.round(from + Math.max(0, Math.min(1, at)) * (to - from)));
     };
     root.addEventListener("pointerdown", press);
     root.addEventListener("pointermove", press);
   }
 
   x(t) {
-    return this.count > 1 ? this.left + (t / (this.count - 1)) * (this.right - this.left) : (this.left + this.right) / 2;
+    const { from, to } = this.window;
+    return to > from ? this.left + ((t - from) / (to - from)) * (this.right - this.left) : (this.left + this.right) / 2;
   }
 
   y(value) {
     return this.bottom - (value / this.top) * (this.bottom - 6);
   }
 
-  // values: one array per series, NaN where nothing was recorded; top: the largest value, or null.
-  show(values, count, top) {
+  // values: one array per series, NaN where nothing was recorded; window: the steps shown; top: the
+  // largest value, or null.
+  show(values, window, top) {
     const style = getComputedStyle(document.documentElement);
-    Object.assign(this, { values, count });
-    const finite = values.flat().filter(Number.isFinite);
-    this.top = top ?? niceTop(finite.reduce((a, b) => Math.max(a, b), 0));
+    Object.assign(this, { values, window });
+    let [largest, any] = [0, false];
+    for (const series of values) for (const value of series) {
+      if (!Number.isFinite(value)) continue;
+      any = true;
+      if (value > largest) largest = value;
+    }
+    this.top = top ?? niceTop(largest);
     this.left = parseFloat(style.getPropertyValue("--gutter"));
     this.right = Math.max(this.left + 10, this.root.clientWidth - parseFloat(style.getPropertyValue("--keys")));
     this.bottom = this.root.clientHeight - 6;
@@ -47,7 +55,7 @@ class Chart {
       const d = this.path(values[index]);
       this.root.append(svg("path", { class: "curve", d, style: `stroke: var(${colour})`, "stroke-dasharray": dash }));
     });
-    if (!finite.length) {
+    if (!any) {
       const middle = (this.left + this.right) / 2;
       this.root.append(svg("text", { x: middle, y: this.bottom / 2 + 6, "text-anchor": "middle" }, "nothing recorded"));
     }
@@ -57,14 +65,29 @@ class Chart {
     this.root.append(this.line, ...this.dots, ...this.keys);
   }
 
+  // A line through all steps shown; where a pixel has several, from their largest to their smallest.
   path(values) {
-    let open = false;
-    return values.map((value, t) => {
-      if (!Number.isFinite(value)) return (open = false), "";
-      const step = `${open ? "L" : "M"}${this.x(t).toFixed(1)} ${this.y(value).toFixed(1)}`;
+    const { from, to } = this.window;
+    const columns = Math.round(this.right - this.left);
+    let [open, d] = [false, ""];
+    const point = (x, value) => {
+      d += `${open ? "L" : "M"}${x.toFixed(1)} ${this.y(value).toFixed(1)}`;
       open = true;
-      return step;
-    }).join("");
+    };
+    if (to - from < 2 * columns) {
+      for (let t = from; t <= to; t++) {
+        if (Number.isFinite(values[t])) point(this.x(t), values[t]);
+        else open = false;
+      }
+      return d;
+    }
+    const { high, low } = envelope(values, from, to, columns);
+    high.forEach((value, column) => {
+      if (!Number.isFinite(value)) return void (open = false);
+      point(this.left + column + 0.5, value);
+      if (low[column] < value) point(this.left + column + 0.5, low[column]);
+    });
+    return d;
   }
 
   // Moves the cursor, and the names of the curves beside their values, pushed apart where they meet.

@@ -12,6 +12,12 @@ function bytes(text) {
 const floats = (text) => new Float32Array(bytes(text).buffer);
 const integers = (text) => new Int32Array(bytes(text).buffer);
 
+function decodeSources({ top, ...arrays }) {
+  const whole = ["position", "half", "taker"];
+  const found = Object.entries(arrays).map(([name, text]) => [name, whole.includes(name) ? integers(text) : floats(text)]);
+  return { top, ...Object.fromEntries(found) };
+}
+
 // One layer with its arrays decoded, and its grid as three axes (z, y, x) whatever it was: missing
 // axes have one point at 0, and the first of four is kept apart, to be sliced.
 function decodeLayer(packed) {
@@ -37,6 +43,8 @@ function decodeLayer(packed) {
     span: integers(packed.span),
     flags: bytes(packed.flags),
     chunk: integers(packed.chunk),
+    sources: packed.sources && decodeSources(packed.sources),
+    headCount: recording.layers.filter(({ group }) => group === packed.group).length,
   };
 }
 

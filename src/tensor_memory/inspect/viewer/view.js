@@ -3,19 +3,22 @@
 // World axes are the memory's coordinates: x is coordinate 0 and the last grid axis, y is up, z
 // comes towards the viewer.
 
-const VIRIDIS = ["440154", "482475", "414487", "355f8d", "2a788e", "21918c", "22a884", "44bf70", "7ad151", "bddf26", "fde725"]
+// The colour map of the figures: even in lightness, the same to all eyes.
+const CIVIDIS = ["00224e", "083370", "35456c", "4f576c", "666970", "7d7c78", "948e77", "aea371", "c8b866", "e5cf52", "fee838"]
   .map((hex) => [0, 2, 4].map((at) => parseInt(hex.slice(at, at + 2), 16)));
 const DISTANCE = 6.5; // of the eye from the centre, in coordinate units
 const FACES = [0.86, 1.08, 1.0]; // brightness of the faces across x, y and z
 
 // Strong values stand out from the ground: bright on dark, dark on light.
-function viridis(fraction, dark) {
-  const at = (dark ? fraction : 1 - fraction) * (VIRIDIS.length - 1) * (dark ? 1 : 0.95);
-  const low = Math.min(Math.floor(at), VIRIDIS.length - 2);
-  return VIRIDIS[low].map((c, i) => c + (at - low) * (VIRIDIS[low + 1][i] - c));
+function volumeColour(fraction, dark) {
+  const at = (dark ? fraction : 1 - fraction) * (CIVIDIS.length - 1) * (dark ? 1 : 0.95);
+  const low = Math.min(Math.floor(at), CIVIDIS.length - 2);
+  return CIVIDIS[low].map((c, i) => c + (at - low) * (CIVIDIS[low + 1][i] - c));
 }
 
 const css = (colour, gain = 1) => `rgb(${colour.map((c) => Math.min(255, Math.round(c * gain))).join(" ")})`;
+
+const isDark = () => document.documentElement.dataset.theme === "dark";
 
 class View {
   constructor(canvas) {
@@ -29,9 +32,9 @@ class View {
     const style = getComputedStyle(document.documentElement);
     this.colour = Object.fromEntries(["ink", "muted", "line", "frame", "write", "read", "halo"]
       .map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
-    const dark = matchMedia("(prefers-color-scheme: dark)").matches;
+    const dark = isDark();
     this.table = Array.from({ length: 256 }, (_, level) => {
-      const colour = viridis(level / 255, dark);
+      const colour = volumeColour(level / 255, dark);
       return FACES.map((gain) => css(colour, gain));
     });
   }
@@ -70,7 +73,8 @@ class View {
   // World to screen: x, y, and pixels per coordinate unit there.
   project(x, y, z) {
     const [right, up, near] = this.turnBy.map((r) => r[0] * x + r[1] * y + r[2] * z);
-    const scale = this.unit * (DISTANCE / Math.max(DISTANCE - near, 0.5));
+    // What has one or two axes is drawn as the plane that it is, without perspective.
+    const scale = this.axes < 3 ? this.unit : this.unit * (DISTANCE / Math.max(DISTANCE - near, 0.5));
     return [this.width / 2 + right * scale, this.height * 0.47 - up * scale, scale];
   }
 

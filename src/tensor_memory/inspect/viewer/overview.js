@@ -1,0 +1,61 @@
+// Layers × time: one line per layer, the largest of each column; a drag chooses what is shown below.
+
+class Overview {
+  constructor(root, { brush, seek }) {
+    Object.assign(this, { root, canvas: root.querySelector("canvas"), brushed: root.querySelector(".window"), cursor: root.querySelector(".cursor") });
+    let begun = null;
+    const at = (event) => {
+      const box = this.canvas.getBoundingClientRect();
+      const share = Math.max(0, Math.min(1, (event.clientX - box.left) / box.width));
+      return { step: Math.round(share * (this.count - 1)), line: Math.floor(((event.clientY - box.top) / box.height) * recording.layers.length), x: event.clientX };
+    };
+    this.canvas.addEventListener("pointerdown", (event) => {
+      this.canvas.setPointerCapture(event.pointerId);
+      begun = at(event);
+    });
+    this.canvas.addEventListener("pointermove", (event) => {
+      if (begun && Math.abs(event.clientX - begun.x) > 4) brush(begun.step, at(event).step);
+    });
+    this.canvas.addEventListener("pointerup", (event) => {
+      if (begun && Math.abs(event.clientX - begun.x) <= 4) seek(Math.max(0, Math.min(recording.layers.length - 1, begun.line)), begun.step);
+      begun = null;
+    });
+    this.canvas.addEventListener("pointercancel", () => (begun = null));
+    this.canvas.addEventListener("dblclick", () => brush(0, this.count - 1));
+  }
+
+  // Colours every line again; what only moves is in `point`.
+  draw({ measure, row, t, hidden, dark, values }) {
+    const count = Math.max(...recording.layers.map((layer) => layer.chunks));
+    const lines = recording.layers.length;
+    const each = Math.max(3, Math.min(12, Math.floor(96 / lines)));
+    this.count = count;
+    this.canvas.style.height = `${each * lines}px`;
+    const width = Math.max(1, Math.min(2048, this.canvas.clientWidth));
+    this.canvas.width = width;
+    this.canvas.height = lines;
+    const pen = this.canvas.getContext("2d");
+    const image = pen.createImageData(width, lines);
+    const rows = recording.layers.map((_, index) => values(index, measure, row, t, hidden));
+    let top = measure === "use" ? 0 : 1;
+    if (!top) for (const line of rows) for (const value of line) if (value > top) top = value;
+    rows.forEach((line, index) => {
+      const { high, low } = envelope(line, 0, line.length - 1, Math.max(1, Math.round((width * line.length) / count)));
+      high.forEach((value, column) => {
+        if (!Number.isFinite(value) || column >= width) return;
+        const size = Math.max(Math.abs(value), Math.abs(low[column])) / (top || 1);
+        const colour = volumeColour(Math.min(1, size), dark);
+        image.data.set([...colour.map(Math.round), 255], (index * width + column) * 4);
+      });
+    });
+    pen.putImageData(image, 0, 0);
+  }
+
+  point(index, t, { from, to }) {
+    const share = (at) => (this.count > 1 ? (at / (this.count - 1)) * 100 : 50);
+    const lines = recording.layers.length;
+    Object.assign(this.brushed.style, { left: `${share(from)}%`, width: `${share(to) - share(from)}%` });
+    this.brushed.hidden = from === 0 && to >= this.count - 1;
+    Object.assign(this.cursor.style, { left: `${share(t)}%`, top: `${(index / lines) * 100}%`, height: `${100 / lines}%` });
+  }
+}

@@ -1,0 +1,73 @@
+// "This read came from": the writes of a read as a list whose lines go there, and the life of a write.
+
+const LISTED = 10; // writes that get a line
+
+function showSources(layer, row, t, sources, life, go) {
+  const box = find("sources");
+  box.hidden = !layer.sources;
+  if (box.hidden) return;
+  const line = (name, part, className) => {
+    const item = element("li", "", className);
+    item.append(element("span", name), element("output", signedPercent(part)));
+    return item;
+  };
+  const list = find("source-list");
+  if (!sources) {
+    list.replaceChildren(element("li", isPresent(layer, t, row) ? "Not known: nothing was read, or the page does not tell it." : `This row has no such ${layer.unit}.`));
+  } else {
+    const listed = sources.writes.filter(({ part }) => Math.abs(part) >= 0.0005).slice(0, LISTED);
+    list.replaceChildren(...listed.map((write) => {
+      const item = document.createElement("li");
+      const button = element("button", "");
+      button.type = "button";
+      button.title = sourceName(layer, row, write);
+      const swatch = element("i", "");
+      swatch.style.background = headColour(write.head);
+      const text = visible(positionText(row, write.position)).trim();
+      const name = `${write.position === layer.chunk[t] ? "itself, " : ""}${layer.unit} ${write.position}${layer.headCount > 1 ? `, head ${write.head}` : ""}`;
+      button.append(swatch, element("b", text || ""), element("span", name), element("output", signedPercent(write.part)));
+      button.addEventListener("click", () => go(stepOf(layer.chunk, write.position)));
+      item.append(button);
+      return item;
+    }), ...restLines(sources, listed, line));
+  }
+  find("life").textContent = life ? lifeText(layer, row, life) : "";
+}
+
+// The lines that complete a list to the whole read.
+function restLines(sources, listed, line) {
+  const sum = (writes) => writes.reduce((total, { part }) => total + part, 0);
+  return [
+    line("all other writes", sources.others + sum(sources.writes) - sum(listed), "others"),
+    line("a state from before the recording", sources.rest, "rest"),
+    line("together", sum(sources.writes) + sources.others + sources.rest, "sum"),
+  ];
+}
+
+function lifeText(layer, row, { half, left, taker, taken }) {
+  const named = (position) => {
+    const text = visible(positionText(row, position)).trim();
+    return `${layer.unit} ${position}${text ? ` “${text}”` : ""}`;
+  };
+  const fades = half >= 0 ? `half of it was gone at ${named(half)}` : "more than half of it stayed";
+  const by = taker >= 0 ? `; ${named(taker)} took most, ${percent(taken)}` : "; no write took any of it";
+  return `What it wrote: ${fades}, ${percent(left)} was left at the end${by}.`;
+}
+
+// One switch per head, in the colour of its arcs.
+function fillHeads(index, hidden, changed) {
+  const heads = headsOf(index);
+  find("heads").hidden = heads.length < 2;
+  find("heads").replaceChildren(...(heads.length < 2 ? [] : heads.map(({ head }) => {
+    const label = element("label", "", "head");
+    const box = document.createElement("input");
+    box.type = "checkbox";
+    box.checked = !hidden.has(head);
+    box.id = `head-${head}`;
+    box.addEventListener("change", () => (box.checked ? hidden.delete(head) : hidden.add(head), changed()));
+    const swatch = element("i", "");
+    swatch.style.background = headColour(head);
+    label.append(box, swatch, `Head ${head}`);
+    return label;
+  })));
+}
