@@ -46,8 +46,8 @@ TRAIN_CROPS, TEST_CROPS = 4096, 128
 GLIMPSES, STEP, TURN = 64, 0.2, 0.6  # of a walk; half widths; radians
 NEAR = 0.12  # half widths within which a glimpse has seen a place
 RECENT, FAR = 8, 16  # glimpses ago
-SHOWN, EVERY = 240, 4  # glimpses of the walk that is shown, and between two frames of it
-AFTER = (12, 60, 240)  # glimpses after which the picture shows what is answered
+SHOWN, EVERY = 200, 4  # glimpses of the walk that is shown, and between two frames of it
+AFTER = (12, 60, 200)  # glimpses after which the picture shows what is answered
 BETWEEN = 2  # pixels between the places of "everywhere"
 
 DIM, LAYERS, HEADS, WINDOW, OCTAVES = 64, 2, 2, 16, 5
@@ -355,7 +355,7 @@ def show(models: dict[str, Model], image: Tensor, walk: Walks, output: Path) -> 
             rows.append((titles, [seen, *answered, tile(whole)]))
     picture, animation = output / "answers.png", output / "answers.gif"
     # Dots of mixed colours would flicker, and double the file.
-    frames = [frame.quantize(64, dither=Dither.NONE) for frame in frames]
+    frames = [frame.quantize(128, dither=Dither.NONE) for frame in frames]
     _replace(picture, lambda at: sheet(rows or [(["the photo"], [tile(whole)])]).save(at, "PNG"))
     times = [120] * (len(frames) - 1) + [3000]
     _replace(

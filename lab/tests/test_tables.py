@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
+import matplotlib
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from invented_runs import BASE, TENSOR, SignTaskConfig, run
 from tensor_memory import MemoryConfig
@@ -279,6 +282,34 @@ def test_the_same_records_draw_the_same_figure(tmp_path, x):
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
+@pytest.mark.parametrize("numbers", [(2,), (2, 4, 16)])
+def test_a_figure_is_as_wide_as_any_other_on_white_and_on_dark(tmp_path, numbers):
+    records = [
+        run(model, seed=0, accuracy=0.9, task=SignTaskConfig(numbers=n))
+        for model in (BASE, TENSOR)
+        for n in numbers
+    ]
+    corners = []
+    for theme in ("light", "dark"):
+        options = {"y": "valid.accuracy", "panels": ["task.numbers"], "theme": theme}
+        path = figure(frame(records), tmp_path / f"{theme}.png", **options)
+        with Image.open(path) as drawn:
+            assert drawn.width == 1080
+            corners.append(drawn.convert("L").getpixel((0, 0)))
+    assert corners == [255, 24]
+
+
+def test_lines_have_their_names_at_their_ends_and_shares_the_whole_axis(tmp_path):
+    records = [run(model, seed=0, accuracy=0.9) for model in (BASE, TENSOR)]
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text as text
+        path = figure(
+            frame(records), tmp_path / "a.svg", y="valid.accuracy", names={"base": "attention"}
+        )
+    written = re.findall(r"<text [^>]*>([^<]*)</text>", path.read_text())
+    assert {"attention", "tensor", "0", "100"} <= set(written)
+    assert "base" not in written
+
+
 def test_a_page_is_filled_and_checked(here, capsys):
     declared = Path("tables.toml")
     declared.write_text(
@@ -300,7 +331,10 @@ def test_a_page_is_filled_and_checked(here, capsys):
         "A\n\n<!-- table: base -->\n\n| method | accuracy |\n| :-- | --: |\n"
         "| base | 93.0 ± 4.3 % |\n\n<!-- /table -->\n\nB\n"
     )
-    assert Path("curves.png").is_file()
+    assert sorted(path.name for path in Path().glob("curves*")) == [
+        "curves-dark.png",
+        "curves-light.png",
+    ]
     assert tables_command([*command, "--check"]) == 0
     page.write_text(page.read_text().replace("93.0", "99.0"))
     assert tables_command([*command, "--check"]) == 1

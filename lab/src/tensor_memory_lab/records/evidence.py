@@ -18,7 +18,7 @@ TABLE = {
     "study", "where", "except", "each", "like", "rows", "only", "columns", "across", "sort",
     "titles", "names", "caption", "value", "less",
 }  # fmt: skip
-DRAWN = {"x", "y", "by", "panels", "x_title", "y_title"}
+DRAWN = {"x", "y", "by", "panels", "x_title", "y_title", "names"}
 
 
 class Evidence:
@@ -50,13 +50,15 @@ class Evidence:
         return markdown(lines) + below
 
     def figures(self, folder: Path) -> Iterator[Path]:
-        """Draw every declared figure; the files."""
+        """Draw every declared figure on white and on dark; the files."""
         from tensor_memory_lab.records.figure import figure  # matplotlib takes seconds
 
         for name in self.declared.get("figure", {}):
             spec = self._spec("figure", name, TABLE | DRAWN)
             options = {key: spec[key] for key in DRAWN & spec.keys()}
-            yield figure(self._runs(name, spec), folder / f"{name}.png", **options)
+            runs = self._runs(name, spec)
+            yield figure(runs, folder / f"{name}-light.png", **options, theme="light")
+            yield figure(runs, folder / f"{name}-dark.png", **options, theme="dark")
 
     def fill(self, page: str, where: str) -> str:
         """A page's text with its tables written anew; a region of no declared table is an error."""

@@ -1,10 +1,14 @@
-"""From records to a figure: lines of means over seeds with their 95 % intervals."""
+"""From records to a figure: lines of means over seeds with their 95 % intervals.
+
+One style: one width, names at the ends of lines, shares from 0 to 100 %, on white or on dark.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib
 import pandas as pd
@@ -22,21 +26,27 @@ COLOURS = (
 MEMORY, MEMORIES = "#0072B2", ("tensor", "spatial")
 """The memory's own colour in every figure, and how the names of its methods begin."""
 
+ON_DARK = {"#000000": "#F2F2F2", MEMORY: "#4C9BFF", "#56B4E9": "#A6E1FF", "#888888": "#9A9A9A"}
+"""What colours become that would be lost on a dark page."""
+
+Theme = Literal["light", "dark"]
+INK = {"light": "#1B1F24", "dark": "#E3E6EA"}
+PAPER = {"light": "#FFFFFF", "dark": "#15181D"}
+GRID = {"light": "#E2E4E8", "dark": "#30353D"}
+
 DASHES = ("-", "--", ":", "-.")
-STYLE = {
-    "figure.facecolor": "white",
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#dddddd",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "font.size": 9,
-    "svg.hashsalt": "tensor-memory",  # the same figure is the same file
-}
-ACROSS = 3
+WIDTH, HEIGHT, TALL = 7.2, 2.7, 2.1
+"""Inches: of every figure; of a row of panels, where there is one row and where there are more."""
+ACROSS = 2
 """Panels beside each other."""
 MANY = 8
 """A panel with more lines shows no intervals: they would cover each other."""
+THICK, THIN = 2.8, 1.3
+"""Widths of the first and the last line of a panel: lines that coincide are all to be seen."""
+NAME = 7.5
+"""Points, size of the names at the ends of lines."""
+LETTERS = 34
+"""Letters in a row of such a name; half as many where two panels are beside each other."""
 
 
 def figure(
@@ -49,6 +59,8 @@ def figure(
     panels: Sequence[str] = (),
     x_title: str = "",
     y_title: str = "",
+    names: Mapping[str, str] | None = None,
+    theme: Theme = "light",
 ) -> Path:
     """Draw a measure against steps, or against any column, a line for each value of `by`.
 
@@ -62,50 +74,113 @@ def figure(
         panels: columns that tell panels apart.
         x_title: what stands below; the name of `x` unless given.
         y_title: what stands beside; the name of `y` unless given.
+        names: what lines are called instead of the values of `by`.
+        theme: "light", on white, or "dark".
     """
     keys = [tuple(value_text(run[name]) for name in panels) for _, run in runs.iterrows()]
     order = sorted(dict.fromkeys(keys), key=lambda key: [order_key(part) for part in key])
-    looks = _looks(runs, by)
-    lines = list(looks)
+    looks = _looks(runs, by, theme)
     across = min(len(order), ACROSS)
     down = -(-len(order) // across)
-    beside = 0.7 + 0.066 * max(len(value_text(line)) for line in lines)
-    with matplotlib.rc_context(STYLE):  # pyright: ignore[reportArgumentType]
-        drawn = Figure(
-            figsize=(beside + 3.2 * across, max(0.6 + 2.6 * down, 0.4 + 0.19 * len(lines))),
-            layout="constrained",
-        )
+    with matplotlib.rc_context(_style(theme)):
+        size = (WIDTH, 0.4 + (HEIGHT if down == 1 else TALL) * down)
+        drawn = Figure(figsize=size, layout="constrained")
         axes = drawn.subplots(down, across, squeeze=False, sharey=True).flatten()
         for axis, key in zip(axes, order, strict=False):
             inside = runs[[one == key for one in keys]]
-            for line in lines:
-                some = inside[inside[by] == line]
-                if len(some):
-                    bands = len(set(inside[by])) <= MANY
-                    _draw(axis, _points(some, x, y), value_text(line), looks[line], bands, x)
+            lines = [line for line in looks if (inside[by] == line).any()]
+            ends = {}
+            for place, line in enumerate(lines):
+                points = _points(inside[inside[by] == line], x, y)
+                above = (len(lines) - 1 - place) / max(1, len(lines) - 1)
+                width = THIN + (THICK - THIN) * above
+                _draw(axis, points, looks[line], width, len(lines) <= MANY, x)
+                if len(points):
+                    ends[line] = float(points["mean"].iloc[-1])
+            if is_percent(y):  # the same for all, so that noise looks as small as it is
+                axis.set_ylim(-2, 102)
+            known = names or {}
+            named = [
+                (known.get(value_text(line), value_text(line)), looks[line][0], end)
+                for line, end in ends.items()
+            ]
+            _name_lines(axis, named, LETTERS // across, size[1] / down)
             titles = [
                 f"{short_name(name)} {value}" if value[:1].isdigit() else value
                 for name, value in zip(panels, key, strict=True)
             ]
-            axis.set_title(", ".join(titles), fontsize=9)
-            axis.set_xlabel(x_title or short_name(x))
+            axis.set_title(", ".join(titles), fontsize=9, loc="left")
         for unused in axes[len(order) :]:
             unused.set_visible(False)
-        axes[0].set_ylabel(y_title or (f"{y}, %" if is_percent(y) else y))
-        handles: dict[str, Any] = {}
-        for axis in axes:
-            for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
-                handles.setdefault(name, handle)
-        names = [name for name in map(value_text, lines) if name in handles]
-        drawn.legend(
-            [handles[name] for name in names], names, loc="outside right upper", frameon=False,
-            fontsize=8,
-        )  # fmt: skip
+        drawn.supxlabel(x_title or short_name(x), fontsize=9)
+        drawn.supylabel(y_title or (f"{y}, %" if is_percent(y) else y), fontsize=9)
         path = Path(path)
         kind = path.suffix[1:] or "png"
         metadata = {"Date": None} if kind == "svg" else None
         write_whole(path, lambda at: drawn.savefig(at, format=kind, dpi=150, metadata=metadata))
     return path
+
+
+def _style(theme: Theme) -> Any:
+    ink, paper = INK[theme], PAPER[theme]
+    coloured = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    papers = ("figure.facecolor", "axes.facecolor", "savefig.facecolor")
+    return {
+        **dict.fromkeys(coloured, ink),
+        **dict.fromkeys(papers, paper),
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.color": GRID[theme],
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "font.size": 9,
+        "svg.hashsalt": "tensor-memory",  # the same figure is the same file
+    }
+
+
+def _name_lines(
+    axis: Any, names: Sequence[tuple[str, str, float]], letters: int, inches: float
+) -> None:
+    """Write (name, colour, end) right of an axis, at the line's end or next to it where it is full.
+
+    Names longer than `letters` take several rows. `inches` is the height of the panel.
+    """
+    low, high = axis.get_ylim()
+    rows = [
+        ((end - low) / (high - low), name, colour, number, text)
+        for name, colour, end in names
+        for number, text in enumerate(textwrap.wrap(name, letters)[::-1])
+    ]
+    rows.sort()
+    apart = 1.3 * NAME / 72 / (inches - 0.6)  # in heights of the axis
+    for at, row in zip(spread([row[0] for row in rows], apart), rows, strict=True):
+        options = {"color": row[2], "fontsize": NAME, "va": "center", "transform": axis.transAxes}
+        axis.text(1.02, at, row[-1], **options)
+
+
+def spread(wanted: Sequence[float], apart: float) -> list[float]:
+    """Places in rising order, at least `apart` from each other, near those wanted.
+
+    Those that are too near form a group around their mean. None is beyond 0 or 1, unless there are
+    too many.
+
+    >>> [round(place, 2) for place in spread([0.1, 0.5, 0.5, 1.0, 1.0], 0.1)]
+    [0.1, 0.45, 0.55, 0.9, 1.0]
+    """
+    groups: list[list[float]] = []
+
+    def first(group: Sequence[float]) -> float:
+        span = apart * (len(group) - 1)
+        return max(0.0, min(sum(group) / len(group) - span / 2, 1 - span))
+
+    for place in sorted(wanted):
+        groups.append([place])
+        while len(groups) > 1:
+            before, last = groups[-2:]
+            if first(last) - first(before) >= apart * len(before):
+                break
+            groups[-2:] = [before + last]
+    return [first(group) + n * apart for group in groups for n in range(len(group))]
 
 
 def _points(runs: Frame, x: str, y: str) -> Frame:
@@ -130,12 +205,14 @@ def _points(runs: Frame, x: str, y: str) -> Frame:
     return ends
 
 
-def _draw(axis: Any, points: Frame, label: str, look: tuple[str, str], bands: bool, x: str) -> None:
+def _draw(
+    axis: Any, points: Frame, look: tuple[str, str], width: float, bands: bool, x: str
+) -> None:
     colour, dash = look
     marker = None if x == "step" else "o"
     axis.plot(
-        points["x"], points["mean"], dash, color=colour, label=label, linewidth=1.5, marker=marker,
-        markersize=4,
+        points["x"], points["mean"], dash, color=colour, linewidth=width, marker=marker,
+        markersize=width + 2.5,
     )  # fmt: skip
     if not bands:
         return
@@ -153,7 +230,7 @@ def _draw(axis: Any, points: Frame, label: str, look: tuple[str, str], bands: bo
         axis.minorticks_off()
 
 
-def _looks(runs: Frame, by: str) -> dict[Any, tuple[str, str]]:
+def _looks(runs: Frame, by: str, theme: Theme) -> dict[Any, tuple[str, str]]:
     """Colour and dash of every line: memories have one colour, as long as dashes tell them apart.
 
     The others, and further memories, take the other colours in their order.
@@ -165,4 +242,5 @@ def _looks(runs: Frame, by: str) -> dict[Any, tuple[str, str]]:
     for place, line in enumerate(line for line in lines if line not in found):
         dash = DASHES[place // len(colours) % len(DASHES)]
         found[line] = colours[place % len(colours)], dash
-    return {line: found[line] for line in lines}
+    seen = ON_DARK if theme == "dark" else {}
+    return {line: (seen.get(found[line][0], found[line][0]), found[line][1]) for line in lines}
