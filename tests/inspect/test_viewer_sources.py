@@ -1,14 +1,16 @@
 """Where a read came from, and time, in a real browser: arcs, list, strip, overview, link."""
 
+import re
+
 import pytest
 import torch
-from browsing import PHONE, keep, settle, slide, text
+from browsing import PHONE, keep, orange, picture, settle, slide, text
 from invented import invented
 from test_place_pages import recorded
 
 from tensor_memory import PlaceConfig, PlaceMemory, record
 
-pytest.importorskip("playwright.sync_api", reason="the viewer needs playwright")
+sync_api = pytest.importorskip("playwright.sync_api", reason="the viewer needs playwright")
 READ = 11
 
 
@@ -178,7 +180,7 @@ def test_a_link_opens_the_same_view_and_the_theme_can_be_switched(opened):
     settle(again)
     assert again.evaluate("location.hash") == address
     again.click("#copy-picture")
-    again.wait_for_function("document.getElementById('copied').textContent.startsWith('picture')")
+    sync_api.expect(again.locator("#copied")).to_have_text(re.compile("picture (copied|saved)"))
     opened(recording, at="#layer=99&t=-4&from=9&to=2&measure=%3Cb%3E&theme=x&zoom=abc&hidden=a,1")
 
 
@@ -205,3 +207,37 @@ def test_sources_fit_on_a_phone(opened):
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE[0]
     assert page.locator("#source-list li").count() > 4
     keep(page, "sources-phone-dark")
+
+
+def test_a_spread_wider_than_the_grid_is_a_badge_and_no_ball(opened):
+    recording = invented(1, chunks=2, rows=1)
+    recording[0].write_at.zero_()
+    recording[0].spread[1] = 5.02
+    page = opened(recording)
+    page.uncheck("#show-reads")
+    assert page.locator("#wide").is_hidden()
+    slide(page, "#time", 1)
+    slide(page, "#trail", 0)
+    assert text(page, "#wide") == "write wider than the grid: σ 5.02"
+    left, top, right, bottom = orange(picture(page))
+    assert max(right - left, bottom - top) < 14  # the point alone
+    page.uncheck("#show-writes")
+    settle(page)
+    assert page.locator("#wide").is_hidden()
+
+
+@pytest.mark.exhaustive
+def test_five_thousand_steps_of_eight_layers_can_be_scrubbed(opened):
+    page = opened(invented(8, chunks=5000, rows=1, grid=(6, 6, 6)))
+    width = page.locator("#gate-chart").bounding_box()["width"]
+    curve = page.locator("#gate-chart .curve").first.get_attribute("d")
+    assert curve.count("L") + curve.count("M") <= 2 * width  # a line from most to least per pixel
+    for t in range(0, 5000, 250):
+        slide(page, "#time", t)
+        assert text(page, "#chunk-name").startswith(f"Chunk {t} ")
+    page.locator("#time-in").click(click_count=6)
+    settle(page)
+    assert page.locator("#overview .window").is_visible()
+    page.select_option("#layer", "7")
+    assert text(page, "#position") == "4751 / 5000"
+    keep(page, "long")

@@ -148,6 +148,9 @@ function start() {
     if (chosen.chunks === 0) return;
     summarise();
     const shown = scene.draw({ ...state, layer: chosen });
+    const wide = state.writes ? scene.wideWrites(chosen, state.t, state.row) : "";
+    find("wide").hidden = !wide;
+    find("wide").textContent = wide;
     find("shown").textContent = `${shown} of ${chosen.voxels} shown`;
     find("threshold-value").textContent = number((state.threshold / 255) * chosen.top);
     find("threshold").setAttribute("aria-valuetext", find("threshold-value").textContent);

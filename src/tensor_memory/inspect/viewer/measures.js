@@ -12,8 +12,16 @@ const measureNames = (layer) => [...(layer.sources ? ["share"] : []), "use", ...
 
 // (T) values of one row; "share" is what each step gave to the read at step t, over the heads shown.
 function measureValues(index, measure, row, t, hidden) {
-  const packed = recording.layers[index];
   if (measure === "share") return shareValues(index, row, t, hidden);
+  const key = `${index} ${measure} ${row}`;
+  if (!measured.has(key)) measured.set(key, rowValues(index, measure, row));
+  return measured.get(key);
+}
+
+const measured = new Map();
+
+function rowValues(index, measure, row) {
+  const packed = recording.layers[index];
   const arrays = lightArrays(index);
   const gate = packed.gateNames.indexOf(measure);
   if (measure !== "use" && gate < 0) return new Float32Array(packed.chunks).fill(NaN);
@@ -23,6 +31,12 @@ function measureValues(index, measure, row, t, hidden) {
     out[at] = gate < 0 ? arrays.use[value] : arrays.gates[value * packed.gateNames.length + gate];
   }
   return out;
+}
+
+const largest = new WeakMap();
+function largestOf(values) {
+  if (!largest.has(values)) largest.set(values, values.reduce((most, value) => (value > most ? value : most), 0));
+  return largest.get(values);
 }
 
 // The arrays that the overview needs of every layer: small beside the grids.

@@ -38,7 +38,7 @@ class Overview {
     const image = pen.createImageData(width, lines);
     const rows = recording.layers.map((_, index) => values(index, measure, row, t, hidden));
     let top = measure === "use" ? 0 : 1;
-    if (!top) for (const line of rows) for (const value of line) if (value > top) top = value;
+    if (!top) top = Math.max(...rows.map(largestOf));
     rows.forEach((line, index) => {
       const { high, low } = envelope(line, 0, line.length - 1, Math.max(1, Math.round((width * line.length) / count)));
       high.forEach((value, column) => {

@@ -3,6 +3,8 @@
 // Boxes of a lattice overlap correctly when each axis is walked from far to near, so nothing is
 // sorted.
 
+const WIDE = 1; // half the grid: a write of a larger σ covers all of it, and a sphere would hide all
+
 class Scene extends View {
   // Draws one moment and returns how many voxels are above the threshold.
   draw({ layer, t, row, slice, threshold, trail, writes, reads }) {
@@ -197,7 +199,7 @@ class Scene extends View {
           continue;
         }
         const spread = this.spreadOf(layer, at, row, head);
-        if (spread) this.drawSphere(layer, point, spread);
+        if (spread && spread <= WIDE) this.drawSphere(layer, point, spread);
         this.dot(x, y, 6, this.colour.halo);
         this.dot(x, y, 4.5, this.colour.write);
       }
@@ -212,6 +214,15 @@ class Scene extends View {
     return [x, y, (spread * scale) / Math.sqrt(Math.max(1 - (spread / away) ** 2, 0.01))];
   }
 
+  // The writes of a step that are wider than the grid, in words; empty where there are none.
+  wideWrites(layer, t, row) {
+    const spreads = Array.from({ length: layer.writes }, (_, head) => this.spreadOf(layer, t, row, head));
+    const wide = spreads.filter((spread) => spread > WIDE);
+    if (!wide.length) return "";
+    const which = wide.length > 1 ? `${wide.length} writes` : "write";
+    return `${which} wider than the grid: σ ${wide.slice(0, 4).map(number).join(", ")}`;
+  }
+
   spreadOf(layer, t, row, head) {
     return layer.spread?.[(t * recording.rows + row) * layer.writes + head];
   }
@@ -222,7 +233,7 @@ class Scene extends View {
     for (let head = 0; head < layer.writes; head++) {
       const point = pointAt(layer, layer.writeAt, layer.writes, t, row, head);
       const spread = this.spreadOf(layer, t, row, head);
-      if (!point || !spread || layer.axes < 3) continue;
+      if (!point || !spread || spread > WIDE || layer.axes < 3) continue;
       const [x, y, radius] = this.outline(point, spread);
       const shade = pen.createRadialGradient(x, y, 0, x, y, radius);
       shade.addColorStop(0, `color-mix(in srgb, ${this.colour.write} 4%, transparent)`);

@@ -1,6 +1,7 @@
 // All tokens as a strip under the arcs: a press goes there, colours say what was chosen.
 
 const ARC = 64; // height of the arcs, in pixels
+const LEVELS = 255; // colours of a strip
 
 class Strip {
   constructor(canvas, arcs, seek, zoom) {
@@ -60,12 +61,14 @@ class Strip {
     const columns = Math.max(1, Math.min(Math.round(this.right - this.left + cell), 4096));
     const { high, low } = envelope(values, from, to, columns);
     let top = this.measure === "share" || layer.gateNames.includes(this.measure) ? 1 : 0;
-    if (!top) for (const value of values) if (value > top) top = value;
+    if (!top) top = largestOf(values);
     const each = (this.right - this.left + cell) / columns;
+    const colours = this.colours(style, dark);
     for (let column = 0; column < columns; column++) {
       const value = Math.abs(low[column]) > Math.abs(high[column]) ? low[column] : high[column];
       if (!Number.isFinite(value)) continue;
-      pen.fillStyle = this.colour(value, top, style, dark);
+      const size = top > 0 ? Math.min(1, Math.abs(value) / top) : 0;
+      pen.fillStyle = colours[value < 0 ? 1 : 0][Math.round(size * LEVELS)];
       pen.fillRect(start + column * each, 0, each + 0.5, height);
     }
     const ink = style.getPropertyValue("--ink").trim();
@@ -76,14 +79,19 @@ class Strip {
     if (t >= from && t <= to) pen.strokeRect(this.x(t) - box / 2, 0.75, box, height - 1.5);
   }
 
-  // Shares tint the ground: writes for the read in the colour of writes, against it in another.
-  colour(value, top, style, dark) {
-    const size = top > 0 ? Math.min(1, Math.abs(value) / top) : 0;
-    const surface = style.getPropertyValue("--ground").trim();
-    if (this.measure !== "share") return css(volumeColour(size, dark));
-    if (size === 0) return surface;
-    const name = value < 0 ? "--input" : "--write";
-    return `color-mix(in srgb, ${style.getPropertyValue(name).trim()} ${(18 + 70 * Math.sqrt(size)).toFixed(0)}%, ${surface})`;
+  // Two tables: of values above 0 and below. Shares tint the ground in the colour of writes, those
+  // against the read in another. They are made once per theme: a strip has thousands of columns.
+  colours(style, dark) {
+    const key = `${this.measure === "share"} ${dark}`;
+    if (this.tableKey === key) return this.tables;
+    const [ground, ...tints] = ["--ground", "--write", "--input"].map((name) => style.getPropertyValue(name).trim());
+    const mixed = (tint, size) => (size === 0 ? ground : `color-mix(in srgb, ${tint} ${(18 + 70 * Math.sqrt(size)).toFixed(0)}%, ${ground})`);
+    this.tables = tints.map((tint) => Array.from({ length: LEVELS + 1 }, (_, level) => {
+      const size = level / LEVELS;
+      return this.measure === "share" ? mixed(tint, size) : css(volumeColour(size, dark));
+    }));
+    this.tableKey = key;
+    return this.tables;
   }
 
   drawTexts(cell, height, ink, style) {
