@@ -23,10 +23,10 @@ def settle(page) -> None:
     )
 
 
-def picture(page) -> bytes:
+def picture(page, canvas="#volume") -> bytes:
     """The volume alone on its ground, as PNG: a tenth of the time of a screenshot."""
     settle(page)
-    data = page.locator("#volume").evaluate(
+    data = page.locator(canvas).evaluate(
         """(volume) => {
           const copy = document.createElement("canvas");
           [copy.width, copy.height] = [volume.width, volume.height];

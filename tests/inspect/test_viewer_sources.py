@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from browsing import PHONE, keep, orange, picture, settle, slide, text
+from browsing import PATIENCE, PHONE, keep, orange, picture, settle, slide, text
 from invented import invented
 from test_place_pages import recorded
 
@@ -179,8 +179,10 @@ def test_a_link_opens_the_same_view_and_the_theme_can_be_switched(opened):
     again.keyboard.press("l")
     settle(again)
     assert again.evaluate("location.hash") == address
+    told = sync_api.expect(again.locator("#copied"))
+    told.to_have_text(re.compile("link (copied|is in)"), timeout=PATIENCE)
     again.click("#copy-picture")
-    sync_api.expect(again.locator("#copied")).to_have_text(re.compile("picture (copied|saved)"))
+    told.to_have_text(re.compile("picture (copied|saved)"), timeout=PATIENCE)
     opened(recording, at="#layer=99&t=-4&from=9&to=2&measure=%3Cb%3E&theme=x&zoom=abc&hidden=a,1")
 
 
@@ -224,6 +226,27 @@ def test_a_spread_wider_than_the_grid_is_a_badge_and_no_ball(opened):
     page.uncheck("#show-writes")
     settle(page)
     assert page.locator("#wide").is_hidden()
+
+
+def test_two_recordings_are_shown_beside_each_other_at_one_step(opened, tmp_path):
+    on, off = invented(2, chunks=12, rows=1), invented(2, chunks=12, rows=1, texts=False)
+    off[0].hidden_norm.zero_()
+    page = opened(on, beside=off)
+    names = page.locator("#layer option").all_inner_texts()
+    assert names == ["A: blocks.0", "A: blocks.1", "B: blocks.0", "B: blocks.1"]
+    assert page.locator("#beside").input_value() == "2"
+    before = picture(page, "#volume-beside")
+    slide(page, "#time", 7)
+    assert text(page, "#beside-name") == "B: blocks.0, chunk 7"
+    assert picture(page, "#volume-beside") != before
+    assert picture(page, "#volume-beside") != picture(page)
+    page.select_option("#beside", "0")
+    assert picture(page, "#volume-beside") == picture(page)
+    page.select_option("#beside", "-1")
+    settle(page)
+    assert page.locator("#volume-beside").is_hidden()
+    with pytest.raises(ValueError, match="expected a recording of 1 row"):
+        on.save_page(tmp_path / "refused.html", beside=invented(1, rows=2))
 
 
 @pytest.mark.exhaustive

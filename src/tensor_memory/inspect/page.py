@@ -80,11 +80,19 @@ class Recorded(Protocol):
     def dropped(self) -> int: ...  # noqa: D102
 
 
-def page(recording: Recorded, *, title: str, every: int, rows: int | None, limit_mb: float) -> str:
+def page(
+    recording: Recorded,
+    *,
+    title: str,
+    every: int,
+    rows: int | None,
+    limit_mb: float,
+    first: int | None = None,
+) -> str:
     """The interactive viewer of a recording: one HTML document, no network needed.
 
-    `Recording.save_page` explains the options. A recording without layers makes a page that says
-    so.
+    `Recording.save_page` explains the options. Where two recordings are shown beside each other,
+    `first` layers are of the first. A recording without layers makes a page that says so.
     """
     for name, value in (("every", every), ("rows", rows)):
         if value is not None and (not isinstance(value, int) or value < 1):
@@ -107,6 +115,7 @@ def page(recording: Recorded, *, title: str, every: int, rows: int | None, limit
         "layers": encoded,
         "layerCount": len(recording.layers),
         "rows": shown_rows,
+        "beside": None if first is None else sum(map(len, groups[:first])),
         "every": recording.every * every,
         "notices": _notices(recording, layers, encoded, every) + _untold(recording, lives),
         "texts": _texts(recording, layers, lives),

@@ -12,7 +12,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -181,6 +181,7 @@ class Recording:
         every: int = 1,
         rows: int | None = None,
         limit_mb: float = LIMIT_MB,
+        beside: Recording | None = None,
     ) -> None:
         """Write the interactive viewer: one HTML file that opens from disk, without a network.
 
@@ -190,8 +191,12 @@ class Recording:
             every: put one recorded chunk in so many on the page, which then says so.
             rows: put only the first so many rows on the page, which then says so.
             limit_mb: refuse a page larger than this.
+            beside: another recording of the same rows, such as one with the memory off. The page
+                shows both at the same step; the texts and frames are those of this one.
         """
-        text = page(self, title=title, every=every, rows=rows, limit_mb=limit_mb)
+        shown = self if beside is None else _both(self, beside)
+        first = None if beside is None else len(self)
+        text = page(shown, title=title, every=every, rows=rows, limit_mb=limit_mb, first=first)
         write_text(path, text)
 
     def save_figures(
@@ -305,6 +310,19 @@ class Recording:
             units = " or ".join(dict.fromkeys(layer.unit for layer in self.layers))
             extent += f"\none {units} in {self.every} was kept, {others} not"
         return extent
+
+
+def _both(first: Recording, second: Recording) -> Recording:
+    """Two recordings as one, whose layers say of which they are."""
+    if first.rows != second.rows or first.every != second.every:
+        raise ValueError(
+            f"beside: expected a recording of {counted(first.rows, 'row')} with every="
+            f"{first.every}, got {counted(second.rows, 'row')} with every={second.every}; "
+            "record the same rows with the same max_chunks"
+        )
+    pairs = (("A", first), ("B", second))
+    layers = [replace(one, name=f"{of}: {one.name}") for of, each in pairs for one in each.layers]
+    return replace(first, layers=layers)
 
 
 def _table(layers: Sequence[AnyLayer]) -> list[tuple[str, ...]]:

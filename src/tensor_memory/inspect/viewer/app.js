@@ -2,7 +2,7 @@
 
 const state = {
   layer: 0, row: 0, slice: -1, t: 0, threshold: 0, trail: 16, writes: true, reads: true,
-  window: { from: 0, to: 0 }, measure: null, hidden: new Set(), theme: null,
+  beside: -1, window: { from: 0, to: 0 }, measure: null, hidden: new Set(), theme: null,
 };
 const GATE_STYLES = [
   { colour: "--input", dash: "none" },
@@ -23,6 +23,7 @@ function start() {
   if (longest === 0 || recording.rows === 0) return showEmpty();
 
   const scene = new Scene(find("volume"));
+  const other = new Scene(find("volume-beside"));
   const seek = (t) => go(t);
   const strip = new Strip(find("strip"), find("arcs"), seek, zoomTime);
   const overview = new Overview(find("overview"), {
@@ -41,6 +42,8 @@ function start() {
   function fillChoices() {
     find("layer").replaceChildren(...recording.layers.map((each, index) => new Option(each.name || `layer ${index}`, index)));
     find("row").replaceChildren(...Array.from({ length: recording.rows }, (_, row) => new Option(row, row)));
+    find("beside").replaceChildren(new Option("nothing", -1), ...recording.layers.map((each, index) => new Option(each.name || `layer ${index}`, index)));
+    find("beside-choice").hidden = recording.layers.length < 2;
     find("layer").disabled = recording.layers.length < 2;
     find("row").disabled = recording.rows < 2;
     find("notice").hidden = recording.notices.length === 0;
@@ -148,6 +151,7 @@ function start() {
     if (chosen.chunks === 0) return;
     summarise();
     const shown = scene.draw({ ...state, layer: chosen });
+    drawBeside();
     const wide = state.writes ? scene.wideWrites(chosen, state.t, state.row) : "";
     find("wide").hidden = !wide;
     find("wide").textContent = wide;
@@ -165,6 +169,25 @@ function start() {
     use.point(state.t, narrow());
     drawStrip(chosen);
     overview.point(state.layer, state.t, state.window);
+  }
+
+  // A second layer, of this recording or of the one beside it, at the same step and from the same side.
+  function drawBeside() {
+    if (state.beside < 0) return;
+    const second = layerAt(state.beside);
+    const t = Math.min(state.t, second.chunks - 1);
+    if (other.axes !== second.axes) other.resetView(second.axes);
+    if (second.axes === scene.axes) Object.assign(other, { yaw: scene.yaw, pitch: scene.pitch, zoom: scene.zoom });
+    find("beside-name").textContent = `${second.name}, ${second.unit} ${second.chunk[t]}`;
+    other.draw({ ...state, layer: second, t, slice: -1 });
+  }
+
+  function setBeside(index) {
+    state.beside = index;
+    find("beside").value = index;
+    find("volume-beside").hidden = find("beside-name").hidden = index < 0;
+    find("stage").classList.toggle("two", index >= 0);
+    redraw();
   }
 
   function drawStrip(chosen) {
@@ -207,6 +230,7 @@ function start() {
   function restyle() {
     useTheme();
     scene.restyle();
+    other.restyle();
     drawOverview();
     redraw();
   }
@@ -249,8 +273,10 @@ function start() {
   openView(asked, scene, restart);
   find("layer").value = state.layer;
   find("row").value = state.row;
+  const same = recording.beside === null ? -1 : Math.min(recording.beside + state.layer, recording.layers.length - 1);
+  setBeside(asked.beside ?? same);
   drawCharts();
-  listenToControls({ scene, layer, play, go, goTo, redraw, restart, restyle, drawCharts, drawOverview, setWindow, zoomTime, chooseOther });
+  listenToControls({ scene, layer, play, go, goTo, redraw, restart, restyle, drawCharts, drawOverview, setWindow, zoomTime, chooseOther, setBeside });
   listenToVolume(find("volume"), scene, layer, redraw);
   new ResizeObserver(() => (drawCharts(), drawOverview(), redraw())).observe(find("stage"));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", restyle);
@@ -264,7 +290,7 @@ function useTheme() {
 // The layer and the step at which the memory is used most, where its grid holds something.
 function busiest() {
   let found = { layer: 0, t: 0, most: -1 };
-  recording.layers.forEach(({ chunks }, index) => {
+  recording.layers.slice(0, recording.beside ?? undefined).forEach(({ chunks }, index) => {
     const { use, flags } = lightArrays(index);
     for (let t = 0; t < chunks; t++) {
       const at = t * recording.rows;
@@ -274,10 +300,11 @@ function busiest() {
   return { layer: found.layer, t: found.t };
 }
 
-function listenToControls({ scene, layer, play, go, goTo, redraw, restart, restyle, drawCharts, drawOverview, setWindow, zoomTime, chooseOther }) {
+function listenToControls({ scene, layer, play, go, goTo, redraw, restart, restyle, drawCharts, drawOverview, setWindow, zoomTime, chooseOther, setBeside }) {
   const on = (id, event, act) => find(id).addEventListener(event, act);
   on("layer", "change", () => chooseOther(Number(find("layer").value)));
   on("row", "change", () => ((state.row = Number(find("row").value)), drawCharts(), drawOverview(), redraw()));
+  on("beside", "change", () => setBeside(Number(find("beside").value)));
   on("measure", "change", () => ((state.measure = find("measure").value), drawOverview(), redraw()));
   on("time-in", "click", () => zoomTime(0.5));
   on("time-out", "click", () => zoomTime(2));

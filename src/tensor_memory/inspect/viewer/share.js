@@ -1,6 +1,6 @@
 // A link that opens the same view again, and the volume as a picture.
 
-const NUMBERS = ["layer", "row", "t", "from", "to", "slice", "threshold", "trail", "yaw", "pitch", "zoom"];
+const NUMBERS = ["layer", "beside", "row", "t", "from", "to", "slice", "threshold", "trail", "yaw", "pitch", "zoom"];
 
 // What the address asks for; only what makes sense here is taken.
 function askedView() {
@@ -13,6 +13,7 @@ function askedView() {
   if (["light", "dark"].includes(given.get("theme"))) asked.theme = given.get("theme");
   if (given.has("measure")) asked.measure = given.get("measure");
   asked.hidden = (given.get("hidden") ?? "").split(",").filter((head) => /^\d+$/.test(head)).map(Number);
+  if (!recording.layers[asked.beside]) delete asked.beside;
   return asked;
 }
 
@@ -41,8 +42,8 @@ function openView(asked, scene, restart) {
 }
 
 function viewAddress(scene) {
-  const { layer, row, t, slice, threshold, trail, measure, theme, window: { from, to } } = state;
-  const values = { layer, row, t, from, to, slice, threshold, trail, measure, yaw: scene.yaw.toFixed(3), pitch: scene.pitch.toFixed(3), zoom: scene.zoom.toFixed(3) };
+  const { layer, beside, row, t, slice, threshold, trail, measure, theme, window: { from, to } } = state;
+  const values = { layer, beside, row, t, from, to, slice, threshold, trail, measure, yaw: scene.yaw.toFixed(3), pitch: scene.pitch.toFixed(3), zoom: scene.zoom.toFixed(3) };
   if (theme) values.theme = theme;
   if (state.hidden.size) values.hidden = [...state.hidden].join(",");
   return `#${new URLSearchParams(values)}`;
@@ -73,11 +74,11 @@ async function copyPicture(volume) {
   tell("picture saved");
 }
 
-// Whether the clipboard took it: a browser may have none, or refuse.
+// Whether the clipboard took it: a browser may have none, refuse, or never answer.
 async function put(act) {
   try {
-    await act();
-    return true;
+    const late = new Promise((done) => setTimeout(() => done("late"), 1000));
+    return (await Promise.race([act(), late])) !== "late";
   } catch {
     return false;
   }
