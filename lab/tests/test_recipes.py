@@ -49,7 +49,7 @@ SMALL = {
 }
 DRAWN = "--task.valid-rows 4 --task.test-rows 4"
 """Of recipes that need no data."""
-OTHER_NUMBERS = ("-cost", "-long", "-valid", "-published")
+OTHER_NUMBERS = ("-cost", "-long", "-valid", "-published", "-overwrite")
 """In names of recipes that differ from another in sizes, most of which are made small here."""
 
 

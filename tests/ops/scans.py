@@ -109,7 +109,7 @@ def awkward_cases() -> list[Case]:
     return cases
 
 
-def exhaustive_but(sample: list[Case], cases: list[Case]) -> list[Any]:
+def exhaustive_but(sample: list[Any], cases: list[Any]) -> list[Any]:
     """All cases as parameters; those outside the sample run with the exhaustive tests alone."""
     marks = {True: (), False: pytest.mark.exhaustive}
     unique = dict.fromkeys([*sample, *cases])

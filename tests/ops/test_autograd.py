@@ -90,7 +90,9 @@ def test_checkpoints_keep_less():
 
 @pytest.mark.parametrize("backend", ["torch", FUSED])
 @pytest.mark.parametrize("checkpoint_every", [pytest.param(0, marks=pytest.mark.exhaustive), 2])
-@pytest.mark.parametrize("used", [(0,), (2,), (0, 1)], ids=str)
+@pytest.mark.parametrize(
+    "used", [pytest.param((0,), marks=pytest.mark.exhaustive), (2,), (0, 1)], ids=str
+)
 def test_outputs_that_nobody_uses_send_nothing_back(backend, checkpoint_every, used):
     case = Case(B=1, S=3, Q=1, M=1, C=16, grid=(2,), resets=False)
 

@@ -134,7 +134,7 @@ def test_a_fused_layer_is_the_plain_one(option, fused_calls, monkeypatch):
 @pytest.mark.parametrize(
     ("reads", "flush"),
     [
-        ("chunk", 4),
+        pytest.param("chunk", 4, marks=pytest.mark.exhaustive),
         pytest.param("chunk", 2, marks=pytest.mark.exhaustive),
         pytest.param("token", 4, marks=pytest.mark.exhaustive),
         ("token", True),
