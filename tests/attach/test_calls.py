@@ -11,6 +11,7 @@ import pytest
 import torch
 from hosts import SMALL, VOCABULARY, WIDTH, llama
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
@@ -218,7 +219,9 @@ def test_a_whole_host_checkpointed_inside_a_stream_is_refused(
 def test_a_mask_of_pairs_does_not_drop_the_padding_silently() -> None:
     model, tokens = host(), text(2, 6)
     mask = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
+    blocks = create_block_mask(lambda b, h, q, k: q >= k, None, None, 6, 6, device="cpu")
     for given, got in (
+        (blocks, "BlockMask"),
         (mask, r"\(2, 1, 6, 6\)"),
         (mask[:, 0], r"\(2, 6, 6\)"),
         ({"full_attention": mask}, "dict"),

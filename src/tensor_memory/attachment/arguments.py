@@ -143,7 +143,8 @@ class TokenArguments:
 def refuse_4d_mask(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise where the caller's own mask does not tell padding from what is not attended to."""
     mask = signature.get("attention_mask", args, kwargs)
-    if _is_of_pairs(mask) and _static_cache(args, kwargs) is None:
+    readable = isinstance(mask, Mapping | Tensor) and _static_cache(args, kwargs) is not None
+    if _is_of_pairs(mask) and not readable:
         got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(
             f"attention_mask: expected shape (B, W), not zero where a token is real, got {got}, "
@@ -162,7 +163,8 @@ def _token_mask(
 
 
 def _is_of_pairs(mask: Any) -> bool:
-    return isinstance(mask, Mapping) or (isinstance(mask, Tensor) and mask.ndim > 2)
+    """Whether it says what attends to what: of more axes, one per kind of layer, or of blocks."""
+    return mask is not None and not (isinstance(mask, Tensor) and mask.ndim <= 2)
 
 
 def _static_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any | None:
