@@ -22,6 +22,7 @@ CASES = {  # grid, channels, tokens, rule, Gaussian, resets, wrap, one place for
     "sparse": ((4, 5), 3, 70, "linear", False, True, False, False),
     "sparse, delta, a torus": ((2, 3, 4), 2, 40, "delta", False, True, True, False),
     "sparse, one place": ((4, 4), 2, 35, "delta", False, False, True, True),
+    "sparse, voxels never met": ((9, 11), 2, 35, "linear", False, False, False, False),
 }
 
 
@@ -37,7 +38,7 @@ def results(case, products, dtype, backend):
         "read_at": None if same else rand(B, N, H, n) * 2.4 - 1.2,
         "content": torch.randn(B, N, H, C, generator=draw),
         "rate": rand(B, N, H),
-        "log_keep": -rand(B, N, H),
+        "log_keep": -rand(B, N, H) / 8,
         "width": rand(H) + 0.4 if gaussian else None,
         "state": torch.randn(B, H, *grid, C, generator=draw),
     }
@@ -71,6 +72,7 @@ def check(name, products, monkeypatch):
         ("delta, a circle", torch.float32),
         ("a single token", torch.bfloat16),
         ("sparse, delta, a torus", torch.float32),
+        ("sparse, voxels never met", torch.float32),
     ],
 )
 def test_the_fused_places_agree_with_the_chunked_ones(name, products, monkeypatch):
