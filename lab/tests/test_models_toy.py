@@ -18,7 +18,12 @@ from tolerances import assert_same
 pytestmark = pytest.mark.filterwarnings("ignore::tensor_memory.ForgettingWarning")
 
 METHODS, more = get_args(ToyMethod), pytest.mark.exhaustive
-WINDOWED = [(m, w) for m in METHODS for w in (None, 3) if (m, w) != ("recurrent-slots", None)]
+WINDOWED = [
+    (m, w)  # the place methods with a window alone, for time
+    for m in METHODS
+    for w in (None, 3)
+    if w or (m != "recurrent-slots" and not m.startswith("place"))
+]
 TASKS = {
     "binding": BindingConfig(),
     "map": MapConfig(),
@@ -68,13 +73,41 @@ def test_wide_has_the_weights_of_tensor_at_every_width(dim):
     assert wide == pytest.approx(tensor, rel=0.01)
 
 
-@pytest.mark.parametrize("method", ["slots-matched", "xl", "recurrent-slots", "linear", "tensor"])
+@pytest.mark.parametrize(
+    "method", ["slots-matched", "xl", "recurrent-slots", "linear", "tensor", "tensor-long", "place"]
+)
 @pytest.mark.parametrize("name", TASKS)
 def test_compared_states_have_the_memorys_bytes(name, method):
     model = sized(name, method).build(TASKS[name].build(0))
     layers = 3 if name in ("map", "occlusion") else 2
     memory = layers * 2 * 16 * 6**3 * 4
-    assert 0.99 * memory <= model.state_bytes() <= memory
+    origin = layers * 3 * 4 if method == "place" else 0  # where a moving frame stands
+    assert 0.99 * memory <= model.state_bytes() <= memory + origin
+
+
+@pytest.mark.parametrize("name", ["binding", "map", "occlusion"])
+def test_given_places_are_those_that_the_task_tells_its_tokens(name):
+    task = TASKS[name].build(0)
+    model = ToyModelConfig(method="place-given", **SMALL).build(task)
+    told = []
+    memory = model.stack.memory
+    memory.register_forward_pre_hook(lambda _, args, kw: told.append(kw["where"]), with_kwargs=True)
+    batch = task.batch("test", 0, 2)
+    model(batch)
+    expected = {
+        "binding": lambda: batch["place"],
+        "map": lambda: batch["features"][..., 4:6],
+        "occlusion": lambda: torch.tensor(
+            [[x / 1.5 - 1, y / 1.5 - 1] for _ in range(8) for y in range(4) for x in range(4)]
+        ).expand(2, -1, -1),
+    }[name]()
+    assert len(told) == 2  # in both layers
+    assert all(torch.allclose(where, expected) for where in told)
+
+
+def test_places_are_not_given_where_tokens_have_none():
+    with pytest.raises(ValueError, match=r"expected a task whose tokens have places.*place-given"):
+        ToyModelConfig(method="place-given", **SMALL).build(TASKS["no-harm"].build(0))
 
 
 def test_linear_attention_takes_the_memorys_gain():
@@ -98,6 +131,7 @@ def crossed(names):
         )
         for name in names
         for method in WINDOWED
+        if name != "no-harm" or not method[0].startswith(("place-given", "place-offset"))
     ]
 
 

@@ -52,6 +52,9 @@ DRAWN = "--task.valid-rows 4 --task.test-rows 4"
 OTHER_NUMBERS = ("-cost", "-long", "-valid", "-published", "-overwrite")
 """In names of recipes that differ from another in sizes, most of which are made small here."""
 
+PLACES_GIVEN = ("windowed-map", "windowed-occlusion", "windowed-binding-long")
+"""Recipes whose tokens tell the place memory where they are."""
+
 
 def data(name: str, folder: Path) -> None:
     """Write what a recipe reads."""
@@ -82,7 +85,7 @@ def runs() -> list[Any]:
         found.append(pytest.param(name, memory, marks=[pytest.mark.exhaustive] if again else []))
         if default != memory:
             found.append(pytest.param(name, default, marks=pytest.mark.exhaustive))
-    return found
+    return found + [(name, "place-given-delta") for name in PLACES_GIVEN]
 
 
 @pytest.mark.filterwarnings("ignore::tensor_memory.ForgettingWarning")  # the published start

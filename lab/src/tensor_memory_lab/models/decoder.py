@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tensor_memory import MemoryConfig
 from tensor_memory_lab.models.block import Place
 from tensor_memory_lab.models.config import TransformerConfig
 from tensor_memory_lab.models.side import FLOAT_BYTES
@@ -51,6 +52,24 @@ class DecoderConfig(TransformerConfig):
             "share_weights": self.share_weights,
         }
         return StackConfig(**plain | options | changes)
+
+
+PLACE_METHODS: dict[str, dict[str, Any]] = {
+    "place": {},
+    "place-delta": {"rule": "delta"},
+    "place-given": {"places": "given"},
+    "place-given-delta": {"places": "given", "rule": "delta"},
+    "place-offset": {"places": "offset"},
+}
+"""Methods with the place memory, and the fields of its config that they change."""
+
+
+def long_gap(config: DecoderConfig) -> MemoryConfig:
+    """The paper's memory from its start for long gaps, its sizes those of the config."""
+    memory = config.memory
+    return MemoryConfig.long_gap(
+        channels=memory.channels, grid=memory.grid, chunk_size=memory.chunk_size
+    )
 
 
 def wide(config: DecoderConfig) -> float:

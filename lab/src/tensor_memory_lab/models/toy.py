@@ -6,6 +6,7 @@ positions asked for. Letters: B batch, N tokens, Q answers, T frames, d width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,13 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tensor_memory import MemoryConfig
+from tensor_memory import MemoryConfig, PlaceConfig
 from tensor_memory_lab.models import Carry, Model
 from tensor_memory_lab.models.block import initialise
 from tensor_memory_lab.models.decoder import (
+    PLACE_METHODS,
     DecoderConfig,
     Method,
     cache,
+    long_gap,
     matched_registers,
     recurrent_slots,
     registers,
@@ -29,11 +32,12 @@ from tensor_memory_lab.models.stack import Stack, StackConfig
 from tensor_memory_lab.tasks import Batch
 from tensor_memory_lab.tasks.binding import WRITE
 from tensor_memory_lab.tasks.map_building import FEATURES
-from tensor_memory_lab.tasks.occlusion import PATCH, TOKENS_PER_FRAME
+from tensor_memory_lab.tasks.occlusion import PATCH, SIDE, TOKENS_PER_FRAME
 
 ToyMethod = Literal[
-    "base", "wide", "slots", "slots-matched", "tensor", "xl", "recurrent-slots", "linear"
-]
+    "base", "wide", "slots", "slots-matched", "tensor", "tensor-long", "xl", "recurrent-slots",
+    "linear", "place", "place-delta", "place-given", "place-given-delta", "place-offset",
+]  # fmt: skip
 
 METHODS: dict[str, Method] = {
     "base": {},
@@ -41,11 +45,17 @@ METHODS: dict[str, Method] = {
     "slots": {"registers": registers},
     "slots-matched": {"registers": matched_registers},
     "tensor": {"side": "tensor"},
+    "tensor-long": {"side": "tensor", "memory": long_gap},
     "xl": {"attention": "relative", "cache": cache},
     "recurrent-slots": {"recurrent_slots": recurrent_slots},
     "linear": {"side": "linear"},
+    **{name: {"side": "place"} for name in PLACE_METHODS},
 }
 """What a method changes; see `StackConfig`."""
+
+CHANNELS = {2: 27, 3: 8}
+"""Of each voxel of the place memory, by the axes of its grid. In the bytes of 16 channels on
+6 × 6 × 6, hidden and cell, they leave 8 × 8 or 6 × 6 × 6 voxels to each of four heads."""
 
 SEGMENTED = ("xl", "recurrent-slots")
 """Methods that take segments where the others see a window."""
@@ -57,13 +67,18 @@ class ToyModelConfig(DecoderConfig):
 
     method: ToyMethod = "base"
     """base; wide: the weights of `tensor` in the MLP; slots: 8 registers; slots-matched: registers
-    of the memory's bytes; tensor: the memory; xl: relative attention with a cache of the memory's
-    bytes; recurrent-slots: tokens of the memory's bytes, carried between segments; linear: a
-    linear-attention state of the memory's bytes beside attention."""
+    of the memory's bytes; tensor: the memory; tensor-long: from its start for long gaps; xl:
+    relative attention with a cache of the memory's bytes; recurrent-slots: tokens of the memory's
+    bytes, carried between segments; linear: a linear-attention state of the memory's bytes beside
+    attention. The place memory in the memory's bytes: place, place-delta: its places are learned;
+    place-given, place-given-delta: they are those that the task tells its tokens; place-offset:
+    these and a learned offset."""
     memory: MemoryConfig = field(
         default_factory=lambda: MemoryConfig(channels=16, grid=(6, 6, 6), chunk_size=1)
     )
     """The memory, whose bytes others are matched to; linear takes its `gain` too."""
+    place_heads: int = 4
+    """Heads of the place memory, which share the memory's bytes."""
     window: int | None = None
     """Tokens that attention sees, itself included; None sees the whole past. xl and
     recurrent-slots take segments of so many tokens."""
@@ -80,10 +95,31 @@ class ToyModelConfig(DecoderConfig):
         """The model for one of the drawn tasks."""
         return ToyModel(self, task)
 
-    def stack(self, length: int) -> StackConfig:
-        """The choices that `method` stands for."""
+    def stack(self, length: int, axes: int = 0) -> StackConfig:
+        """The choices that `method` stands for, where places have so many coordinates."""
         name = "segment" if self.method in SEGMENTED else "window"
-        return self.make_stack(METHODS[self.method], length, **{name: self.window})
+        options: dict[str, Any] = {name: self.window}
+        if self.method in PLACE_METHODS:
+            options["place"] = self.place(axes)
+        return self.make_stack(METHODS[self.method], length, **options)
+
+    def place(self, axes: int) -> PlaceConfig:
+        """The place memory that fills the memory's bytes, its grid as fine as `CHANNELS` says."""
+        changes = PLACE_METHODS[self.method]
+        if not axes and "places" in changes:
+            raise ValueError(
+                f"model.method: expected a task whose tokens have places for {self.method}, got "
+                "one without; learn them with --model.method place"
+            )
+        axes = axes or 2
+        values = self.memory.state_values // self.place_heads  # of one head
+        side = max(2, int((values / CHANNELS[axes]) ** (1 / axes) + 1e-6))
+        return PlaceConfig(
+            grid=(side,) * axes,
+            channels=values // side**axes,
+            heads=self.place_heads,
+            **changes,
+        )
 
 
 class ToyModel(Model):
@@ -99,7 +135,7 @@ class ToyModel(Model):
         self.embed = EMBEDDINGS[task.inputs](config.dim, task)
         self.norm = nn.LayerNorm(config.dim)
         self.head = nn.Linear(config.dim, task.classes)
-        self.stack = Stack(config.stack(task.length))
+        self.stack = Stack(config.stack(task.length, self.embed.axes))
         initialise(self, narrow=True)
 
     def forward(
@@ -107,7 +143,7 @@ class ToyModel(Model):
     ) -> tuple[dict[str, Tensor], Carry | None]:
         """Logits (B, Q, classes) at batch["ask"]; nothing is carried."""
         x = F.dropout(self.embed(batch), self.config.dropout, self.training)  # (B, N, d)
-        x, _ = self.stack(x)
+        x, _ = self.stack(x, where=self.embed.where(batch))
         asked = x.gather(1, batch["ask"][..., None].expand(-1, -1, x.shape[2]))
         return {"logits": self.head(self.norm(asked))}, None
 
@@ -116,8 +152,21 @@ class ToyModel(Model):
         return self.stack.state_bytes()
 
 
-class BindingTokens(nn.Module):
+class Tokens(nn.Module):
+    """Embeds the tokens of a task, and says where they are."""
+
+    axes = 0
+    """Coordinates of a token's place; 0 where tokens have none."""
+
+    def where(self, batch: Batch) -> Tensor | None:
+        """Places (B, N, axes) in [-1, 1]."""
+        return None
+
+
+class BindingTokens(Tokens):
     """Kind, place and, where one is written, value: each its own embedding, summed."""
+
+    axes = 3
 
     def __init__(self, dim: int, task: Any) -> None:
         super().__init__()
@@ -131,9 +180,15 @@ class BindingTokens(nn.Module):
         value = self.value(batch["value"]) * written
         return self.kind(batch["kind"]) + self.place(batch["place"]) + value
 
+    def where(self, batch: Batch) -> Tensor:
+        """Where a value is written or asked for; the middle for blank tokens."""
+        return batch["place"]
 
-class MapTokens(nn.Module):
+
+class MapTokens(Tokens):
     """Four cells, row, column and a query flag per token, and its position."""
+
+    axes = 2
 
     def __init__(self, dim: int, task: Any) -> None:
         super().__init__()
@@ -145,9 +200,15 @@ class MapTokens(nn.Module):
         features = batch["features"]
         return self.features(features) + self.position[: features.shape[1]]
 
+    def where(self, batch: Batch) -> Tensor:
+        """Row and column: of a patch's upper left cell, of the cell asked for."""
+        return batch["features"][..., 4:6]
 
-class FrameTokens(nn.Module):
+
+class FrameTokens(Tokens):
     """Patches of 4 × 4 pixels, frame after frame, with a position per patch and per frame."""
+
+    axes = 2
 
     def __init__(self, dim: int, task: Any) -> None:
         super().__init__()
@@ -162,8 +223,15 @@ class FrameTokens(nn.Module):
         time = self.time[: patches.shape[1], None]
         return (self.patch(patches) + self.place + time).flatten(1, 2)
 
+    def where(self, batch: Batch) -> Tensor:
+        """Column and row of a patch in its frame."""
+        frames = batch["frames"]
+        line = torch.linspace(-1, 1, SIDE // PATCH, device=frames.device, dtype=frames.dtype)
+        y, x = torch.meshgrid(line, line, indexing="ij")
+        return torch.stack([x, y], -1).view(1, -1, 2).repeat(*frames.shape[:2], 1)
 
-class SymbolTokens(nn.Module):
+
+class SymbolTokens(Tokens):
     """Symbols and positions."""
 
     def __init__(self, dim: int, task: Any) -> None:
@@ -176,7 +244,7 @@ class SymbolTokens(nn.Module):
         return self.symbol(batch["symbols"]) + self.position[: batch["symbols"].shape[1]]
 
 
-EMBEDDINGS: dict[str, type[nn.Module]] = {
+EMBEDDINGS: dict[str, Callable[[int, Any], Tokens]] = {
     "binding": BindingTokens,
     "map": MapTokens,
     "occlusion": FrameTokens,

@@ -9,7 +9,7 @@ Letters: B batch, T glimpses, S of them shown, N = 2T tokens, P numbers in a pat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tensor_memory import MemoryConfig, PlaceConfig, PlaceMemory
 from tensor_memory_lab.models import Carry, Model
 from tensor_memory_lab.models.block import Place, initialise
-from tensor_memory_lab.models.decoder import DecoderConfig, Method
+from tensor_memory_lab.models.decoder import PLACE_METHODS, DecoderConfig, Method, long_gap
 from tensor_memory_lab.models.peers import PeerConfig
 from tensor_memory_lab.models.relative_attention import CACHE_BYTES
 from tensor_memory_lab.models.stack import SIDES, Stack, StackConfig, extra_bytes
@@ -84,20 +84,8 @@ class WorldModelConfig(DecoderConfig):
         return self.make_stack(METHODS[self.method], length, **plain)
 
 
-def _place(**changes: Any) -> Method:
+def _place(changes: dict[str, Any]) -> Method:
     return {"side": "place", "place": lambda config: replace(config.place, **changes)}
-
-
-def _tensor(start: Callable[..., MemoryConfig]) -> Method:
-    """The paper's memory from another start, its sizes those of the config."""
-    return {
-        "side": "tensor",
-        "memory": lambda config: start(
-            channels=config.memory.channels,
-            grid=config.memory.grid,
-            chunk_size=config.memory.chunk_size,
-        ),
-    }
 
 
 def _tokens(config: WorldModelConfig, vectors: int) -> int:
@@ -121,12 +109,8 @@ METHODS: dict[str, Method] = {
         "side": "tensor",
         "memory": lambda config: replace(config.memory, forget_bias=5.0),
     },
-    "tensor-long": _tensor(MemoryConfig.long_gap),
-    "place": _place(),
-    "place-delta": _place(rule="delta"),
-    "place-given": _place(places="given"),
-    "place-given-delta": _place(places="given", rule="delta"),
-    "place-offset": _place(places="offset"),
+    "tensor-long": {"side": "tensor", "memory": long_gap},
+    **{name: _place(changes) for name, changes in PLACE_METHODS.items()},
 }
 """What a method changes; see `StackConfig`."""
 
