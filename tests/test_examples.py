@@ -3,11 +3,13 @@
 import importlib.util
 import itertools
 import re
+import struct
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -54,6 +56,7 @@ def test_help_says_what_an_example_does_what_it_needs_and_what_it_takes(name, ca
         ("windowed_binding", "--steps"),
         ("remembered_world", "--steps"),
         ("attach_to_pretrained", "--batch"),
+        ("attach_to_generator", "--steps"),
         ("stream_attached", "--tokens"),
     ],
 )
@@ -244,3 +247,102 @@ def test_an_attached_host_holds_no_more_at_the_end_of_a_stream():
     assert [mark["tokens"] >= 1200 * (n + 1) for n, mark in enumerate(marks)] == [True] * 5
     assert len({mark["memory_bytes"] for mark in marks}) == 1
     assert len({mark["cached_tokens"] for mark in marks}) == 1
+
+
+LLAMA = dict(d=16, hidden=24, layers=4, heads=4, kv_heads=2, words=40, context=48)
+
+
+def write_llama(folder, head=False):
+    """A random model and tokenizer as llama2.c writes them -> its weights by llama2.c's names."""
+    d, hidden, L, heads, kv, words, context = LLAMA.values()
+    key = kv * d // heads
+    shapes = {
+        "embed": (words, d), "att_norm": (L, d), "q": (L, d, d), "k": (L, key, d), "v": (L, key, d),
+        "o": (L, d, d), "ffn_norm": (L, d), "w1": (L, hidden, d), "w2": (L, d, hidden),
+        "w3": (L, hidden, d), "norm": (d,), "rotary": (2, context, d // heads // 2),
+        "head": (words if head else 0, d),
+    }  # fmt: skip
+    draw = generator()
+    weights = {name: torch.randn(shape, generator=draw) * 0.3 for name, shape in shapes.items()}
+    sizes = list(LLAMA.values())
+    sizes[5] *= -1 if head else 1
+    values = b"".join(weight.numpy().tobytes() for weight in weights.values())
+    (folder / "tiny.bin").write_bytes(struct.pack("7i", *sizes) + values)
+    pieces = [b"<unk>", b"<s>", b"</s>", b"<0x0A>", *(b" %d" % n for n in range(words - 4))]
+    coded = [struct.pack("fi", 0.0, len(piece)) + piece for piece in pieces]
+    (folder / "tok40.bin").write_bytes(struct.pack("i", 8) + b"".join(coded))
+    return weights
+
+
+def llama_logits(w, tokens, window):
+    """What llama2.c computes for one row (N,): neighbouring values turn together."""
+    d, _, L, heads, kv, _, _ = LLAMA.values()
+    e, N = d // heads, len(tokens)
+    angle = torch.arange(N)[:, None] / 10000 ** (torch.arange(0, e, 2) / e)  # (N, e / 2)
+    turn = torch.polar(torch.ones_like(angle), angle)[:, None]
+
+    def norm(x, weight):
+        return weight * x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+
+    def turned(x):
+        return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turn).flatten(
+            -2
+        )
+
+    distance = torch.arange(N)[:, None] - torch.arange(N)
+    x = w["embed"][tokens]
+    for n in range(L):
+        y = norm(x, w["att_norm"][n])
+        q, k, v = ((y @ w[name][n].T).unflatten(-1, (-1, e)) for name in "qkv")
+        k, v = (t.repeat_interleave(heads // kv, 1) for t in (turned(k), v))
+        scores = torch.einsum("qhe,khe->hqk", turned(q), k) / e**0.5
+        scores = scores.masked_fill((distance < 0) | (distance >= window), -torch.inf)
+        x = x + torch.einsum("hqk,khe->qhe", scores.softmax(-1), v).flatten(1) @ w["o"][n].T
+        y = norm(x, w["ffn_norm"][n])
+        x = x + (F.silu(y @ w["w1"][n].T) * (y @ w["w3"][n].T)) @ w["w2"][n].T
+    return norm(x, w["norm"]) @ (w["head"] if len(w["head"]) else w["embed"]).T
+
+
+@pytest.mark.parametrize(("head", "window"), [(False, None), (True, 5)])
+def test_the_generator_computes_what_llama2_c_computes(head, window, tmp_path):
+    weights = write_llama(tmp_path, head)
+    host = load("attach_to_generator").read_host(tmp_path / "tiny.bin", window)
+    tokens = torch.randint(LLAMA["words"], (20,), generator=generator())
+    with torch.no_grad():
+        found = host(tokens[None]).logits[0]
+    torch.testing.assert_close(found, llama_logits(weights, tokens, window or 20))
+
+
+def test_the_generator_is_given_a_memory_that_is_saved_loaded_and_used(
+    tmp_path, capsys, monkeypatch
+):
+    example = load("attach_to_generator")
+    write_llama(tmp_path)
+    small = {"LENGTH": 24, "WINDOW": 4, "TRAIN_STORIES": 4, "TEST_STORIES": 2, "BATCH": 2}
+    for name, value in (small | {"RATE": 0.3}).items():
+        monkeypatch.setattr(example, name, value)
+    output = tmp_path / "memory"
+    assert example.main(["--data-dir", str(tmp_path), "--steps", "2", "--output", str(output)]) == 0
+    found = dict(re.findall(r"^(.*?)[:,]? +([\d.]+)$", capsys.readouterr().out, re.M))
+    bare, trained = found["loss, attention over 4 tokens"], found["loss, the same with the memory"]
+    assert bare != trained
+    assert found[f"saved to {output}; loaded onto a fresh host"] == trained
+    assert found["the same, memory switched off"] == bare
+
+
+def test_words_of_the_generator_that_stand_for_a_byte_are_that_byte(tmp_path):
+    write_llama(tmp_path)
+    example = load("attach_to_generator")
+    words = example.read_words(tmp_path / "tok40.bin")
+    assert example.as_text(torch.tensor([example.BOS, 5, 3, 6]), words) == "1\n 2"
+
+
+def test_files_that_llama2_c_did_not_write_are_told(tmp_path):
+    main = load("attach_to_generator").main
+    with pytest.raises(SystemExit, match=r"expected one tok\*\.bin and one other .*, got none"):
+        main(["--data-dir", str(tmp_path)])
+    write_llama(tmp_path)
+    model = tmp_path / "tiny.bin"
+    model.write_bytes(model.read_bytes()[:-4])
+    with pytest.raises(SystemExit, match=r"by its header [\d,]+ bytes, got [\d,]+; pass"):
+        main(["--data-dir", str(tmp_path)])
