@@ -38,7 +38,7 @@ RATE = 1e-2
 BLOCKS = ["model.layers.1", "model.layers.3"]
 
 
-def read_weights(path: Path) -> tuple[dict[str, int], dict[str, Tensor]]:
+def read_weights(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The sizes and the weights of a llama2.c model, the latter by their names in transformers."""
     data = path.read_bytes()
     if len(data) < 28:
@@ -79,7 +79,7 @@ def read_weights(path: Path) -> tuple[dict[str, int], dict[str, Tensor]]:
                 weights[f"model.layers.{number}.{name}"] = layer
     if tied:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    config = dict(hidden_size=d, intermediate_size=hidden, num_hidden_layers=layers)
+    config: dict[str, Any] = dict(hidden_size=d, intermediate_size=hidden, num_hidden_layers=layers)
     config |= dict(num_attention_heads=heads, num_key_value_heads=kv_heads, vocab_size=words)
     return config | dict(max_position_embeddings=context, tie_word_embeddings=tied), weights
 
