@@ -140,10 +140,12 @@ def attached_host(*, quick: bool = False, batch: int = 1, memory: str = "tensor"
 
     What a user's own small model pays for `attach`, its hooks and its cache included.
     """
-    import transformers  # of the extra `hf`, which only this host needs
+    # Of the extra `hf`, which only this host needs; from `transformers` itself, pyright would read
+    # every model of it.
+    from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
     layers, words, length = 1 if quick else 3, 256, 64
-    settings = transformers.LlamaConfig(
+    settings = LlamaConfig(
         vocab_size=words,
         hidden_size=64,
         intermediate_size=256,
@@ -153,7 +155,7 @@ def attached_host(*, quick: bool = False, batch: int = 1, memory: str = "tensor"
     )
 
     def build(memory: Memory | None, layers: Sequence[int]) -> Any:
-        model = transformers.LlamaForCausalLM(settings)
+        model = LlamaForCausalLM(settings)
         if memory is not None:
             attach(model, memory)
         return model
