@@ -387,7 +387,10 @@ def save_page(model: Model, image: Tensor, walk: Walks, path: Path) -> None:
     frames = (seen * 255).round().byte().permute(0, 2, 3, 1)[None]
     with record(model, texts=[texts], frames=frames, tokens_per_frame=2) as recording:
         model(walk)
-    recording.save_page(path, title="A walk over a photo")
+    # Places are the middles of glimpses: at -1 and 1 these are half a glimpse inside the photo.
+    inner = slice(PATCH // 2, SIDE - PATCH // 2)
+    photo = (whole[:, inner, inner] * 255).round().byte().permute(1, 2, 0)
+    recording.save_page(path, title="A walk over a photo", image=photo)
 
 
 def table(models: dict[str, Model], walks: Walks, seconds: dict[str, float]) -> str:

@@ -11,6 +11,9 @@ from torch import Tensor
 THUMBNAIL = 96
 """The longest side, in pixels, that a frame keeps."""
 
+PICTURE = 512
+"""The same of a picture under a grid."""
+
 
 def checked_texts(texts: Sequence[Sequence[str]], rows: int) -> list[list[str]]:
     """A list of strings for each of `rows` rows."""
@@ -27,6 +30,24 @@ def checked_texts(texts: Sequence[Sequence[str]], rows: int) -> list[list[str]]:
     return kept[:rows]
 
 
+def checked_images(image: Tensor, rows: int) -> Tensor:
+    """(1 or B, h, w, 3) uint8, made as small as `PICTURE`."""
+    shape = tuple(image.shape) if isinstance(image, Tensor) else type(image).__name__
+    one = isinstance(image, Tensor) and image.ndim == 3
+    images = image[None] if one else image
+    if not isinstance(images, Tensor) or images.dtype != torch.uint8 or images.ndim != 4:
+        got = f"{image.dtype} of {shape}" if isinstance(image, Tensor) else shape
+        raise TypeError(
+            f"image: expected a uint8 tensor of shape (h, w, 3), or (B, h, w, 3), got {got}"
+        )
+    if images.shape[3] != 3 or not images.numel() or (not one and len(images) != rows):
+        raise ValueError(
+            f"image: expected shape (h, w, 3), or (B, h, w, 3) with B = {rows} rows, got {shape}; "
+            "colours come last"
+        )
+    return _shrunk(images[None].cpu(), PICTURE)[0]
+
+
 def thumbnails(frames: Tensor, rows: int) -> Tensor:
     """(B, F, h, w, 3) uint8 of `rows` rows, made as small as `THUMBNAIL`."""
     if not isinstance(frames, Tensor) or frames.dtype != torch.uint8:
@@ -37,11 +58,15 @@ def thumbnails(frames: Tensor, rows: int) -> Tensor:
             f"frames: expected shape (B, F, h, w, 3) with B = {rows} rows, got "
             f"{tuple(frames.shape)}; colours come last"
         )
-    frames = frames[:rows].cpu()
+    return _shrunk(frames[:rows].cpu(), THUMBNAIL)
+
+
+def _shrunk(frames: Tensor, most: int) -> Tensor:
+    """(B, F, h, w, 3) with the longest side no longer than `most` pixels."""
     longest = max(frames.shape[2:4])
-    if longest <= THUMBNAIL:
+    if longest <= most:
         return frames.contiguous()
-    size = [max(1, round(side * THUMBNAIL / longest)) for side in frames.shape[2:4]]
+    size = [max(1, round(side * most / longest)) for side in frames.shape[2:4]]
     flat = frames.flatten(0, 1).permute(0, 3, 1, 2).float()  # (B·F, 3, h, w)
     small = F.interpolate(flat, size, mode="area").round().to(torch.uint8)
     return small.permute(0, 2, 3, 1).unflatten(0, frames.shape[:2]).contiguous()

@@ -5,12 +5,16 @@ Letters: T chunks kept, B rows, n axes, C channels, Q reads and M writes per chu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
 from tensor_memory.config import GridConfig, MemoryConfig
+from tensor_memory.inspect.chunk_history import ChunkHistory
+from tensor_memory.inspect.chunk_trace import ChunkTrace, follow_chunks, follow_cost, trace_chunks
+from tensor_memory.inspect.place_lives import WriteLives
 from tensor_memory.ops.scan.reference import gaussian_mask, nearest_mask
 from tensor_memory.wording import counted
 
@@ -196,16 +200,62 @@ class LayerRecording(GridRecording):
 
     config: MemoryConfig
 
+    history: ChunkHistory | None = None
+    """The inputs of the recurrence, exactly as they were; None where `record` kept none."""
+
+    @property
+    def nbytes(self) -> int:  # noqa: D102
+        return super().nbytes + (0 if self.history is None else self.history.nbytes)
+
     @property
     def read_heads(self) -> int:  # noqa: D102
         return self.config.read_heads
 
-    def follow(self, row: int, top: int) -> None:
-        """None: what a gated memory reads is no sum over its writes."""
+    def trace(self, chunks: Sequence[int] | Tensor, *, row: int = 0) -> ChunkTrace:
+        """Where the reads of chunks came from: what each loses when one write is left out.
+
+        Each write in turn is left out, and everything after it is computed again, in float64, from
+        what was recorded. Gates are not linear, so the effects do not sum to the read: the
+        difference is `joint`. It takes as many runs over the history as it has writes.
+
+        Args:
+            chunks: numbers of chunks in the row's stream.
+            row: the row that read.
+
+        >>> import torch
+        >>> from tensor_memory import TensorMemory, record
+        >>> memory = TensorMemory(8, MemoryConfig(channels=4, grid=(3, 3), chunk_size=2))
+        >>> with record(memory) as recording:
+        ...     m, state = memory(torch.randn(1, 7, 8))
+        >>> trace = recording[0].trace([3])
+        >>> trace.effect.shape, trace.chunk.tolist()
+        (torch.Size([1, 3, 1, 4]), [0, 1, 2])
+        >>> torch.allclose(trace.effect.sum(1) + trace.rest + trace.joint, trace.read)
+        True
+        """
+        require_index(row, self.rows, "row")
+        if self.history is None:
+            raise ValueError(
+                "trace: expected a recording with the inputs of the recurrence, got one without; "
+                "record with max_tokens above 0"
+            )
+        return trace_chunks(self.history, chunks, row % self.rows)
+
+    def follow(self, row: int, top: int) -> WriteLives | None:
+        """What every write of a row gave to each read, `top` of them told; None without history."""
+        return None if self.history is None else follow_chunks(self.history, row, top)
 
     def follow_work(self, row: int) -> int:
-        """0: nothing is followed."""
-        return 0
+        """Multiplications that `follow` takes, about."""
+        return 0 if self.history is None else follow_cost(self.history, self.config, row)
+
+    def __getitem__(self, at: Any) -> Any:
+        found = super().__getitem__(at)
+        rows = at[1] if isinstance(at, tuple) else slice(None)
+        if not isinstance(found, LayerRecording) or found.history is None:
+            return found
+        history = found.history.select(_as_slice(rows, self.rows, "row"))
+        return replace(found, history=history)
 
     def mask(self, chunk: int, row: int = 0) -> Tensor:  # noqa: D102
         require_index(chunk, len(self), "chunk")

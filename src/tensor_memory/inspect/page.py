@@ -25,6 +25,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tensor_memory.config import PlaceConfig
+from tensor_memory.inspect.annotations import checked_images
 from tensor_memory.inspect.layer_recording import GridRecording
 from tensor_memory.inspect.place_lives import WriteLives
 from tensor_memory.wording import counted
@@ -88,6 +90,7 @@ def page(
     rows: int | None,
     limit_mb: float,
     first: int | None = None,
+    image: Tensor | None = None,
 ) -> str:
     """The interactive viewer of a recording: one HTML document, no network needed.
 
@@ -106,6 +109,7 @@ def page(
             "group": index,
             "head": head,
             "sources": _encoded_sources(view[::every, :rows], lives[index], head),
+            "overImage": image is not None and _lies_over_image(view),
         }
         for index, views in enumerate(groups)
         for head, view in enumerate(views)
@@ -121,6 +125,7 @@ def page(
         "texts": _texts(recording, layers, lives),
         "frames": _frames(recording, layers),
         "tokensPerFrame": recording.tokens_per_frame,
+        "images": None if image is None else _images(image, encoded, recording.rows),
     }
     text = _filled(title, json.dumps(values, allow_nan=False, separators=(",", ":")))
     size = len(text.encode()) / 1e6
@@ -179,6 +184,7 @@ def _encoded_layer(layer: GridRecording) -> dict[str, Any]:
         "top": top,
         "notFinite": int((present & ~finite).sum()),
         "levels": _base64(levels),
+        "peaks": _base64(levels.flatten(2).amax(2)),
         "readAt": _base64(layer.read_at.float()),
         "writeAt": _base64(layer.write_at.float()),
         "spread": None if layer.spread is None else _base64(layer.spread.float()),
@@ -233,7 +239,7 @@ def _encoded_sources(
     T, B = layer.present.shape
     none, nan = -1, float("nan")
     kinds = {"position": (SOURCES,), "share": (SOURCES,), "part": (SOURCES,), "others": ()}
-    kinds |= dict.fromkeys(("rest", "half", "left", "taker", "taken"), ())
+    kinds |= dict.fromkeys(("rest", "joint", "half", "left", "taker", "taken"), ())
     whole = ("position", "half", "taker")
     arrays = {
         name: torch.full((T, B, *shape), none, dtype=torch.int32)
@@ -329,7 +335,8 @@ def _texts(
             for start, stop in layer.span[layer.present[:, row], row].tolist():
                 for at in range(max(0, start - CONTEXT), min(len(texts), stop + CONTEXT)):
                     wanted[at] = 1
-        for life in (known[row] for known in lives if row in known):
+        followed = zip(recording.layers, lives, strict=True)
+        for life in (known[row] for of, known in followed if of.unit == "token" and row in known):
             told = torch.cat([life.position.flatten(), life.taker.flatten()]).unique()
             for at in told[(told >= 0) & (told < len(texts))].tolist():
                 wanted[at] = 1
@@ -351,6 +358,23 @@ def _frames(recording: Recorded, layers: list[GridRecording]) -> list[dict[int, 
         kept = (at for at in wanted if 0 <= at < len(frames))
         rows.append({at: b64encode(_png(frames[at])).decode() for at in kept})
     return rows
+
+
+def _lies_over_image(layer: GridRecording) -> bool:
+    """Whether a picture can lie under a grid: it has two axes, and the caller gave its places."""
+    config = layer.config
+    return config.axes == 2 and isinstance(config, PlaceConfig) and config.places != "learned"
+
+
+def _images(image: Tensor, layers: list[dict[str, Any]], rows: int) -> list[str]:
+    """The PNG under the grids of every row; one where all rows have the same."""
+    pictures = checked_images(image, rows)
+    if not any(layer["overImage"] for layer in layers):
+        raise ValueError(
+            "image: expected a place memory with two axes whose places are given, got none; "
+            "leave image out"
+        )
+    return [b64encode(_png(picture)).decode() for picture in pictures]
 
 
 def _png(image: Tensor) -> bytes:

@@ -32,8 +32,8 @@ LEAST = 1e-6
 class WriteLives:
     """One row of a layer. A part of a read is ⟨what came from there, r⟩ / ‖r‖².
 
-    The parts of all writes and of the rest sum to 1. A part is below 0 where a write worked
-    against the read.
+    The parts of all writes, of the rest and of what is not additive sum to 1. A part is below 0
+    where a write worked against the read.
     """
 
     position: Tensor
@@ -50,6 +50,9 @@ class WriteLives:
 
     rest: Tensor
     """(T, H) float64: the part of states that the history does not explain."""
+
+    joint: Tensor
+    """(T, H) float64: the part that is not additive: no write alone accounts for it."""
 
     half: Tensor
     """(T, H) the position at which less than half of the write was left; -1 where none."""
@@ -184,6 +187,7 @@ class _Told:
             self.part,
             self.others,
             self.rest,
+            torch.zeros_like(self.rest),  # a linear state is the sum of its writes
             lives.half.mT,
             torch.where(lives.born > 0, lives.norm / lives.born, 0).mT,
             lives.taker.mT,

@@ -19,11 +19,18 @@ from tensor_memory.attachment import MemoryLayer, memory_inside, memory_layers
 from tensor_memory.attachment.recompute import in_backward
 from tensor_memory.build import AnyMemory, AnyState
 from tensor_memory.chunking import packed_resets
+from tensor_memory.inspect.chunk_history import ChunkHistoryStore, steered_arrays
 from tensor_memory.inspect.layer_recording import LayerRecording, float_shapes
 from tensor_memory.inspect.place_layer import PlaceLayerRecording, place_shapes
 from tensor_memory.inspect.place_recorder import PlaceLayerRecorder
 from tensor_memory.inspect.recording import Recording
-from tensor_memory.inspect.replay import CallArguments, replay_chunks, replay_unfinished
+from tensor_memory.inspect.replay import (
+    CallArguments,
+    SteeredChunks,
+    replay_chunks,
+    replay_unfinished,
+    steer_chunks,
+)
 from tensor_memory.inspect.store import LayerStore
 from tensor_memory.inspect.streams import LayerProgress, PlaceProgress, Stream, Streams
 from tensor_memory.place import PlaceMemory
@@ -64,7 +71,7 @@ def record(
             `every` doubled, as `Recording.every` then says.
         max_rows: rows kept; `Recording.rows_left_out` counts the others. A call that starts from
             an empty memory starts new rows, one that continues a state goes on in its rows.
-        max_tokens: tokens per row of a place memory whose inputs are kept, all of them and in
+        max_tokens: tokens per row whose inputs of the recurrence are kept, all of them and in
             the type they were computed in, so that reads can be traced to writes. One more, and
             the older half is forgotten. 0 keeps none.
         dtype: float type all other values are kept in, on the CPU.
@@ -141,6 +148,11 @@ class _Recorder:
             number: PlaceLayerRecorder(memory, self.stores[number], max_tokens)
             for number, memory in enumerate(self.memories)
             if isinstance(memory, PlaceMemory)
+        }
+        self.histories = {
+            number: ChunkHistoryStore(memory, max_tokens)
+            for number, memory in enumerate(self.memories)
+            if isinstance(memory, TensorMemory) and max_tokens
         }
         self._handles: list[RemovableHandle] = []
         self._one_at_a_time = threading.Lock()  # calls may come from several threads
@@ -252,7 +264,13 @@ class _Recorder:
         stream = self.streams.find(layer, state, call.state)
         progress = _chunk_progress(stream, layer)
         self._keep_unfinished(layer, stream, (progress.fill > 0) & (call.state.fill.cpu() == 0))
+        kept, history = stream.kept, self.histories.get(layer)
+        if history is not None and kept:
+            number = progress.done[:kept].tolist()
+            history.begin(stream.first_row, number, _grids(call.state, kept))
         self._advance(layer, stream, call, inverse_norm)
+        if history is not None and kept:
+            history.leave(stream.first_row, _grids(after, kept))
         progress.last = after.detach()
         kind = x.device.type
         on = torch.is_autocast_enabled(kind)
@@ -295,7 +313,15 @@ class _Recorder:
             self._thin_for(int(number[ended].max()))
         kept = ended & (number % self.every == 0)
         span = torch.stack([start, stop], 2)
-        self._keep_finished(layer, stream, call, kept, number, span, measured)
+        if ended.any():
+            memory = self.memories[layer]
+            assert isinstance(memory, TensorMemory)
+            chunks = steer_chunks(memory, call.rows(stream.kept))
+            if layer in self.histories:
+                for row, count in enumerate(finished[: stream.kept].tolist()):
+                    values = steered_arrays(chunks, row, slice(0, count))
+                    self.histories[layer].put(stream.first_row + row, values)
+            self._keep_finished(layer, stream, call, chunks, kept, number, span, measured)
 
         row, last = torch.arange(B), (begun - 1).clamp(min=0)
         progress.position += call.tokens
@@ -309,6 +335,7 @@ class _Recorder:
         layer: int,
         stream: Stream,
         call: CallArguments,
+        chunks: SteeredChunks,
         kept: Tensor,
         number: Tensor,
         span: Tensor,
@@ -320,7 +347,7 @@ class _Recorder:
             return
         memory = self.memories[layer]
         assert isinstance(memory, TensorMemory)
-        replayed = replay_chunks(memory, call.rows(stream.kept), inverse_norm)
+        replayed = replay_chunks(memory, call.rows(stream.kept), chunks, inverse_norm)
         for s, values in zip(range(wanted[-1] + 1), replayed, strict=False):
             rows = kept[:, s].nonzero().flatten()
             self._put(layer, stream, rows, number[rows, s], span[rows, s], values)
@@ -333,15 +360,19 @@ class _Recorder:
         recorded = dropped.clone()
         recorded[stream.kept :] = False
         rows = recorded.nonzero().flatten()
-        if len(rows):
-            self._thin_for(int(progress.done[rows].max()))
-            rows = rows[progress.done[rows] % self.every == 0]
         if len(rows) and progress.last is not None:
+            self._thin_for(int(progress.done[rows].max()))
             kind, low = progress.last.cell.device.type, progress.autocast
             with torch.no_grad(), torch.autocast(kind, low, enabled=low is not None):
                 memory = self.memories[layer]
                 assert isinstance(memory, TensorMemory)
                 values = replay_unfinished(memory, progress.last, progress.inverse_norm)
+            if layer in self.histories:
+                states = _grids(progress.last, stream.kept)
+                for row in rows.tolist():
+                    read_at, state = values["read_at"][row], states[row]
+                    self.histories[layer].put_unwritten(stream.first_row + row, read_at, state)
+            rows = rows[progress.done[rows] % self.every == 0]
             span = torch.stack([progress.start[rows], progress.stop[rows]], dim=1)
             self._put(layer, stream, rows, progress.done[rows], span, values)
         progress.done = progress.done + dropped.long()
@@ -389,7 +420,11 @@ class _Recorder:
         assert isinstance(memory, TensorMemory)
         arrays = store.arrays(seen.shape[0])
         arrays = {"spread": None, **arrays, "chunk": torch.arange(store.chunks) * self.every}
-        return LayerRecording(store.name, memory.config, store.gate, **arrays, seen=seen)
+        kept = self.histories.get(layer)
+        history = None if kept is None else kept.finish(seen.shape[0])
+        return LayerRecording(
+            store.name, memory.config, store.gate, **arrays, seen=seen, history=history
+        )
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -403,6 +438,11 @@ def _store(name: str, memory: AnyMemory, dtype: torch.dtype) -> LayerStore:
         return LayerStore(name, place_shapes(memory.config), dtype, {})
     others = {"span": ((2,), torch.int64), "written": ((), torch.bool)}
     return LayerStore(name, float_shapes(memory.config), dtype, others)
+
+
+def _grids(state: MemoryState, rows: int) -> Tensor:
+    """(B, 2, C, *grid) hidden and cell of the first rows."""
+    return torch.stack([state.hidden[:rows], state.cell[:rows]], dim=1)
 
 
 def _chunk_progress(stream: Stream, layer: int) -> LayerProgress:

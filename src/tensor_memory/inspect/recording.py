@@ -23,6 +23,7 @@ from torch import Tensor
 from tensor_memory.config import MemoryConfig, PlaceConfig
 from tensor_memory.files import load_tensors, save_tensors, write_text
 from tensor_memory.inspect.annotations import checked_texts, thumbnails
+from tensor_memory.inspect.chunk_history import ChunkHistory
 from tensor_memory.inspect.figure_files import write_figures
 from tensor_memory.inspect.layer_recording import LayerRecording, float_shapes, require_index
 from tensor_memory.inspect.page import LIMIT_MB, page
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 KIND = "tensor-memory recording"
 FORMAT = 1
 HISTORY = "history."
-"""Before the names of a place memory's history in a file."""
+"""Before the names of a layer's history in a file."""
 
 AnyLayer = LayerRecording | PlaceLayerRecording
 
@@ -182,6 +183,7 @@ class Recording:
         rows: int | None = None,
         limit_mb: float = LIMIT_MB,
         beside: Recording | None = None,
+        image: Tensor | None = None,
     ) -> None:
         """Write the interactive viewer: one HTML file that opens from disk, without a network.
 
@@ -193,11 +195,19 @@ class Recording:
             limit_mb: refuse a page larger than this.
             beside: another recording of the same rows, such as one with the memory off. The page
                 shows both at the same step; the texts and frames are those of this one.
+            image: (h, w, 3) uint8, or one for each row, to lie under the grids of a place memory
+                with two axes whose places are given. Its first line is y = -1, its last y = 1, its
+                first column x = -1: y then grows downwards on the page, as it does in photos.
         """
+        if beside is not None and not isinstance(beside, Recording):
+            raise TypeError(
+                f"beside: expected another Recording, got {type(beside).__name__}; load a file "
+                "with Recording.load"
+            )
         shown = self if beside is None else _both(self, beside)
         first = None if beside is None else len(self)
-        text = page(shown, title=title, every=every, rows=rows, limit_mb=limit_mb, first=first)
-        write_text(path, text)
+        options: dict[str, Any] = {"title": title, "every": every, "rows": rows}
+        write_text(path, page(shown, **options, limit_mb=limit_mb, first=first, image=image))
 
     def save_figures(
         self,
@@ -360,8 +370,7 @@ def _means(layer: AnyLayer) -> dict[str, float]:
 
 def _all_arrays(layer: AnyLayer) -> dict[str, Tensor]:
     """Every array of a layer by name, those of a history too."""
-    history = layer.history if isinstance(layer, PlaceLayerRecording) else None
-    inputs = {} if history is None else history.arrays()
+    inputs = {} if layer.history is None else layer.history.arrays()
     return layer.arrays() | {HISTORY + name: array for name, array in inputs.items()}
 
 
@@ -411,22 +420,16 @@ def _layer(
             raise ValueError(f"{array} of {name} has shape {tuple(found.shape)}, not {shape}")
         if not (found.is_floating_point() if dtype is None else found.dtype == dtype):
             raise ValueError(f"{array} of {name} holds {found.dtype}")
+    found = {key for key in tensors if key.startswith(prefix + HISTORY)}
+    inputs: dict[str, Any] = {key.removeprefix(prefix + HISTORY): tensors.pop(key) for key in found}
     if isinstance(made, MemoryConfig):
-        return LayerRecording(name, made, gate, **{"spread": None, **arrays})
-    history = _history(prefix + HISTORY, tensors, made, B)
-    return PlaceLayerRecording(name, made, gate, **{"width": None, **arrays}, history=history)
-
-
-def _history(
-    prefix: str, tensors: dict[str, Tensor], config: PlaceConfig, rows: int
-) -> PlaceHistory | None:
-    """Take a history's arrays out of `tensors`; None where there are none."""
-    found = {name for name in tensors if name.startswith(prefix)}
-    if not found:
-        return None
-    arrays = {name.removeprefix(prefix): tensors.pop(name) for name in found}
-    history = PlaceHistory(**{"read_at": None, "width": None, **arrays})
-    history.check(config)
-    if len(history.first) != rows:
-        raise ValueError(f"its history has {len(history.first)} rows, not {rows}")
-    return history
+        history = ChunkHistory(**{"spread": None, "taps": None, **inputs}) if inputs else None
+        layer = LayerRecording(name, made, gate, **{"spread": None, **arrays}, history=history)
+    else:
+        history = PlaceHistory(**{"read_at": None, "width": None, **inputs}) if inputs else None
+        layer = PlaceLayerRecording(name, made, gate, **{"width": None, **arrays}, history=history)
+    if history is not None:
+        history.check(made)  # type: ignore[arg-type]
+        if len(history.first) != B:
+            raise ValueError(f"its history has {len(history.first)} rows, not {B}")
+    return layer

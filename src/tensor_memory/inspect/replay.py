@@ -68,15 +68,20 @@ class CallArguments:
         return assign(self.state.fill, self.mask, self.reset, self.flush, chunk_size)
 
 
-def replay_chunks(
-    memory: TensorMemory, call: CallArguments, inverse_norm: Tensor
-) -> Iterator[dict[str, Tensor]]:
-    """Compute every chunk of a call in turn: the arrays of a `LayerRecording` it decides.
+@dataclass(frozen=True)
+class SteeredChunks:
+    """What decides the chunks of a call, with the state: the inputs of the recurrence."""
 
-    One value per row, (B, ...). Rows that do not write at a step have NaN in what only a write
-    has; so have the reads of slots that hold no token. `inverse_norm` (B, S, K) is 1 / ‖x‖ of
-    every slot's token, NaN where it is unknown.
-    """
+    read_at: Tensor  # (B, S, Q, n), NaN in slots that hold no token
+    write_at: Tensor  # (B, S, M, n)
+    spread: Tensor | None  # (B, S, M)
+    content: Tensor  # (B, S, M, C)
+    writes: Tensor  # (B, S)
+    resets: Tensor  # (B, S)
+
+
+def steer_chunks(memory: TensorMemory, call: CallArguments) -> SteeredChunks:
+    """Where the chunks of a call read and write, how widely and what."""
     config, state, x = memory.config, call.state, call.x
     place = call.assign(config.chunk_size)
     B, _, d = x.shape
@@ -89,22 +94,41 @@ def replay_chunks(
     filled = torch.arange(S * K + 1, device=x.device) < state.fill[:, None]
     filled = filled.scatter(1, place.slot, True)[:, : S * K].reshape(B, S, K)
 
-    # (B, S, Q, n), (B, S, M, n), (B, S, M), (B, S, M, C)
     read_at, write_at, spread, content = memory.steer(tokens)
-
     dtype = state.hidden.dtype  # float32 or better
-    read_at, write_at, content = (t.to(dtype) for t in (read_at, write_at, content))
-    spread = None if spread is None else spread.to(dtype)
-    taps = memory.taps.to(dtype) if config.mixing == "factorized" else None
-    mix, bias = memory.mix.weight.to(dtype), memory.mix.bias.to(dtype)
     asked = filled[:, :, :1] if config.reads == "chunk" else filled  # (B, S, 1 or K)
     asked = asked.repeat_interleave(config.read_heads, dim=2)  # (B, S, Q)
+    return SteeredChunks(
+        read_at=_where(asked, read_at.to(dtype)),
+        write_at=write_at.to(dtype),
+        spread=None if spread is None else spread.to(dtype),
+        content=content.to(dtype),
+        writes=place.writes,
+        resets=place.resets,
+    )
+
+
+def replay_chunks(
+    memory: TensorMemory, call: CallArguments, chunks: SteeredChunks, inverse_norm: Tensor
+) -> Iterator[dict[str, Tensor]]:
+    """Compute every chunk of a call in turn: the arrays of a `LayerRecording` it decides.
+
+    One value per row, (B, ...). Rows that do not write at a step have NaN in what only a write
+    has; so have the reads of slots that hold no token. `inverse_norm` (B, S, K) is 1 / ‖x‖ of
+    every slot's token, NaN where it is unknown.
+    """
+    config, state = memory.config, call.state
+    write_at, spread, content = chunks.write_at, chunks.spread, chunks.content
+    asked, read_at = ~chunks.read_at.isnan().any(-1), chunks.read_at.nan_to_num()
+    B, dtype = len(write_at), state.hidden.dtype
+    taps = memory.taps.to(dtype) if config.mixing == "factorized" else None
+    mix, bias = memory.mix.weight.to(dtype), memory.mix.bias.to(dtype)
 
     hidden, cell = state.hidden, state.cell
     per_row = (-1,) + (1,) * (hidden.ndim - 1)
-    for s in range(S):
-        with torch.autocast(x.device.type, enabled=False):
-            keep = ~place.resets[:, s].reshape(per_row)
+    for s in range(write_at.shape[1]):
+        with torch.autocast(hidden.device.type, enabled=False):
+            keep = ~chunks.resets[:, s].reshape(per_row)
             hidden, cell = hidden.where(keep, 0), cell.where(keep, 0)
             reads = reference.sample(hidden, read_at[:, s])  # (B, Q, C)
             if s == 0 and config.reads == "chunk":
@@ -117,7 +141,7 @@ def replay_chunks(
             volume = torch.cat([reference.write_volume(content[:, s], mask), hidden], dim=1)
             gates = reference.gates(volume, taps, mix, bias)
             new_hidden, new_cell = reference.gated_update(gates, cell)
-            writes = place.writes[:, s]
+            writes = chunks.writes[:, s]
             write = writes.reshape(per_row)
             hidden, cell = new_hidden.where(write, hidden), new_cell.where(write, cell)
         values = {

@@ -1,7 +1,7 @@
 // Controls: what is chosen, what it changes, and when to draw.
 
 const state = {
-  layer: 0, row: 0, slice: -1, t: 0, threshold: 0, trail: 16, writes: true, reads: true,
+  layer: 0, row: 0, slice: -1, cut: 0, cutAt: 0, t: 0, threshold: 0, trail: 16, writes: true, reads: true, image: true,
   beside: -1, window: { from: 0, to: 0 }, measure: null, hidden: new Set(), theme: null,
 };
 const GATE_STYLES = [
@@ -44,6 +44,8 @@ function start() {
     find("row").replaceChildren(...Array.from({ length: recording.rows }, (_, row) => new Option(row, row)));
     find("beside").replaceChildren(new Option("nothing", -1), ...recording.layers.map((each, index) => new Option(each.name || `layer ${index}`, index)));
     find("beside-choice").hidden = recording.layers.length < 2;
+    find("cut").replaceChildren(...CUTS.map((name, index) => new Option(name, index)));
+    for (const picture of pictures) picture.decode().then(redraw);
     find("layer").disabled = recording.layers.length < 2;
     find("row").disabled = recording.rows < 2;
     find("notice").hidden = recording.notices.length === 0;
@@ -55,6 +57,8 @@ function start() {
     find("slice-choice").hidden = chosen.axes < 4;
     find("slice").replaceChildren(new Option("largest", -1), ...chosen.slices.map((at, index) => new Option(`w = ${number(at)}`, index)));
     state.slice = -1;
+    find("cut-choice").hidden = chosen.axes < 3;
+    find("image-choice").hidden = !chosen.overImage;
     const narrowest = chosen.unit === "token" ? "Write, nearest voxels" : "Write, nearest voxel";
     find("write-caption").textContent = chosen.spread === null ? narrowest : "Write, radius σ";
     find("norm-name").textContent = chosen.normName;
@@ -69,7 +73,8 @@ function start() {
     find("trail").value = state.trail;
     find("scale-top").textContent = number(chosen.top);
     find("scale-middle").textContent = number(chosen.top / 2);
-    if (!thresholdChosen) state.threshold = usualThreshold(chosen);
+    // Where it opens, something is shown.
+    if (!thresholdChosen) state.threshold = Math.min(usualThreshold(chosen), chosen.peaks[state.t * recording.rows + state.row] || 255);
     if (scene.axes !== chosen.axes) scene.resetView(chosen.axes);
     find("threshold").value = state.threshold;
     state.t = Math.min(state.t, Math.max(0, chosen.chunks - 1));
@@ -81,7 +86,25 @@ function start() {
     find("measure").replaceChildren(...names.map((name) => new Option(name === "share" ? "share of this read" : name, name)));
     if (!names.includes(state.measure)) state.measure = names[0];
     find("measure").value = state.measure;
+    const own = chosen.unit === "token" && chosen.headCount > 1; // a grid of one head, in its colour
+    find("legend").style.setProperty("--write", own ? headColour(chosen.head) : "");
+    find("points").style.setProperty("--write", own ? headColour(chosen.head) : "");
     fillHeads(state.layer, state.hidden, () => (drawOverview(), redraw()));
+    setCut(state.cut, state.cutAt);
+  }
+
+  function setCut(cut, at) {
+    const chosen = layer();
+    const last = chosen.sizes[cutAxis(cut || 1)] - 1;
+    state.cut = cut;
+    state.cutAt = Math.max(0, Math.min(last, at));
+    find("cut").value = cut;
+    find("cut-at").max = last;
+    find("cut-at").value = state.cutAt;
+    find("cut-place").hidden = chosen.axes < 3 || !cutMoves(cut);
+    const name = CUTS[cut].split(" ").at(-1);
+    find("cut-value").textContent = `${name} = ${number(chosen.points[cutAxis(cut || 1)][state.cutAt])}`;
+    redraw();
   }
 
   function chooseOther(index) {
@@ -150,7 +173,8 @@ function start() {
     const chosen = layer();
     if (chosen.chunks === 0) return;
     summarise();
-    const shown = scene.draw({ ...state, layer: chosen });
+    const shown = scene.draw({ ...state, layer: chosen, picture: pictureUnder(chosen) });
+    tellNothing(chosen, shown);
     drawBeside();
     const wide = state.writes ? scene.wideWrites(chosen, state.t, state.row) : "";
     find("wide").hidden = !wide;
@@ -171,6 +195,21 @@ function start() {
     overview.point(state.layer, state.t, state.window);
   }
 
+  function pictureUnder(chosen) {
+    const picture = chosen.overImage && state.image ? pictureOf(state.row) : null;
+    return picture?.complete ? picture : null;
+  }
+
+  // Why a stage is empty, where it is.
+  function tellNothing(chosen, shown) {
+    const peak = chosen.peaks[state.t * recording.rows + state.row];
+    find("nothing").hidden = shown > 0;
+    if (!isPresent(chosen, state.t, state.row)) find("nothing").textContent = `this row has no such ${chosen.unit}`;
+    else if (peak === 0) find("nothing").textContent = "the memory is empty here";
+    else if (peak < state.threshold) find("nothing").textContent = `all voxels are below the threshold; the largest is ${number((peak / 255) * chosen.top)}`;
+    else find("nothing").textContent = "nothing is left on this side of the cut";
+  }
+
   // A second layer, of this recording or of the one beside it, at the same step and from the same side.
   function drawBeside() {
     if (state.beside < 0) return;
@@ -179,7 +218,7 @@ function start() {
     if (other.axes !== second.axes) other.resetView(second.axes);
     if (second.axes === scene.axes) Object.assign(other, { yaw: scene.yaw, pitch: scene.pitch, zoom: scene.zoom });
     find("beside-name").textContent = `${second.name}, ${second.unit} ${second.chunk[t]}`;
-    other.draw({ ...state, layer: second, t, slice: -1 });
+    other.draw({ ...state, layer: second, t, slice: -1, picture: pictureUnder(second), cut: second.sizes.join() === layer().sizes.join() ? state.cut : 0 });
   }
 
   function setBeside(index) {
@@ -276,7 +315,7 @@ function start() {
   const same = recording.beside === null ? -1 : Math.min(recording.beside + state.layer, recording.layers.length - 1);
   setBeside(asked.beside ?? same);
   drawCharts();
-  listenToControls({ scene, layer, play, go, goTo, redraw, restart, restyle, drawCharts, drawOverview, setWindow, zoomTime, chooseOther, setBeside });
+  listenToControls({ scene, layer, play, go, goTo, redraw, restart, restyle, drawCharts, drawOverview, setWindow, zoomTime, chooseOther, setBeside, setCut });
   listenToVolume(find("volume"), scene, layer, redraw);
   new ResizeObserver(() => (drawCharts(), drawOverview(), redraw())).observe(find("stage"));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", restyle);
@@ -287,20 +326,25 @@ function useTheme() {
   document.documentElement.dataset.theme = state.theme ?? system;
 }
 
-// The layer and the step at which the memory is used most, where its grid holds something.
+// The layer and the step at which the memory is used most and its grid holds something, in the
+// first row that has one; where its use is not known, the grid that holds most.
 function busiest() {
-  let found = { layer: 0, t: 0, most: -1 };
-  recording.layers.slice(0, recording.beside ?? undefined).forEach(({ chunks }, index) => {
-    const { use, flags } = lightArrays(index);
-    for (let t = 0; t < chunks; t++) {
-      const at = t * recording.rows;
-      if (flags[at] & 1 && use[at] > found.most) found = { layer: index, t, most: use[at] };
-    }
-  });
-  return { layer: found.layer, t: found.t };
+  let found = { layer: 0, row: 0, t: 0, score: [0, 0] };
+  for (let row = 0; row < recording.rows && !found.score[1]; row++) {
+    recording.layers.slice(0, recording.beside ?? undefined).forEach(({ chunks }, index) => {
+      const { use, flags, peaks } = lightArrays(index);
+      for (let t = 0; t < chunks; t++) {
+        const at = t * recording.rows + row;
+        if (!(flags[at] & 1) || !peaks[at]) continue;
+        const score = [use[at] || 0, peaks[at]];
+        if (score[0] > found.score[0] || (score[0] === found.score[0] && score[1] > found.score[1])) found = { layer: index, row, t, score };
+      }
+    });
+  }
+  return { layer: found.layer, row: found.row, t: found.t };
 }
 
-function listenToControls({ scene, layer, play, go, goTo, redraw, restart, restyle, drawCharts, drawOverview, setWindow, zoomTime, chooseOther, setBeside }) {
+function listenToControls({ scene, layer, play, go, goTo, redraw, restart, restyle, drawCharts, drawOverview, setWindow, zoomTime, chooseOther, setBeside, setCut }) {
   const on = (id, event, act) => find(id).addEventListener(event, act);
   on("layer", "change", () => chooseOther(Number(find("layer").value)));
   on("row", "change", () => ((state.row = Number(find("row").value)), drawCharts(), drawOverview(), redraw()));
@@ -327,6 +371,9 @@ function listenToControls({ scene, layer, play, go, goTo, redraw, restart, resty
     l: () => copyLink(scene),
   };
   on("slice", "change", () => ((state.slice = Number(find("slice").value)), redraw()));
+  on("cut", "change", () => setCut(Number(find("cut").value), layer().sizes[cutAxis(Number(find("cut").value) || 1)] >> 1));
+  on("cut-at", "input", () => setCut(state.cut, Number(find("cut-at").value)));
+  on("show-image", "change", () => ((state.image = find("show-image").checked), redraw()));
   on("time", "input", () => go(Number(find("time").value)));
   on("threshold", "input", () => ((thresholdChosen = true), (state.threshold = Number(find("threshold").value)), redraw()));
   on("trail", "input", () => ((trailChosen = true), (state.trail = Number(find("trail").value)), redraw()));
@@ -347,7 +394,7 @@ function listenToControls({ scene, layer, play, go, goTo, redraw, restart, resty
     if (event.key === " ") {
       if (owner && (owner.tagName === "BUTTON" || owner.tagName === "SELECT" || owner.type === "checkbox")) return;
       play(playing === null);
-    } else if (own && (owner.tagName === "SELECT" || owner.type === "range")) {
+    } else if (own && (owner.tagName === "SELECT" || (owner.type === "range" && (arrow || event.key.length > 1)))) {
       return;
     } else if (arrow && event.shiftKey) {
       scene.turn(arrow[0] * 0.12, arrow[1] * 0.12);

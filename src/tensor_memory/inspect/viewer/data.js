@@ -32,6 +32,7 @@ function decodeLayer(packed) {
     voxels: points.reduce((product, axis) => product * axis.length, 1),
     slices: fourth ? packed.points[0] : [0],
     levels: bytes(packed.levels),
+    peaks: bytes(packed.peaks),
     readAt: floats(packed.readAt),
     writeAt: floats(packed.writeAt),
     spread: packed.spread === null ? null : floats(packed.spread),
@@ -70,6 +71,34 @@ function levelsAt(layer, t, row, slice) {
       if (level > out[v]) out[v] = level;
     }
   }
+  return out;
+}
+
+// The picture under the grids of a row, once it is decoded; null where there is none.
+const pictures = (recording.images ?? []).map((data) => {
+  const picture = new Image();
+  picture.src = `data:image/png;base64,${data}`;
+  return picture;
+});
+const pictureOf = (row) => pictures[Math.min(row, pictures.length - 1)];
+
+// What is cut away of a volume: nothing, what lies beyond a plane, all but a slice, or all but the
+// largest along an axis, which is drawn on the first plane.
+const CUTS = ["whole", ...["up to", "slice", "largest along"].flatMap((kind) => ["x", "y", "z"].map((axis) => `${kind} ${axis}`))];
+const cutAxis = (cut) => 2 - ((cut - 1) % 3); // of (z, y, x)
+const cutMoves = (cut) => cut > 0 && cut < 7; // whether it has a place
+
+function cutLevels(layer, levels, cut, at) {
+  if (!cut || layer.axes < 3) return levels;
+  const axis = cutAxis(cut);
+  const stride = layer.sizes.slice(axis + 1).reduce((product, size) => product * size, 1);
+  const out = new Uint8Array(levels.length);
+  levels.forEach((level, v) => {
+    const index = Math.floor(v / stride) % layer.sizes[axis];
+    const kept = cut < 4 ? index <= at : index === at;
+    if (cut < 7) out[v] = kept ? level : 0;
+    else out[v - index * stride] = Math.max(out[v - index * stride], level);
+  });
   return out;
 }
 

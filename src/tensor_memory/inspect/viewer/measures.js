@@ -2,6 +2,15 @@
 
 // Colours of heads, the same as in the figures.
 const headColour = (head) => `var(--head-${head % 6})`;
+// Of a gated memory all heads write at once: what a chunk gave is told for them together.
+const sourceColour = (layer, head) => (layer.unit === "token" ? headColour(head) : "var(--write)");
+
+// The heads of a layer: those of a place memory are views of their own, those of a gated memory
+// write into one grid.
+function headNumbers(index) {
+  const { unit, writes, heads } = recording.layers[index];
+  return unit === "token" ? headsOf(index).map(({ head }) => head) : [...Array(Math.max(writes, heads)).keys()];
+}
 
 // Views of the same layer as this one: the heads of a place memory.
 const headsOf = (index) => recording.layers
@@ -43,8 +52,8 @@ function largestOf(values) {
 const light = new Map();
 function lightArrays(index) {
   if (!light.has(index)) {
-    const { use, gates, chunk, flags } = recording.layers[index];
-    light.set(index, { use: floats(use), gates: floats(gates), chunk: integers(chunk), flags: bytes(flags) });
+    const { use, gates, chunk, flags, peaks } = recording.layers[index];
+    light.set(index, { use: floats(use), gates: floats(gates), chunk: integers(chunk), flags: bytes(flags), peaks: bytes(peaks) });
   }
   return light.get(index);
 }
@@ -79,14 +88,15 @@ function fractionOf(chunk, position) {
 }
 
 // What the read of step t came from: of each head shown, weighted by its part of ‖r‖², so that
-// writes, others and rest sum to 1. Null where it is not known.
+// writes, others, rest and what is not additive sum to 1. Null where it is not known.
 function sourcesOf(index, row, t, hidden) {
-  const heads = headsOf(index).filter(({ head }) => !hidden.has(head)).map(({ at, head }) => ({ head, layer: layerAt(at) }));
+  const own = recording.layers[index].unit === "token"; // a head has a grid and sources of its own
+  const heads = headsOf(index).filter(({ head }) => !own || !hidden.has(head)).map(({ at, head }) => ({ head, layer: layerAt(at) }));
   const value = t * recording.rows + row;
   if (!heads.length || heads.some(({ layer }) => !layer.sources || !isPresent(layer, t, row))) return null;
   const sizes = heads.map(({ layer }) => layer.readout[value] ** 2);
   const total = sizes.reduce((a, b) => a + b, 0);
-  const found = { writes: [], others: 0, rest: 0 };
+  const found = { writes: [], others: 0, rest: 0, joint: 0 };
   heads.forEach(({ head, layer: { sources } }, index) => {
     const weight = total > 0 ? sizes[index] / total : 0;
     for (let k = 0; k < sources.top; k++) {
@@ -97,6 +107,7 @@ function sourcesOf(index, row, t, hidden) {
     }
     found.others += weight * sources.others[value];
     found.rest += weight * sources.rest[value];
+    found.joint += weight * sources.joint[value];
   });
   if (!(total > 0) || !Number.isFinite(found.others)) return null;
   found.writes.sort((a, b) => Math.abs(b.part) - Math.abs(a.part));
@@ -117,7 +128,12 @@ function stepText(layer, t, row) {
   return tokenTexts(row, layer.span[at], layer.span[at + 1]).map(([, text]) => text).join("");
 }
 
-const positionText = (row, position) => tokenTexts(row, position, position + 1).map(([, text]) => text).join("");
+// The text of a token, or of a chunk where it is on the page, by its number.
+function positionText(layer, row, position) {
+  if (layer.unit === "token") return tokenTexts(row, position, position + 1).map(([, text]) => text).join("");
+  const t = stepOf(layer.chunk, position);
+  return layer.chunk[t] === position ? stepText(layer, t, row) : "";
+}
 
 // The largest and the smallest value of each of so many columns of steps from..to.
 function envelope(values, from, to, columns) {

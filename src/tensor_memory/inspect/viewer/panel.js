@@ -95,6 +95,8 @@ function showPoints(layer, kinds) {
       const line = document.createElement("tr");
       const coordinates = names.map((_, axis) => (point ? point[axis].toFixed(2).replace("-", "−") : "–"));
       const name = points.length > 1 ? `${kind} ${index}` : kind;
+      const heads = kind === "write" ? layer.writes : layer.heads;
+      if (heads > 1) line.style.setProperty(`--${kind}`, headColour(index % heads));
       line.append(element("td", name, kind), ...[...coordinates, ...rest].map((text) => element("td", text)));
       return line;
     });

@@ -7,16 +7,23 @@ const WIDE = 1; // half the grid: a write of a larger σ covers all of it, and a
 
 class Scene extends View {
   // Draws one moment and returns how many voxels are above the threshold.
-  draw({ layer, t, row, slice, threshold, trail, writes, reads }) {
+  draw({ layer, t, row, slice, threshold, trail, writes, reads, cut, cutAt, hidden, picture }) {
     this.resize();
     const pen = this.pen;
     pen.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
     pen.clearRect(0, 0, this.width, this.height);
+    this.upwards = layer.overImage ? -1 : 1;
+    // Heads of a place memory have grids of their own; those of a gated memory share one.
+    this.hidden = layer.unit === "token" ? new Set() : hidden;
     this.aim();
     this.measure(layer);
+    if (picture) this.drawPicture(picture);
     this.drawBox(layer, "back");
     if (writes) this.shadeWrites(layer, t, row);
-    const shown = this.drawVoxels(layer, levelsAt(layer, t, row, slice), threshold);
+    this.pen.globalAlpha = picture ? 0.72 : 1;
+    const shown = this.drawVoxels(layer, cutLevels(layer, levelsAt(layer, t, row, slice), cut, cutAt), threshold);
+    this.pen.globalAlpha = 1;
+    if (cutMoves(cut) && layer.axes > 2) this.drawPlane(layer, cutAxis(cut), cutAt);
     this.drawBox(layer, "front");
     const from = Math.max(0, t - trail);
     if (reads) this.drawReads(layer, from, t, row);
@@ -31,6 +38,38 @@ class Scene extends View {
     const thin = Math.min(...cell.filter((side) => side > 0));
     this.cell = cell.map((side) => (side || thin) / 2);
     this.extent = cell.map((side, axis) => (side ? 1 : 0) + this.cell[axis]);
+  }
+
+  // A picture from -1 to 1 along both axes; without perspective that is a change of axes.
+  drawPicture(picture) {
+    const [[x0, y0], [x1, y1], [x2, y2]] = [[-1, -1], [1, -1], [-1, 1]].map(([x, y]) => this.project(x, y, 0));
+    const [pen, { naturalWidth: w, naturalHeight: h }] = [this.pen, picture];
+    pen.save();
+    pen.transform((x1 - x0) / w, (y1 - y0) / w, (x2 - x0) / h, (y2 - y0) / h, x0, y0);
+    pen.drawImage(picture, 0, 0);
+    pen.restore();
+  }
+
+  // The outline of the plane that cuts the volume, behind the last voxels that stay.
+  drawPlane(layer, axis, at) {
+    const world = 2 - axis;
+    const [b, c] = [(world + 1) % 3, (world + 2) % 3];
+    const corner = [0, 0, 0];
+    corner[world] = layer.points[axis][at] + this.cell[world];
+    this.stroke([[-1, -1], [1, -1], [1, 1], [-1, 1], [-1, -1]].map(([p, q]) => {
+      corner[b] = p * this.extent[b];
+      corner[c] = q * this.extent[c];
+      return this.project(...corner);
+    }), this.colour.ink, 1.4, 0.7);
+  }
+
+  writeColour(layer, head) {
+    if (layer.writes > 1) return this.heads[head % 6];
+    return layer.headCount > 1 ? this.heads[layer.head % 6] : this.colour.write;
+  }
+
+  readColour(layer, head) {
+    return layer.heads > 1 ? this.heads[head % 6] : this.colour.read;
   }
 
   drawVoxels(layer, levels, threshold) {
@@ -155,6 +194,8 @@ class Scene extends View {
   // One path per read head, through all of a chunk's tokens when every token reads, older fainter.
   drawReads(layer, from, t, row) {
     for (let head = 0; head < layer.heads; head++) {
+      if (this.hidden.has(head)) continue;
+      const colour = this.readColour(layer, head);
       let last = null;
       for (let at = from; at <= t; at++) {
         const age = t === from ? 1 : 0.18 + 0.82 * ((at - from) / (t - from));
@@ -164,19 +205,19 @@ class Scene extends View {
           const place = this.place(point);
           if (last) {
             this.stroke([last, place], this.colour.halo, 4, age * 0.7);
-            this.stroke([last, place], this.colour.read, 1.6, age);
+            this.stroke([last, place], colour, 1.6, age);
           }
-          if (at === t) this.diamond(...place);
-          else this.dot(place[0], place[1], 1.8, this.colour.read, age);
+          if (at === t) this.diamond(place[0], place[1], colour);
+          else this.dot(place[0], place[1], 1.8, colour, age);
           last = place;
         }
       }
     }
   }
 
-  diamond(x, y) {
+  diamond(x, y, inner) {
     const pen = this.pen;
-    for (const [radius, colour] of [[8, this.colour.halo], [6, this.colour.read]]) {
+    for (const [radius, colour] of [[8, this.colour.halo], [6, inner]]) {
       pen.beginPath();
       pen.moveTo(x, y - radius);
       for (const [dx, dy] of [[1, 0], [0, 1], [-1, 0]]) pen.lineTo(x + dx * radius, y + dy * radius);
@@ -191,17 +232,18 @@ class Scene extends View {
     for (let at = from; at <= t; at++) {
       for (let head = 0; head < layer.writes; head++) {
         const point = pointAt(layer, layer.writeAt, layer.writes, at, row, head);
-        if (!point) continue;
+        if (!point || this.hidden.has(head)) continue;
         const [x, y] = this.place(point);
+        const colour = this.writeColour(layer, head);
         if (at < t) {
           this.dot(x, y, 3.4, this.colour.halo, 0.5);
-          this.dot(x, y, 2.5, this.colour.write, 0.25 + 0.65 * ((at - from) / (t - from)));
+          this.dot(x, y, 2.5, colour, 0.25 + 0.65 * ((at - from) / (t - from)));
           continue;
         }
         const spread = this.spreadOf(layer, at, row, head);
-        if (spread && spread <= WIDE) this.drawSphere(layer, point, spread);
+        if (spread && spread <= WIDE) this.drawSphere(layer, point, spread, colour);
         this.dot(x, y, 6, this.colour.halo);
-        this.dot(x, y, 4.5, this.colour.write);
+        this.dot(x, y, 4.5, colour);
       }
     }
   }
@@ -233,11 +275,12 @@ class Scene extends View {
     for (let head = 0; head < layer.writes; head++) {
       const point = pointAt(layer, layer.writeAt, layer.writes, t, row, head);
       const spread = this.spreadOf(layer, t, row, head);
-      if (!point || !spread || spread > WIDE || layer.axes < 3) continue;
+      if (!point || !spread || spread > WIDE || layer.axes < 3 || this.hidden.has(head)) continue;
+      const colour = this.writeColour(layer, head);
       const [x, y, radius] = this.outline(point, spread);
       const shade = pen.createRadialGradient(x, y, 0, x, y, radius);
-      shade.addColorStop(0, `color-mix(in srgb, ${this.colour.write} 4%, transparent)`);
-      shade.addColorStop(1, `color-mix(in srgb, ${this.colour.write} 16%, transparent)`);
+      shade.addColorStop(0, `color-mix(in srgb, ${colour} 4%, transparent)`);
+      shade.addColorStop(1, `color-mix(in srgb, ${colour} 16%, transparent)`);
       pen.fillStyle = shade;
       pen.beginPath();
       pen.arc(x, y, radius, 0, 2 * Math.PI);
@@ -245,13 +288,13 @@ class Scene extends View {
     }
   }
 
-  drawSphere(layer, point, spread) {
+  drawSphere(layer, point, spread, colour) {
     const pen = this.pen;
     const centre = [0, 1, 2].map((axis) => point[axis] ?? 0);
     if (layer.axes === 1) {
       const ends = [-1, 1].map((side) => this.project(centre[0] + side * spread, 0, 0));
-      this.stroke(ends, this.colour.write, 2.5, 0.9);
-      for (const end of ends) this.stroke([[end[0], end[1] - 7], [end[0], end[1] + 7]], this.colour.write, 2.5, 0.9);
+      this.stroke(ends, colour, 2.5, 0.9);
+      for (const end of ends) this.stroke([[end[0], end[1] - 7], [end[0], end[1] + 7]], colour, 2.5, 0.9);
       return;
     }
     const circles = layer.axes === 2 ? [[0, 1]] : [[0, 1], [1, 2], [2, 0]];
@@ -259,7 +302,7 @@ class Scene extends View {
       const [x, y, radius] = this.outline(point, spread);
       pen.beginPath();
       pen.arc(x, y, radius, 0, 2 * Math.PI);
-      pen.strokeStyle = this.colour.write;
+      pen.strokeStyle = colour;
       pen.lineWidth = 1.6;
       pen.stroke();
     }
@@ -270,7 +313,7 @@ class Scene extends View {
         corner[b] += spread * Math.sin((step * Math.PI) / 32);
         return this.project(...corner);
       });
-      this.stroke(around, this.colour.write, layer.axes === 2 ? 1.8 : 0.9, layer.axes === 2 ? 1 : 0.45);
+      this.stroke(around, colour, layer.axes === 2 ? 1.8 : 0.9, layer.axes === 2 ? 1 : 0.45);
     }
   }
 }

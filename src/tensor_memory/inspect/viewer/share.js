@@ -1,6 +1,6 @@
 // A link that opens the same view again, and the volume as a picture.
 
-const NUMBERS = ["layer", "beside", "row", "t", "from", "to", "slice", "threshold", "trail", "yaw", "pitch", "zoom"];
+const NUMBERS = ["layer", "beside", "row", "t", "from", "to", "slice", "cut", "cutAt", "threshold", "trail", "yaw", "pitch", "zoom"];
 
 // What the address asks for; only what makes sense here is taken.
 function askedView() {
@@ -28,6 +28,7 @@ function openView(asked, scene, restart) {
   if ("trail" in asked) [state.trail, trailChosen] = [whole(asked.trail, chunks), true];
   state.measure = asked.measure ?? null;
   state.hidden = new Set(asked.hidden);
+  if (CUTS[asked.cut]) [state.cut, state.cutAt] = [asked.cut, Math.round(asked.cutAt ?? 0)];
   restart();
   if ("from" in asked && "to" in asked && asked.from < asked.to) {
     state.window = { from: whole(asked.from, chunks), to: whole(asked.to, chunks) };
@@ -42,8 +43,8 @@ function openView(asked, scene, restart) {
 }
 
 function viewAddress(scene) {
-  const { layer, beside, row, t, slice, threshold, trail, measure, theme, window: { from, to } } = state;
-  const values = { layer, beside, row, t, from, to, slice, threshold, trail, measure, yaw: scene.yaw.toFixed(3), pitch: scene.pitch.toFixed(3), zoom: scene.zoom.toFixed(3) };
+  const { layer, beside, row, t, slice, cut, cutAt, threshold, trail, measure, theme, window: { from, to } } = state;
+  const values = { layer, beside, row, t, from, to, slice, cut, cutAt, threshold, trail, measure, yaw: scene.yaw.toFixed(3), pitch: scene.pitch.toFixed(3), zoom: scene.zoom.toFixed(3) };
   if (theme) values.theme = theme;
   if (state.hidden.size) values.hidden = [...state.hidden].join(",");
   return `#${new URLSearchParams(values)}`;

@@ -11,6 +11,7 @@ function showSources(layer, row, t, sources, life, go) {
     item.append(element("span", name), element("output", signedPercent(part)));
     return item;
   };
+  find("sources-note").hidden = layer.unit === "token";
   const list = find("source-list");
   if (!sources) {
     list.replaceChildren(element("li", isPresent(layer, t, row) ? "Not known: nothing was read, or the page does not tell it." : `This row has no such ${layer.unit}.`));
@@ -22,43 +23,44 @@ function showSources(layer, row, t, sources, life, go) {
       button.type = "button";
       button.title = sourceName(layer, row, write);
       const swatch = element("i", "");
-      swatch.style.background = headColour(write.head);
-      const text = visible(positionText(row, write.position)).trim();
+      swatch.style.background = sourceColour(layer, write.head);
+      const text = visible(positionText(layer, row, write.position)).trim();
       const name = `${write.position === layer.chunk[t] ? "itself, " : ""}${layer.unit} ${write.position}${layer.headCount > 1 ? `, head ${write.head}` : ""}`;
       button.append(swatch, element("b", text || ""), element("span", name), element("output", signedPercent(write.part)));
       button.addEventListener("click", () => go(stepOf(layer.chunk, write.position)));
       item.append(button);
       return item;
-    }), ...restLines(sources, listed, line));
+    }), ...restLines(layer, sources, listed, line));
   }
   find("life").textContent = life ? lifeText(layer, row, life) : "";
 }
 
 // The lines that complete a list to the whole read.
-function restLines(sources, listed, line) {
+function restLines(layer, sources, listed, line) {
   const sum = (writes) => writes.reduce((total, { part }) => total + part, 0);
   return [
     line("all other writes", sources.others + sum(sources.writes) - sum(listed), "others"),
     line("a state from before the recording", sources.rest, "rest"),
-    line("together", sum(sources.writes) + sources.others + sources.rest, "sum"),
+    ...(layer.unit === "token" ? [] : [line("not additive: no write alone", sources.joint, "joint")]),
+    line("together", sum(sources.writes) + sources.others + sources.rest + sources.joint, "sum"),
   ];
 }
 
 function lifeText(layer, row, { half, left, taker, taken }) {
   const named = (position) => {
-    const text = visible(positionText(row, position)).trim();
+    const text = visible(positionText(layer, row, position)).trim();
     return `${layer.unit} ${position}${text ? ` “${text}”` : ""}`;
   };
   const fades = half >= 0 ? `half of it was gone at ${named(half)}` : "more than half of it stayed";
-  const by = taker >= 0 ? `; ${named(taker)} took most, ${percent(taken)}` : "; no write took any of it";
+  const by = taker >= 0 ? `; ${named(taker)} took most, ${percent(taken)}` : Number.isFinite(taken) ? "; no write took any of it" : "";
   return `What it wrote: ${fades}, ${percent(left)} was left at the end${by}.`;
 }
 
-// One switch per head, in the colour of its arcs.
+// One switch per head, in the colour of its marks and arcs.
 function fillHeads(index, hidden, changed) {
-  const heads = headsOf(index);
+  const heads = headNumbers(index);
   find("heads").hidden = heads.length < 2;
-  find("heads").replaceChildren(...(heads.length < 2 ? [] : heads.map(({ head }) => {
+  find("heads").replaceChildren(...(heads.length < 2 ? [] : heads.map((head) => {
     const label = element("label", "", "head");
     const box = document.createElement("input");
     box.type = "checkbox";

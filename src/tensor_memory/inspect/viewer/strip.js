@@ -141,7 +141,7 @@ class Strip {
       const path = svg("path", {
         class: `arc${write.part < 0 ? " against" : ""}${at < from || at > to ? " outside" : ""}`,
         d,
-        style: `stroke: ${headColour(write.head)}`,
+        style: `stroke: ${sourceColour(layer, write.head)}`,
         "stroke-width": (1 + 9 * Math.min(size, 1)).toFixed(2),
         "data-position": write.position, "data-head": write.head, "data-part": write.part, "data-share": write.share,
       });
@@ -158,9 +158,9 @@ class Strip {
 
 // A write that fed a read, in words: its text, token, head and part.
 function sourceName(layer, row, { position, head, part, share }) {
-  const text = visible(positionText(row, position)).trim();
+  const text = visible(positionText(layer, row, position)).trim();
   const heads = layer.headCount > 1 ? ` · head ${head}` : "";
-  return `${text ? `“${text}” ` : ""}${layer.unit} ${position}${heads} · ${signedPercent(part)} of the read · share ${number(share)}`;
+  return `${text ? `“${text}” ` : ""}${layer.unit} ${position}${heads} · ${signedPercent(part)} of the read${layer.unit === "token" ? ` · share ${number(share)}` : ""}`;
 }
 
 const signedPercent = (value) => (Math.abs(value) < 5e-6 ? "0 %" : value < 0 ? `−${percent(-value)}` : percent(value));

@@ -1,7 +1,7 @@
 // How the memory is looked at: the colours, the eye and a pen that knows both.
 //
 // World axes are the memory's coordinates: x is coordinate 0 and the last grid axis, y is up, z
-// comes towards the viewer.
+// comes towards the viewer. Over a picture y goes down, as it does in pictures.
 
 // The colour map of the figures: even in lightness, the same to all eyes.
 const CIVIDIS = ["00224e", "083370", "35456c", "4f576c", "666970", "7d7c78", "948e77", "aea371", "c8b866", "e5cf52", "fee838"]
@@ -24,6 +24,7 @@ class View {
   constructor(canvas) {
     this.canvas = canvas;
     this.pen = canvas.getContext("2d");
+    this.upwards = 1;
     this.resetView(3);
     this.restyle();
   }
@@ -32,6 +33,7 @@ class View {
     const style = getComputedStyle(document.documentElement);
     this.colour = Object.fromEntries(["ink", "muted", "line", "frame", "write", "read", "halo"]
       .map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
+    this.heads = Array.from({ length: 6 }, (_, head) => style.getPropertyValue(`--head-${head}`).trim());
     const dark = isDark();
     this.table = Array.from({ length: 256 }, (_, level) => {
       const colour = volumeColour(level / 255, dark);
@@ -40,7 +42,7 @@ class View {
   }
 
   resetView(axes) {
-    [this.yaw, this.pitch, this.zoom] = axes >= 3 ? [-0.62, 0.42, 1] : axes === 2 ? [0, 0, 1.35] : [0, 0.3, 1.9];
+    [this.yaw, this.pitch, this.zoom] = axes >= 3 ? [-0.62, 0.42, 1] : axes === 2 ? [0, 0, 1.55] : [0, 0.3, 1.9];
     this.axes = axes;
   }
 
@@ -75,7 +77,7 @@ class View {
     const [right, up, near] = this.turnBy.map((r) => r[0] * x + r[1] * y + r[2] * z);
     // What has one or two axes is drawn as the plane that it is, without perspective.
     const scale = this.axes < 3 ? this.unit : this.unit * (DISTANCE / Math.max(DISTANCE - near, 0.5));
-    return [this.width / 2 + right * scale, this.height * 0.47 - up * scale, scale];
+    return [this.width / 2 + right * scale, this.height * 0.47 - this.upwards * up * scale, scale];
   }
 
   // A memory point of 1 to 4 coordinates; a fourth is projected away.
