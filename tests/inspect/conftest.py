@@ -19,7 +19,7 @@ QUIET = (
 )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def browser():
     sync_api = pytest.importorskip("playwright.sync_api", reason="the viewer needs playwright")
     found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
@@ -33,7 +33,7 @@ def browser():
         launched.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def windows(browser):
     """An empty page by its size, scheme and touch, with what it complains of and asks for.
 

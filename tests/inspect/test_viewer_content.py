@@ -68,7 +68,7 @@ def test_a_state_that_grows_is_shown_from_its_quiet_part_on(opened):
     ("grid", "voxel", "at"),
     [
         ((4, 4, 6), (0, 0, 5), (1, -1, -1)),
-        ((4, 4, 6), (3, 3, 0), (-1, 1, 1)),
+        pytest.param((4, 4, 6), (3, 3, 0), (-1, 1, 1), marks=pytest.mark.exhaustive),
         ((4, 6), (0, 5), (1, -1)),
         ((6,), (5,), (1,)),
     ],
