@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from maze_data import write_layouts
 from tensor_memory_lab.cli import main
 from tensor_memory_lab.recipes import Recipe, load_recipes
 from tensor_memory_lab.recipes import __name__ as PACKAGE
@@ -41,6 +42,9 @@ SMALL = {
     "--model.layers 2 --model.heads 2",
     "cub": IMAGE + "--task.side 32 --task.crop 32 --task.patch 8 --model.decoder-dim 24",
     "images": IMAGE + "--task.side 32 --task.crop 32 --task.patch 8 --model.decoder-dim 24",
+    "maze": "--task.cache-dir {data} --task.side 9 --task.steps 90 --task.layouts 2 "
+    "--task.valid-rows 2 --task.test-rows 2 --model.dim 24 --model.layers 2 --model.heads 2 "
+    "--model.memory-layers 1",
     "mqar": "--task.valid-rows 1 --task.test-rows 1 --task.train-rows 4 --task.vocabulary 520 "
     "--model.dim 8 --model.state-bytes 1024",
     "world": IMAGE.replace("layers 3", "layers 2 --model.heads 2 --model.memory-layers 1")
@@ -63,6 +67,8 @@ def data(name: str, folder: Path) -> None:
             (folder / f"{split}.txt").write_text(" the cat sat on the mat . \n" * 40)
     elif name.startswith(("cub", "images", "world")):
         write_cub(folder)
+    elif name.startswith("maze"):
+        write_layouts(folder, 9, 6)
     elif name.startswith("ucf101"):
         write_ucf(folder, groups=3, clips=1, frames=8)
 

@@ -115,7 +115,50 @@ METHODS: dict[str, Method] = {
 """What a method changes; see `StackConfig`."""
 
 
-class WorldModel(Model):
+class WalkModel(Model):
+    """What models of walks share: the tokens of a stack, grids that grow with the world."""
+
+    config: WorldModelConfig
+    stack: Stack
+
+    @staticmethod
+    def voxels(size: int, scale: int) -> int:
+        """Voxels along an axis in a world so many times as wide."""
+        return scale * size
+
+    @contextmanager
+    def grids_scaled(self, scale: int) -> Iterator[None]:
+        """Inside, the grids of place memories are those of a world so many times as wide."""
+        memories = [m for m in self.modules() if isinstance(m, PlaceMemory)]
+        before = [memory.config for memory in memories]
+        try:
+            for memory, config in zip(memories, before, strict=True):
+                # As `resized` does it; no weight depends on the grid.
+                grid = tuple(self.voxels(size, scale) for size in config.grid)
+                memory.config = replace(config, grid=grid)
+            yield
+        finally:
+            for memory, config in zip(memories, before, strict=True):
+                memory.config = config
+
+    def state_bytes(self) -> int:
+        """Bytes one row carries past the window that all methods see."""
+        stack = self.stack.config
+        if stack.window is None:  # keys and values of a whole walk
+            beyond = stack.layers * max(stack.length - self.config.window, 0)
+            return extra_bytes(stack.dim, beyond, "bf16")
+        return self.stack.state_bytes()
+
+    def labels(self) -> dict[str, Any]:
+        """What tables must say: the tokens that attention sees."""
+        stack = self.stack.config
+        if stack.window is None:
+            return {"context": "all tokens"}
+        more = f" and {more} before them" if (more := stack.extra_keys or stack.cache) else ""
+        return {"context": f"{stack.window} tokens{more} per layer"}
+
+
+class WorldModel(WalkModel):
     """Poses and patches to the patches that come next.
 
     >>> config = WorldModelConfig(dim=16, heads=2, layers=2, memory_layers=(1,), method="place")
@@ -183,33 +226,3 @@ class WorldModel(Model):
         """Poses (B, T, 2) -> themselves, sines and cosines: (B, T, 2 + 4 · octaves)."""
         angles = (poses[..., None] * self.frequencies).flatten(-2)
         return torch.cat([poses, angles.sin(), angles.cos()], dim=-1)
-
-    @contextmanager
-    def grids_scaled(self, scale: int) -> Iterator[None]:
-        """Inside, place memories have so many times as many voxels along each axis."""
-        memories = [m for m in self.modules() if isinstance(m, PlaceMemory)]
-        before = [memory.config for memory in memories]
-        try:
-            for memory, config in zip(memories, before, strict=True):
-                # As `resized` does it; no weight depends on the grid.
-                memory.config = replace(config, grid=tuple(scale * size for size in config.grid))
-            yield
-        finally:
-            for memory, config in zip(memories, before, strict=True):
-                memory.config = config
-
-    def state_bytes(self) -> int:
-        """Bytes one row carries past the window that all methods see."""
-        stack = self.stack.config
-        if stack.window is None:  # keys and values of a whole walk
-            beyond = stack.layers * max(stack.length - self.config.window, 0)
-            return extra_bytes(stack.dim, beyond, "bf16")
-        return self.stack.state_bytes()
-
-    def labels(self) -> dict[str, Any]:
-        """What tables must say: the tokens that attention sees."""
-        stack = self.stack.config
-        if stack.window is None:
-            return {"context": "all tokens"}
-        more = f" and {more} before them" if (more := stack.extra_keys or stack.cache) else ""
-        return {"context": f"{stack.window} tokens{more} per layer"}

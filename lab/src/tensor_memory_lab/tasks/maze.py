@@ -1,0 +1,465 @@
+"""A maze that is remembered: walk through it, say what stands at a place seen long ago.
+
+Layouts come from `labmaze`, the generator of Memory Maze. Some free cells hold an object of one of
+a few colours. An agent walks on, turns left or turns right; it sees the 5 × 5 cells around itself,
+turned so that ahead is up. At each step it is then asked what is at some offset from it: a cell
+that it last saw more than `FAR` steps ago, where there is one. So the whole of it is known to
+whoever remembers everything seen: the ceiling is 1, and nothing is asked that was not seen.
+
+With the same weights other mazes are walked through, each a test split of its own: smaller and
+larger ones, longer walks. Positions are told in cells, from a corner that is somewhere else in
+every walk, so that a larger maze has no positions that a smaller one had not.
+
+Layouts are made once, as many as are asked for and no two alike, and kept on disk. A walk needs no
+labmaze then.
+
+Letters: B batch, T steps, W cells along a side of a padded layout, V = 25 cells of a view.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from tensor_memory_lab.progress import progress
+from tensor_memory_lab.tasks import Batch, Outputs, Sums
+from tensor_memory_lab.tasks.cache import cached_array
+from tensor_memory_lab.tasks.epochs import sent
+from tensor_memory_lab.tasks.synthetic import DrawnConfig, DrawnTask, generator
+
+FREE, WALL, OBJECT = 0, 1, 2
+"""What is in a cell; objects are OBJECT and above, one number per colour."""
+REACH = 2
+"""Cells that are seen in each direction."""
+VIEW = (2 * REACH + 1) ** 2
+"""V, cells in a view."""
+FAR, VERY_FAR, AGES_AGO = 40, 200, 1000
+"""Steps since a cell was last seen. Four windows of 16 tokens reach 30 steps back."""
+STAY, ON, LEFT, RIGHT = 0, 1, 2, 3
+"""What an agent does; it stays before its first step."""
+STEPS = np.array([[-1, 0], [0, 1], [1, 0], [0, -1]])
+"""Row and column of a step ahead, by heading: up, right, down, left."""
+GO_ON = 0.8
+"""Probability of walking on where the way is free."""
+OBJECTS = 0.25
+"""Part of the free cells that hold an object."""
+TRIES = 8
+"""Cells of which a question takes the best."""
+PERIOD = 40
+"""Cells after which positions are told alike."""
+LABMAZE = {"room_min_size": 3, "room_max_size": 5, "extra_connection_probability": 0.2}
+"""What layouts are made with, besides their size."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a test split departs from the walks of training."""
+
+    times: int = 1
+    """So many times as many steps."""
+    scale: int = 1
+    """So many times as far from border to border."""
+    fewer: int = 0
+    """Cells less along each side."""
+
+
+SETTINGS = {
+    "test": Setting(),
+    "test@4x": Setting(times=4),
+    "test@128x": Setting(times=128),
+    "test@small": Setting(fewer=2),
+    "test@large": Setting(times=4, scale=2),
+    "test@larger": Setting(times=16, scale=3),
+    "test@larger128x": Setting(times=128, scale=3),
+}
+"""The test splits that there are."""
+
+
+@dataclass(frozen=True)
+class MazeConfig(DrawnConfig):
+    """Which mazes, how they are walked through, what is told of the pose."""
+
+    cache_dir: str = "runs/mazes"
+    """Where layouts are kept."""
+    side: int = 11
+    """Cells along each side of a maze, walls around it included; an odd number."""
+    colours: int = 6
+    """Colours of objects."""
+    steps: int = 256
+    """Steps of a walk."""
+    pose: Literal["given", "integrated"] = "given"
+    """given: row, column and heading in the maze. integrated: the sum of the agent's own moves and
+    turns, which says where it is from where and how it stood at first."""
+    layouts: int = 4096
+    """Different layouts of training; "valid" and "test" have others, one for each walk."""
+    valid_rows: int = 256
+    """Walks of "valid", the same for every method, seed and budget."""
+    test_rows: int = 512
+    """Walks of "test", the same for every method, seed and budget; fewer where they are longer."""
+    tests: tuple[str, ...] = ("test",)
+    """Test splits: test, test@4x and test@128x (longer walks), test@small (two cells less along
+    each side), test@large, test@larger and test@larger128x (twice and three times as wide, walks 4,
+    16 and 128 times as long)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least(1, "colours", "steps", "layouts")
+        for name in self.tests:
+            if name not in SETTINGS:
+                raise ValueError(
+                    f"task.tests: expected some of {', '.join(SETTINGS)}, got {name!r}"
+                )
+        least = 7 + max((SETTINGS[name].fewer for name in self.tests), default=0)
+        if self.side % 2 == 0 or self.side < least:
+            raise ValueError(
+                f"task.side: expected an odd number of {least} or more cells, got {self.side}"
+            )
+
+    def build(self, seed: int) -> Maze:
+        """Open the layouts that training needs, or make them."""
+        return Maze(self, seed)
+
+    def side_of(self, setting: Setting) -> int:
+        """Cells along each side of a setting's mazes."""
+        return setting.scale * (self.side - 1) + 1 - setting.fewer
+
+
+class Maze(DrawnTask):
+    """Batches of walks.
+
+    `view` (B, T, V) what is in the cells around, row by row from the left front one, uint8; `at`
+    (B, T, 2) column and row of the agent and `asked` (B, T, 2) those of the cell asked for, in
+    cells; `where` (B, 2T, 2) both in turn, on the scale [-1, 1] of the whole maze; `heading`,
+    `action` (B, T); `target` (B, T) what is in the cell asked for; `age` (B, T) steps since it was
+    last seen.
+    """
+
+    metric = "accuracy_far"
+    inputs = "maze"
+    positions = 0
+    block_rows = 256
+
+    def __init__(self, config: MazeConfig, seed: int) -> None:
+        super().__init__(config, seed)
+        self.config = config
+        self.test_splits = config.tests
+        self.classes = OBJECT + config.colours
+        self.length = 2 * config.steps
+        self.distance = 2 * FAR
+        self.name = f"maze {config.side}x{config.side}"
+        self._layouts: dict[tuple[int, int], np.ndarray] = {}
+        self._whole: dict[str, Batch] = {}
+        self.layouts("train")  # an error of theirs comes before training
+
+    def to(self, device: torch.device) -> Maze:
+        """The same task, its batches on `device`."""
+        moved = super().to(device)
+        moved._whole = {}
+        return moved
+
+    def setting(self, split: str) -> Setting:
+        """How the walks of a split go."""
+        self.rows(split)
+        return SETTINGS.get(split, Setting())
+
+    def rows(self, split: str) -> int | None:
+        """Walks of a split; None for "train", which has no end."""
+        if split not in ("train", "valid", *self.test_splits):
+            raise ValueError(
+                f"split: expected train, valid, {', '.join(self.test_splits)}, got {split!r}"
+            )
+        if split in ("train", "valid"):
+            return super().rows(split)
+        return max(1, self.config.test_rows // SETTINGS[split].times)
+
+    def layouts(self, split: str) -> np.ndarray:
+        """Layouts (count, side, side) of a split's size: of tests, of "valid", then of training."""
+        c, setting = self.config, self.setting(split)
+        side, count = c.side_of(setting), c.test_rows + c.valid_rows + c.layouts
+        key = (side, count if side == c.side else self.rows(split) or 0)
+        if key not in self._layouts:
+            self._layouts[key] = open_layouts(c.cache_dir, *key)
+        return self._layouts[key]
+
+    def prepared(self, model: Any, split: str) -> AbstractContextManager[None]:
+        """Inside, a model is ready for a split: its grids are as wide as the mazes."""
+        return model.grids_scaled(self.setting(split).scale)
+
+    def batch(self, split: str, index: int, size: int) -> Batch:
+        """Rows `index * size` to `(index + 1) * size` of a split."""
+        end = self.rows(split)
+        if end is None:
+            return super().batch(split, index, size)
+        if index * size >= end:
+            raise IndexError(f"batch {index} of {size} rows: {split} has {end}")
+        if split not in self._whole:
+            drawn = self.walks(split, end, generator(0, self.inputs, split))
+            self._whole[split] = {name: sent(x, self._device) for name, x in drawn.items()}
+        return {n: x[index * size : (index + 1) * size] for n, x in self._whole[split].items()}
+
+    def draw(self, rows: int, random: torch.Generator) -> Batch:
+        """Walks of training."""
+        return self.walks("train", rows, random)
+
+    def walks(self, split: str, rows: int, random: torch.Generator) -> Batch:
+        """`rows` walks of a split on the CPU."""
+        c, setting = self.config, self.setting(split)
+        T, known = setting.times * c.steps, self.layouts(split)
+        if split == "train":
+            first = c.test_rows + c.valid_rows
+            chosen = first + torch.randint(c.layouts, (rows,), generator=random)
+        else:
+            chosen = torch.arange(rows) + (c.test_rows if split == "valid" else 0)
+        cells = furnished(known[chosen.numpy()], c.colours, random)  # (B, W, W)
+        path = walk(cells, T, random)
+        asked, age = questions(cells, path, random)
+        return self._told(cells, path, asked, age, setting, random)
+
+    def _told(
+        self,
+        cells: np.ndarray,
+        path: Walks,
+        asked: np.ndarray,
+        age: np.ndarray,
+        setting: Setting,
+        random: torch.Generator,
+    ) -> Batch:
+        """What is told of walks and questions, and the answers."""
+        B, W, _ = cells.shape
+        flat = cells.reshape(B, -1)
+        row = np.arange(B)[:, None]
+        view = flat[row[..., None], path.cell[..., None] + seen_from(W)[path.heading]]
+        at, question, heading = place_of(path.cell, W), place_of(asked, W), path.heading
+        width = setting.scale * (self.config.side - 1)
+        low, extent = 0, width
+        if self.config.pose == "integrated":  # it may walk as far in any direction
+            at, question = (integrated(x, at, heading) for x in (at, question))
+            heading = (heading - heading[:, :1]) % 4
+            low, extent = -width, 2 * width
+        where = (np.stack([at, question], 2).reshape(B, -1, 2) - low) * (2 / extent) - 1
+        corner = torch.randint(PERIOD, (B, 1, 2), generator=random)
+        return {
+            "view": torch.from_numpy(view),
+            "at": torch.from_numpy(at) + corner,
+            "asked": torch.from_numpy(question) + corner,
+            "where": torch.from_numpy(where).float(),
+            "heading": torch.from_numpy(heading),
+            "action": torch.from_numpy(path.action),
+            "target": torch.from_numpy(flat[row, asked]).long(),
+            "age": torch.from_numpy(age),
+        }
+
+    def measure(self, outputs: Outputs, batch: Batch) -> Sums:
+        """Cross-entropy, and right answers by how long ago a cell was last seen."""
+        logits, target, age = outputs["logits"].float(), batch["target"], batch["age"]
+        loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
+        right = logits.argmax(-1) == target
+        kinds = {
+            "accuracy": age >= 0,
+            "accuracy_near": age <= FAR,
+            "accuracy_far": age > FAR,
+            "accuracy_very_far": age > VERY_FAR,
+            "accuracy_ages_ago": age > AGES_AGO,
+            "accuracy_object": (age > FAR) & (target >= OBJECT),
+            "accuracy_wall": (age > FAR) & (target == WALL),
+        }
+        sums = {name: ((right & kind).sum(), kind.sum()) for name, kind in kinds.items()}
+        return sums | {"loss": (loss, torch.ones_like(age).sum())}
+
+    def ceiling(self, split: str) -> float:
+        """1: whatever is asked for was seen."""
+        return 1.0
+
+    def facts(self) -> dict[str, Any]:
+        """Sizes, which layouts they are, and what the measures are over."""
+        plain = {name: x for name, x in super().facts().items() if name != "cache_dir"}
+        known = self.layouts("train")
+        return plain | {
+            "answers": f"free, wall, {self.config.colours} colours",
+            "chance_object": 1 / self.config.colours,
+            "far": f"last seen more than {FAR} steps ago, very far {VERY_FAR}, ages ago {AGES_AGO}",
+            "object": f"right colours, last seen more than {FAR} steps ago",
+            "layouts_digest": hashlib.sha256(known.tobytes()).hexdigest()[:16],
+            "layouts_made_with": f"labmaze {LABMAZE}",
+        }
+
+
+def open_layouts(folder: str, side: int, count: int) -> np.ndarray:
+    """`count` different layouts (count, side, side), true where a wall is; found or made now.
+
+    They depend on their number and size alone, and come from labmaze seeds 0, 1, 2 …
+    """
+    rooms = max(1, round(6 * (side / 11) ** 2))
+    options = {"max_rooms": rooms} | LABMAZE
+
+    def make(path: Path) -> dict[str, Any]:
+        random_maze = _labmaze(folder, side)
+        found: dict[bytes, np.ndarray] = {}
+        number = 0
+        with progress("making mazes", count, unit="mazes") as advance:
+            while len(found) < count:
+                if number >= 100 * count:
+                    raise ValueError(
+                        f"task.layouts: expected at most {len(found)} different ones of {side} × "
+                        f"{side} cells, got {count}; make mazes larger or ask for fewer"
+                    )
+                maze = random_maze(height=side, width=side, random_seed=number, **options)
+                lines = str(maze.entity_layer).splitlines()
+                walls = np.array([list(line) for line in lines]) == "*"
+                number += 1
+                if walls.tobytes() not in found:
+                    found[walls.tobytes()] = walls
+                    advance()
+        with path.open("wb") as file:
+            np.save(file, np.stack(list(found.values())))
+        return {"seeds": number}
+
+    key = {"side": side, "count": count} | options
+    return cached_array(folder, "mazes", key, {}, make)[0]
+
+
+def _labmaze(folder: str, side: int) -> Any:
+    """labmaze's generator, which only the first run needs."""
+    try:
+        from labmaze import RandomMaze
+    except ModuleNotFoundError as error:
+        if error.name != "labmaze":
+            raise
+        raise ModuleNotFoundError(
+            f"{folder}: expected layouts of {side} × {side} cells that were made before, or the "
+            "package labmaze to make them, got neither; `pip install labmaze`, or name the folder "
+            "with --task.cache-dir",
+            name="labmaze",
+        ) from error
+    return RandomMaze
+
+
+def furnished(walls: np.ndarray, colours: int, random: torch.Generator) -> np.ndarray:
+    """Layouts (B, side, side) as cells (B, W, W) uint8 with objects, and walls all around."""
+    some = torch.rand(walls.shape, generator=random).numpy() < OBJECTS
+    colour = torch.randint(colours, walls.shape, generator=random).numpy()
+    cells = np.where(walls, WALL, np.where(some, OBJECT + colour, FREE)).astype(np.uint8)
+    around = (REACH, REACH)
+    return np.pad(cells, ((0, 0), around, around), constant_values=WALL)
+
+
+class Walks(NamedTuple):
+    """Walks, each (B, T)."""
+
+    cell: np.ndarray
+    """Number of the cell in a padded layout, row by row."""
+    heading: np.ndarray
+    action: np.ndarray
+    """What brought the agent there."""
+
+
+def walk(cells: np.ndarray, T: int, random: torch.Generator) -> Walks:
+    """Walks of T steps from a free cell.
+
+    Where the way is free the agent goes on with probability `GO_ON`; else it turns, to the side
+    that it turned to last if that was the step before.
+    """
+    B, W, _ = cells.shape
+    free = (cells != WALL).reshape(B, -1)
+    draws = torch.rand(2, T, B, generator=random).numpy()
+    rank = np.cumsum(free, 1)
+    wanted = 1 + (draws[0, 0] * rank[:, -1]).astype(np.int64)
+    cell = (rank == wanted[:, None]).argmax(1)
+    heading = torch.randint(4, (B,), generator=random).numpy()
+    action, ahead = np.full(B, STAY), STEPS @ (W, 1)
+    row, side = np.arange(B), np.full(B, LEFT)
+    found = Walks(*(np.empty((B, T), np.int64) for _ in range(3)))
+    for t in range(T):
+        if t:
+            on = free[row, cell + ahead[heading]] & (draws[0, t] < GO_ON)
+            side = np.where(action > ON, side, np.where(draws[1, t] < 0.5, LEFT, RIGHT))
+            action = np.where(on, ON, side)
+            cell = np.where(on, cell + ahead[heading], cell)
+            heading = np.where(on, heading, (heading + np.where(side == LEFT, 3, 1)) % 4)
+        found.cell[:, t], found.heading[:, t], found.action[:, t] = cell, heading, action
+    return found
+
+
+def questions(
+    cells: np.ndarray, path: Walks, random: torch.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """Cells (B, T) asked for, and how many steps ago each was last seen.
+
+    Of a few cells of earlier views one is taken that was last seen more than `FAR` steps ago, if
+    there is any, and in half of the questions one with an object, if there is any.
+    """
+    B, T = path.cell.shape
+    W = cells.shape[1]
+    flat, views = cells.reshape(B, -1), seen_from(W)
+    place = place_of(np.arange(W * W), W)
+    inside = ((place >= 0) & (place < W - 2 * REACH)).all(-1)
+    last = np.full((B, W * W), -1)  # when a cell was last seen
+    row = np.arange(B)[:, None]
+    found, age = np.empty((B, T), np.int64), np.empty((B, T), np.int64)
+    draws = torch.rand(2, T, B, TRIES, generator=random).numpy()
+    prefers = torch.rand(T, B, 1, generator=random).numpy() < 0.5
+    for t in range(T):
+        now = path.cell[:, t, None]
+        last[row, now + views[path.heading[:, t]]] = t
+        then = (draws[0, t] * (t - FAR if t > FAR else t + 1)).astype(np.int64)  # (B, TRIES)
+        part = views[path.heading[row, then], (draws[1, t] * VIEW).astype(np.int64)]
+        tried = path.cell[row, then] + part
+        tried = np.where(inside[tried], tried, now)  # beyond the border: where the agent stands
+        long_ago = t - last[row, tried] > FAR
+        objects = (flat[row, tried] >= OBJECT) & prefers[t]
+        best = (2 * long_ago + objects).argmax(1)[:, None]
+        found[:, t] = np.take_along_axis(tried, best, 1)[:, 0]
+        age[:, t] = t - last[row[:, 0], found[:, t]]
+    return found, age
+
+
+def seen_from(W: int) -> np.ndarray:
+    """(4, V) by heading: what is to be added to a cell's number for each cell of its view.
+
+    The first is the one furthest ahead and to the left; the agent is in the middle.
+    """
+    ahead, right = STEPS, np.roll(STEPS, -1, 0)
+    line = np.arange(-REACH, REACH + 1)
+    offsets = -line[:, None, None, None] * ahead + line[:, None, None] * right  # (5, 5, 4, 2)
+    return (offsets @ (W, 1)).reshape(VIEW, 4).T
+
+
+def place_of(cell: np.ndarray, W: int) -> np.ndarray:
+    """Numbers of cells in a padded layout -> column and row (..., 2) in the layout itself."""
+    return np.stack([cell % W, cell // W], -1) - REACH
+
+
+def integrated(place: np.ndarray, at: np.ndarray, heading: np.ndarray) -> np.ndarray:
+    """Places (B, T, 2) as column and row from where the agent stood, turned as it stood at first.
+
+    It is what the sum of its moves and turns says, since no move fails.
+    """
+    x, y = np.moveaxis(place - at[:, :1], -1, 0)
+    ways = [(x, y), (y, -x), (-x, -y), (-y, x)]  # what was up, right, down, left at first is up
+    first = heading[:, :1, None]
+    return sum(np.stack(way, -1) * (first == turn) for turn, way in enumerate(ways))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Make the layouts of a config, for a machine that has no labmaze."""
+    import tyro
+
+    try:
+        task = tyro.cli(MazeConfig, args=argv).build(0)
+        made = {len(x): x.shape[1] for x in map(task.layouts, ("train", *task.test_splits))}
+    except (ValueError, OSError, ImportError) as error:
+        raise SystemExit(f"error: {error}") from error
+    for count, side in made.items():
+        print(f"{count} layouts of {side} × {side} cells in {task.config.cache_dir}")
+
+
+if __name__ == "__main__":
+    main()

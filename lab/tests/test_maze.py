@@ -1,0 +1,320 @@
+"""The remembered maze: layouts, walks and questions; every method in tiny mazes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from maze_data import scattered, write_layouts
+from tensor_memory import MemoryConfig, PlaceConfig, find_leak
+from tensor_memory_lab.models.maze import MazeModel, MazeModelConfig
+from tensor_memory_lab.models.peers import PeerConfig
+from tensor_memory_lab.models.world import METHODS
+from tensor_memory_lab.recipes.maze import maze
+from tensor_memory_lab.tasks.maze import FAR, FREE, OBJECT, WALL, Maze, MazeConfig, main
+from tensor_memory_lab.train import RunOptions, train
+
+SMALL = {
+    "dim": 16,
+    "heads": 2,
+    "layers": 3,
+    "memory_layers": (1,),
+    "window": 4,
+    "memory": MemoryConfig(channels=4, grid=(3, 3), chunk_size=1),
+    "place": PlaceConfig(channels=4, heads=2, grid=(3, 3)),
+    "peer": PeerConfig(state_bytes=288, heads=2),
+}
+IN_DEFAULT = ("window", "place-given-delta", "gla")
+EVERY = [m if m in IN_DEFAULT else pytest.param(m, marks=pytest.mark.exhaustive) for m in METHODS]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Layouts of 9 × 9 and what other sizes there are of it."""
+    made = tmp_path_factory.mktemp("mazes")
+    for side, count in ((9, 26), (11, 26), (7, 8), (17, 2)):
+        write_layouts(made, side, count)
+    return made
+
+
+def config_for(folder, **changes) -> MazeConfig:
+    small = {"side": 9, "steps": 90, "layouts": 12, "valid_rows": 6, "test_rows": 8}
+    return MazeConfig(cache_dir=str(folder), **small | changes)
+
+
+@pytest.fixture(scope="module")
+def task(folder) -> Maze:
+    return config_for(folder).build(0)
+
+
+def same(a, b) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_batch_is_a_function_of_its_number_and_of_the_seed_in_training_alone(folder, task):
+    again, other = config_for(folder).build(0), config_for(folder).build(1)
+    for split in ("train", "valid", "test"):
+        assert same(task.batch(split, 1, 3), again.batch(split, 1, 3))
+        assert same(task.batch(split, 1, 3), other.batch(split, 1, 3)) == (split != "train")
+    with pytest.raises(IndexError, match="batch 2 of 4 rows: test has 8"):
+        task.batch("test", 2, 4)
+
+
+def test_layouts_of_splits_are_different_and_kept(folder, task):
+    known = task.layouts("train")
+    assert len({layout.tobytes() for layout in known}) == len(known) == 8 + 6 + 12
+    assert known[:, [0, -1]].all()
+    assert known[:, :, [0, -1]].all()
+    # Opened once more, with no generator at hand; a damaged file is refused.
+    assert np.array_equal(config_for(folder).build(3).layouts("test"), known)
+
+
+def test_a_bank_that_was_damaged_is_refused(tmp_path):
+    write_layouts(tmp_path, 9, 26)
+    (array,) = tmp_path.glob("*.npy")
+    array.write_bytes(array.read_bytes()[:-1] + b"\x02")
+    with pytest.raises(ValueError, match=r"expected the checksum \w+, got \w+; delete"):
+        config_for(tmp_path).build(0)
+
+
+def test_without_layouts_and_without_labmaze_the_error_names_both(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "labmaze", None)
+    complaint = r"expected layouts of 9 × 9 cells .* or the package labmaze.*pip install labmaze"
+    with pytest.raises(ModuleNotFoundError, match=complaint):
+        config_for(tmp_path).build(0)
+    assert not list(tmp_path.glob("*.npy"))
+
+
+def test_more_layouts_than_there_are_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr("tensor_memory_lab.tasks.maze._labmaze", lambda *_: scattered)
+    with pytest.raises(ValueError, match=r"task.layouts: expected at most 16 different ones of 7"):
+        config_for(tmp_path, side=7, layouts=30).build(0)
+
+
+@pytest.mark.skipif(find_spec("labmaze") is None, reason="labmaze is in the lab's extra [maze]")
+def test_labmaze_makes_layouts_whose_free_cells_are_joined(tmp_path, capsys):
+    flags = "--side 11 --layouts 3 --valid-rows 1 --test-rows 4 --tests test test@large"
+    main([*flags.split(" "), "--cache-dir", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert "8 layouts of 11 × 11" in said
+    assert "1 layouts of 21 × 21" in said
+    small = MazeConfig(cache_dir=str(tmp_path), layouts=3, valid_rows=1, test_rows=4)
+    for walls in small.build(0).layouts("train"):
+        free = {(int(y), int(x)) for y, x in np.argwhere(~walls)}
+        reached, edge = set(), [min(free)]
+        while edge:
+            y, x = edge.pop()
+            reached.add((y, x))
+            near = {(y + 1, x), (y - 1, x), (y, x + 1), (y, x - 1)}
+            edge += [cell for cell in near if cell in free and cell not in reached]
+        assert reached == free
+        assert 20 < len(free) < 81
+
+
+def replayed(actions, first=(0, 0, 0)):
+    """Column, row and heading by what an agent did, one step after the other."""
+    x, y, heading = first
+    for action in actions:
+        if action == 1:
+            x, y = x + (0, 1, 0, -1)[heading], y + (-1, 0, 1, 0)[heading]
+        heading = (heading + {2: 3, 3: 1}.get(action, 0)) % 4
+        yield x, y, heading
+
+
+def remembered(batch, row):
+    """What one who writes down every view knows when each question comes, cell by cell."""
+    known = {}
+    for t, (x, y) in enumerate(batch["at"][row].tolist()):
+        heading = batch["heading"][row, t].item()
+        ahead = ((0, -1), (1, 0), (0, 1), (-1, 0))[heading]
+        right = ((1, 0), (0, 1), (-1, 0), (0, -1))[heading]
+        for number, what in enumerate(batch["view"][row, t].tolist()):
+            far, side = 2 - number // 5, number % 5 - 2
+            cell = (x + far * ahead[0] + side * right[0], y + far * ahead[1] + side * right[1])
+            known[cell] = (what, t)
+        yield t, known
+
+
+@pytest.mark.parametrize("pose", ["given", "integrated"])
+def test_who_remembers_everything_seen_answers_every_question(folder, pose):
+    batch = config_for(folder, pose=pose).build(0).batch("test", 0, 4)
+    for row in range(4):
+        for t, known in remembered(batch, row):
+            what, when = known[tuple(batch["asked"][row, t].tolist())]
+            assert what == batch["target"][row, t]
+            assert t - when == batch["age"][row, t]
+    task = config_for(folder).build(0)
+    right = nn.functional.one_hot(batch["target"], task.classes).float()
+    sums = task.measure({"logits": right}, batch)
+    assert all(s == n for name, (s, n) in sums.items() if name != "loss")
+    assert task.ceiling("test") == 1
+
+
+def test_an_integrated_pose_is_the_sum_of_moves_and_turns(folder):
+    told, given = (
+        config_for(folder, pose=pose).build(0).batch("test", 0, 3)
+        for pose in ("integrated", "given")
+    )
+    assert torch.equal(told["action"], given["action"])
+    for row in range(3):
+        start = given["at"][row, 0].tolist()
+        for batch, first in (
+            (told, (*told["at"][row, 0].tolist(), 0)),
+            (given, (*start, given["heading"][row, 0].item())),
+        ):
+            path = list(replayed(batch["action"][row].tolist(), first))
+            assert [[x, y] for x, y, _ in path] == batch["at"][row].tolist()
+            assert [h for _, _, h in path] == batch["heading"][row].tolist()
+    assert told["where"].abs().max() <= 1
+
+
+def test_a_walk_stays_on_free_cells_and_sees_most_of_a_maze(task):
+    batch = task.batch("test", 0, 8)
+    assert (batch["view"][..., 12] != WALL).all()  # the agent's own cell
+    kinds = batch["view"].unique().tolist()
+    assert kinds[:2] == [FREE, WALL]
+    assert len(kinds) == 2 + task.config.colours
+    assert min(len({tuple(at) for at in row}) for row in batch["at"].tolist()) > 10
+    moves = (batch["at"][:, 1:] - batch["at"][:, :-1]).abs().sum(-1)
+    assert torch.equal(moves == 1, batch["action"][:, 1:] == 1)
+
+
+def test_most_questions_are_about_what_was_seen_long_ago(folder):
+    batch = config_for(folder, side=11, steps=120).build(0).batch("test", 0, 8)
+    late = batch["age"][:, 60:]
+    assert (late > FAR).float().mean() > 0.5
+    assert not (batch["age"][:, :40] > FAR).any()
+    objects = (batch["target"] >= OBJECT).float().mean()
+    assert 0.15 < objects < 0.6
+
+
+def test_answers_are_told_apart_by_how_long_ago_a_cell_was_seen(task):
+    batch = task.batch("test", 0, 8)
+    wrong = (batch["target"] + (batch["age"] > FAR)) % task.classes
+    sums = task.measure({"logits": nn.functional.one_hot(wrong, task.classes).float()}, batch)
+    assert sums["accuracy_far"][0] == sums["accuracy_object"][0] == 0 < sums["accuracy_far"][1]
+    assert sums["accuracy_near"][0] == sums["accuracy_near"][1] > 0
+    assert sums["accuracy"][0] == sums["accuracy_near"][0]
+
+
+def test_every_setting_is_a_split_of_its_own(folder):
+    sizes = {"test": 1, "test@4x": 4, "test@small": 1, "test@large": 4}
+    task = config_for(folder, tests=tuple(sizes)).build(0)
+    torch.manual_seed(0)
+    model = MazeModel(MazeModelConfig(method="place-given", **SMALL), task.classes, steps=90)
+    memory = model.stack.blocks[1].side.memory
+    for split, times in sizes.items():
+        batch = task.batch(split, 0, 2)
+        assert batch["at"].shape[1] == 90 * times
+        assert batch["where"].abs().max() <= 1
+        with torch.no_grad(), task.prepared(model, split):
+            assert memory.config.grid == ((5, 5) if split == "test@large" else (3, 3))
+            sums = task.measure(model(batch)[0], batch)
+        assert math.isfinite(sums["loss"][0])
+    large = task.batch("test@large", 0, 2)
+    spacing = (large["where"][:, 2:] - large["where"][:, :-2])[:, ::2].abs().max()
+    assert spacing.item() == pytest.approx(2 / 16)  # one cell of 16 from border to border
+    assert memory.config.grid == (3, 3)
+    with pytest.raises(ValueError, match=r"split: expected train, valid, test, .*got 'test@far'"):
+        task.batch("test@far", 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [
+        ({"side": 10}, "side"),
+        ({"side": 7, "tests": ("test@small",)}, "side"),
+        ({"tests": ("test@far",)}, "tests"),
+        ({"pose": "guessed"}, "pose"),
+        ({"colours": 0}, "colours"),
+    ],
+)
+def test_settings_that_make_no_maze_are_refused(wrong, name):
+    with pytest.raises(ValueError, match=f"task.{name}: expected"):
+        MazeConfig(**wrong)
+
+
+class Answers(nn.Module):
+    """From what the tokens of a walk tell, side by side, to answers at every step."""
+
+    def __init__(self, model, batch):
+        super().__init__()
+        self.model, self.batch = model, batch
+
+    def forward(self, x):
+        at, asked = x[..., :2], x[..., 2:]
+        where = torch.stack([at, asked], 2).flatten(1, 2).tanh()
+        return self.model(self.batch | {"at": at, "asked": asked, "where": where})[0]["logits"]
+
+
+@pytest.mark.parametrize("method", EVERY)
+def test_no_answer_depends_on_what_comes_later(method):
+    torch.manual_seed(0)
+    model = MazeModel(MazeModelConfig(method=method, **SMALL), classes=4, steps=14)
+    batch = {
+        "view": torch.randint(4, (2, 14, 25), dtype=torch.uint8),
+        "heading": torch.randint(4, (2, 14)),
+        "action": torch.randint(4, (2, 14)),
+    }
+    report = find_leak(Answers(model, batch), torch.randn(2, 14, 4))
+    assert not report, str(report)
+    model = model.eval()
+    told = torch.randn(2, 14, 4)
+    later = batch | {"view": batch["view"].clone()}
+    later["view"][:, 9:] = (later["view"][:, 9:] + 1) % 4
+    with torch.no_grad():
+        before, after = (Answers(model, b)(told) for b in (batch, later))
+    assert torch.equal(before[:, :9], after[:, :9])
+    assert not torch.equal(before[:, 9], after[:, 9])
+
+
+def test_a_question_tells_the_place_alone(task):
+    """Nothing that is told to a model says what is asked for but views, which are of before."""
+    torch.manual_seed(0)
+    model = MazeModel(MazeModelConfig(method="place-given", **SMALL), task.classes, steps=90).eval()
+    batch = task.batch("test", 0, 3)
+    other = batch | {"target": (batch["target"] + 1) % 8, "age": batch["age"] + 1}
+    with torch.no_grad():
+        assert torch.equal(model(batch)[0]["logits"], model(other)[0]["logits"])
+    # Of all that is told, the views alone change with what is in the cells.
+    told = set(batch) - {"target", "age", "view"}
+    assert told == {"at", "asked", "where", "heading", "action"}
+
+
+def test_given_places_are_the_agents_and_the_one_asked_for(task):
+    torch.manual_seed(0)
+    model = MazeModel(MazeModelConfig(method="place-given", **SMALL), task.classes, steps=90)
+    told = []
+    memory = model.stack.blocks[1].side.memory
+    memory.register_forward_pre_hook(lambda _, args, kw: told.append(kw["where"]), with_kwargs=True)
+    batch = task.batch("test", 0, 2)
+    model(batch)
+    assert torch.equal(told[0], batch["where"])
+    between = (batch["asked"] - batch["at"]) * (2 / 8)  # 9 cells are 8 from border to border
+    assert torch.allclose(told[0][:, 1::2] - told[0][:, ::2], between, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::tensor_memory.ForgettingWarning")  # the published start
+@pytest.mark.parametrize("method", EVERY)
+def test_two_steps_of_every_method(folder, tmp_path, method):
+    config = maze()
+    config = replace(
+        config,
+        task=config_for(folder, tests=("test", "test@large")),
+        model=MazeModelConfig(method=method, **SMALL),
+        budget=replace(config.budget, steps=2, batch_size=2, evaluate_every=2),
+        precision="float32",
+    )
+    record = train(config, RunOptions(tmp_path, quiet=True, device="cpu"))
+    assert record["task"] == "maze 9x9"
+    assert record["ceiling"] == {"test": 1.0, "test@large": 1.0}
+    for split in ("test", "test@large"):
+        assert 0 <= record["test"][split]["accuracy_far"] <= 1
+    assert "cache_dir" not in record["facts"]
+    assert record["finished"]
