@@ -3,6 +3,7 @@
 tensor-memory doctor
 tensor-memory leak-check package.module:factory
 tensor-memory inspect RECORDING
+tensor-memory watch RECORDING
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):  # σ is no reason to end, in ASCII it is \u03c3
         sys.stdout.reconfigure(errors="backslashreplace")
-    if arguments in ([], ["leak-check"], ["inspect"]):
+    if arguments in ([], ["leak-check"], ["inspect"], ["watch"]):
         arguments.append("--help")
     options = _parser().parse_args(arguments)
     return guarded(lambda: options.run(options))
@@ -78,6 +79,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_inspect_options(inspect)
     inspect.set_defaults(run=_run_inspect)
+
+    watch = commands.add_parser(
+        "watch",
+        help="follow a recording in a browser while it is made",
+        description="Serve a page on this machine alone that follows the file of "
+        "record(model, live=FILE). Its address has a random token.",
+    )
+    watch.add_argument(
+        "recording",
+        type=Path,
+        metavar="RECORDING",
+        help="the file that record(live=...) writes; it may not exist yet",
+    )
+    watch.add_argument(
+        "--port", type=int, default=0, help="of the page (default: any that is free)"
+    )
+    watch.set_defaults(run=_run_watch)
     return parser
 
 
@@ -97,6 +115,12 @@ def _run_inspect(options: argparse.Namespace) -> int:
     from tensor_memory.inspect.command import run_inspect
 
     return run_inspect(options)
+
+
+def _run_watch(options: argparse.Namespace) -> int:
+    from tensor_memory.inspect.watch import run_watch
+
+    return run_watch(options)
 
 
 def _add_leak_check_options(parser: argparse.ArgumentParser) -> None:

@@ -48,7 +48,7 @@ WORK = 2**34
 
 _SCRIPTS = (
     "data.js", "view.js", "scene.js", "measures.js", "charts.js", "strip.js", "overview.js",
-    "panel.js", "sources.js", "share.js",
+    "panel.js", "sources.js", "share.js", "live.js",
     "app.js",
 )  # fmt: skip
 
@@ -97,12 +97,50 @@ def page(
     `Recording.save_page` explains the options. Where two recordings are shown beside each other,
     `first` layers are of the first. A recording without layers makes a page that says so.
     """
+    text = filled_page(title, _values(recording, every, rows, first, image))
+    size = len(text.encode()) / 1e6
+    if size > limit_mb:
+        viewer = len(filled_page(title, "").encode()) / 1e6  # there however little is recorded
+        shown = min(recording.rows, recording.rows if rows is None else rows)
+        chunks = max((-(-len(layer) // every) for layer in recording.layers), default=0)
+        unit = recording.layers[0].unit if recording.layers else "chunk"
+        share = (size - viewer) / max(limit_mb - viewer, 1e-6)
+        raise ValueError(
+            f"page: expected at most {limit_mb:g} MB, got {size:.1f} MB for "
+            f"{counted(len(recording.layers), 'layer')}, {counted(shown, 'row')} and "
+            f"{counted(chunks, unit)}; put fewer {unit}s on it with "
+            f"every={every * min(math.ceil(share), max(chunks, 1))}, fewer rows with rows=1, "
+            "or raise limit_mb (--every, --rows, --limit-mb of `tensor-memory inspect`)"
+        )
+    return text
+
+
+def fitting_values(recording: Recorded, *, live: str, work: int) -> str:
+    """A recording of this moment as JSON, thinned until a page of `LIMIT_MB` can hold it."""
+    every, most = 1, max(map(len, recording.layers), default=0)
+    while True:
+        text = _values(recording, every, None, None, None, live, work)
+        if len(text) <= LIMIT_MB * 1e6 or every >= most:
+            return text
+        every *= 2
+
+
+def _values(
+    recording: Recorded,
+    every: int,
+    rows: int | None,
+    first: int | None,
+    image: Tensor | None,
+    live: str | None = None,
+    work: int = WORK,
+) -> str:
+    """What a page carries, as JSON. `live` is the version of a recording that goes on."""
     for name, value in (("every", every), ("rows", rows)):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"{name}: expected an integer of at least 1, got {value!r}")
     groups = [layer.views() for layer in recording.layers]
     layers = [view[::every, :rows] for views in groups for view in views]
-    lives = _lives(recording, layers[0].rows if layers else 0)
+    lives = _lives(recording, layers[0].rows if layers else 0, work)
     encoded = [
         {
             **_encoded_layer(view[::every, :rows]),
@@ -125,30 +163,19 @@ def page(
         "texts": _texts(recording, layers, lives),
         "frames": _frames(recording, layers),
         "tokensPerFrame": recording.tokens_per_frame,
+        "live": live,
         "images": None if image is None else _images(image, encoded, recording.rows),
     }
-    text = _filled(title, json.dumps(values, allow_nan=False, separators=(",", ":")))
-    size = len(text.encode()) / 1e6
-    if size > limit_mb:
-        viewer = len(_filled(title, "").encode()) / 1e6  # there however little is recorded
-        chunks = max(map(len, layers), default=0)
-        unit = layers[0].unit if layers else "chunk"
-        share = (size - viewer) / max(limit_mb - viewer, 1e-6)
-        raise ValueError(
-            f"page: expected at most {limit_mb:g} MB, got {size:.1f} MB for "
-            f"{counted(len(recording.layers), 'layer')}, {counted(shown_rows, 'row')} and "
-            f"{counted(chunks, unit)}; put fewer {unit}s on it with "
-            f"every={every * min(math.ceil(share), max(chunks, 1))}, fewer rows with rows=1, "
-            "or raise limit_mb (--every, --rows, --limit-mb of `tensor-memory inspect`)"
-        )
-    return text
+    return json.dumps(values, allow_nan=False, separators=(",", ":"))
 
 
-def _filled(title: str, recording: str) -> str:
+def filled_page(title: str, recording: str, *, live: bool = False) -> str:
+    """The viewer with a recording in it; a live one may ask where it came from for more."""
     viewer = files("tensor_memory.inspect") / "viewer"
     parts = {
         "title": escape(title),
         "style": (viewer / "viewer.css").read_text("utf-8"),
+        "connect": "; connect-src 'self'" if live else "",
         "recording": recording.replace("<", "\\u003c"),
         "script": "\n".join((viewer / name).read_text("utf-8") for name in _SCRIPTS),
     }
@@ -198,13 +225,13 @@ def _encoded_layer(layer: GridRecording) -> dict[str, Any]:
     }
 
 
-def _lives(recording: Recorded, rows: int) -> list[dict[int, WriteLives]]:
-    """Of every layer the rows whose writes are followed: row by row as long as `WORK` lasts."""
+def _lives(recording: Recorded, rows: int, most: int) -> list[dict[int, WriteLives]]:
+    """Of every layer the rows whose writes are followed: row by row as long as the work lasts."""
     found: list[dict[int, WriteLives]] = [{} for _ in recording.layers]
     work = 0
     for row in range(rows):
         work += sum(layer.follow_work(row) for layer in recording.layers)
-        if work > WORK:
+        if work > most:
             break
         for layer, lives in zip(recording.layers, found, strict=True):
             followed = layer.follow(row, SOURCES)

@@ -35,10 +35,12 @@ class PlaceLayerRecorder:
         mask: Tensor | None,
         inverse_norm: Tensor,
         every: Callable[[int], int],
+        tell: Callable[[int], None] | None = None,
     ) -> None:
         """One call: x (B, N, d) as the memory was given it, 1 / ‖x‖ (B, N) of the residual's input.
 
-        `every` makes room for a position, and says which positions are kept.
+        `every` makes room for a position, and says which positions are kept. `tell` is told how
+        many tokens more were computed again.
         """
         B, N = x.shape[:2]
         if not N:
@@ -51,7 +53,7 @@ class PlaceLayerRecorder:
             step = every(start + N - 1)
             if self.history is not None:
                 self._keep_inputs(rows, progress, part, present[:kept])
-            reads = self._keep_steps(rows, start, part, present[:kept], step)
+            reads = self._keep_steps(rows, start, part, present[:kept], step, tell)
             if self.history is not None:
                 self.history.bound(rows)
             m = self.memory.output_of(reads, x[:kept], None if mask is None else mask[:kept])
@@ -87,7 +89,13 @@ class PlaceLayerRecorder:
             history.save(rows, position, inputs.state)
 
     def _keep_steps(
-        self, rows: Tensor, start: int, inputs: PlaceInputs, present: Tensor, step: int
+        self,
+        rows: Tensor,
+        start: int,
+        inputs: PlaceInputs,
+        present: Tensor,
+        step: int,
+        tell: Callable[[int], None] | None,
     ) -> Tensor:
         """Compute the call again for the states at the steps kept; -> reads (B, N, H, C)."""
         history, N = self.history, present.shape[1]
@@ -98,6 +106,8 @@ class PlaceLayerRecorder:
         reads = []
         for stop, read, state in _replayed(inputs, sorted({N, *stops, *saves})):
             reads.append(read)
+            if tell is not None:
+                tell(read.shape[1])
             if stop in stops:
                 norm = state.norm(dim=-1)  # (B, H, *grid)
                 here = slice(stop - 1, stop)

@@ -5,9 +5,11 @@ Letters: B batch, N tokens, K tokens per chunk, S chunks of a call, P chunks kep
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,10 +21,12 @@ from tensor_memory.attachment import MemoryLayer, memory_inside, memory_layers
 from tensor_memory.attachment.recompute import in_backward
 from tensor_memory.build import AnyMemory, AnyState
 from tensor_memory.chunking import packed_resets
+from tensor_memory.files import checked_path
 from tensor_memory.inspect.chunk_history import ChunkHistoryStore, steered_arrays
 from tensor_memory.inspect.layer_recording import LayerRecording, float_shapes
 from tensor_memory.inspect.place_layer import PlaceLayerRecording, place_shapes
 from tensor_memory.inspect.place_recorder import PlaceLayerRecorder
+from tensor_memory.inspect.progress import RecordingProgress
 from tensor_memory.inspect.recording import Recording
 from tensor_memory.inspect.replay import (
     CallArguments,
@@ -54,6 +58,8 @@ def record(
     texts: Sequence[Sequence[str]] | None = None,
     frames: Tensor | None = None,
     tokens_per_frame: int = 1,
+    live: str | os.PathLike[str] | None = None,
+    progress: bool = True,
 ) -> Iterator[Recording]:
     """Record what every memory in `model` does inside the `with` block.
 
@@ -78,6 +84,9 @@ def record(
         texts: the text of every token, see `Recording.annotate`.
         frames: the frames the tokens were cut from, see there.
         tokens_per_frame: tokens of one frame.
+        live: a file to save the recording to while it is made, at most once a second, and at its
+            end; `tensor-memory watch FILE` follows it. Texts may be lists that grow meanwhile.
+        progress: say on standard error how far a recording has come that takes long.
 
     >>> from tensor_memory import MemoryConfig
     >>> memory = TensorMemory(8, MemoryConfig(channels=4, grid=(3, 3, 3), chunk_size=2))
@@ -104,15 +113,33 @@ def record(
             f"dtype: expected one of {', '.join(map(str, DTYPES))}, got {dtype!r:.80}; "
             "float16 keeps three digits"
         )
-    recorder = _Recorder(_layers_of(model), every, max_chunks, max_rows, max_tokens, dtype)
+    layers = _layers_of(model)
+    recorder = _Recorder(layers, every, max_chunks, max_rows, max_tokens, dtype)
+    recorder.progress = RecordingProgress(len(layers)) if progress else None
     recording = Recording(every=every, asked_every=every)
+
+    def save(made: Recording) -> None:
+        """To the live file, with the texts of now."""
+        if texts is not None and len(texts) >= made.rows:
+            made.annotate(texts=texts)
+        if live is not None:
+            made.save(live)
+
+    if live is not None:
+        live = checked_path(live)
+        recording.save(live)  # nothing yet, in place of what was there before
+        recorder.live = _Live(save, every)
     recorder.install()
     try:
         yield recording
     finally:
         recorder.remove()
         recorder.finish(recording)
+        if live is not None:
+            save(recording)
     recording.annotate(texts=texts, frames=frames, tokens_per_frame=tokens_per_frame)
+    if live is not None and frames is not None:
+        recording.save(live)
 
 
 def _layers_of(model: nn.Module) -> list[tuple[str, MemoryLayer]]:
@@ -125,6 +152,45 @@ def _layers_of(model: nn.Module) -> list[tuple[str, MemoryLayer]]:
             "(model._orig_mod)"
         )
     return layers
+
+
+class _Live:
+    """Saves what was recorded so far, now and then."""
+
+    EVERY = 1.0  # seconds, and no more than a tenth of all time
+
+    def __init__(self, save: Callable[[Recording], None], every: int) -> None:
+        self.save, self.every, self._next = save, every, 0.0
+        self._timer: threading.Timer | None = None
+
+    def after_call(self, recorder: _Recorder) -> None:
+        """A call was recorded: save now, or as soon as it is time to."""
+        wait = self._next - time.monotonic()
+        if wait <= 0:
+            self._save(recorder)
+        elif self._timer is None:
+            self._timer = threading.Timer(wait, self._later, [recorder])
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _later(self, recorder: _Recorder) -> None:
+        with recorder.one_at_a_time:
+            if self._timer is not None:
+                self._save(recorder)
+
+    def _save(self, recorder: _Recorder) -> None:
+        began, self._timer = time.monotonic(), None
+        made = Recording(asked_every=self.every)
+        recorder.fill(made)
+        self.save(made)
+        ended = time.monotonic()
+        self._next = ended + max(self.EVERY, 9 * (ended - began))
+
+    def close(self) -> None:
+        """Save no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 class _Recorder:
@@ -154,8 +220,10 @@ class _Recorder:
             for number, memory in enumerate(self.memories)
             if isinstance(memory, TensorMemory) and max_tokens
         }
+        self.live: _Live | None = None
+        self.progress: RecordingProgress | None = None
         self._handles: list[RemovableHandle] = []
-        self._one_at_a_time = threading.Lock()  # calls may come from several threads
+        self.one_at_a_time = threading.Lock()  # calls may come from several threads
 
     def install(self) -> None:
         # On the residual alone, not on the memory inside: a fused layer never calls that one.
@@ -166,6 +234,9 @@ class _Recorder:
 
     def remove(self) -> None:
         watching_moves.remove(self._moved)
+        with self.one_at_a_time:
+            if self.live is not None:
+                self.live.close()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -180,8 +251,10 @@ class _Recorder:
                 return
             cuda = [x.device] if x.is_cuda else []
             # The generators are the process's: dropout inside an adapted head would move them.
-            with self._one_at_a_time, torch.no_grad(), torch.random.fork_rng(cuda):
+            with self.one_at_a_time, torch.no_grad(), torch.random.fork_rng(cuda):
                 self._record_call(layer, output[1], *args, **kwargs)
+                if self.live is not None:
+                    self.live.after_call(self)
 
         return hook
 
@@ -232,7 +305,8 @@ class _Recorder:
         progress = stream.layers[layer]
         assert isinstance(progress, PlaceProgress)
         progress.expect(given)
-        recorder.record_call(stream, progress, x, inputs, mask, inverse_norm, self._every_for)
+        tell = None if self.progress is None else self.progress.add
+        recorder.record_call(stream, progress, x, inputs, mask, inverse_norm, self._every_for, tell)
         progress.last = after.detach()
 
     def _every_for(self, position: int) -> int:
@@ -242,7 +316,7 @@ class _Recorder:
 
     def _moved(self, before: PlaceState, after: PlaceState, steps: Tensor, empty: bool) -> None:
         """A state of a place memory rolled; the calls to come may go on from it."""
-        with self._one_at_a_time:
+        with self.one_at_a_time:
             for stream in self.streams:
                 for progress in stream.layers.values():
                     if isinstance(progress, PlaceProgress):
@@ -350,6 +424,8 @@ class _Recorder:
         replayed = replay_chunks(memory, call.rows(stream.kept), chunks, inverse_norm)
         for s, values in zip(range(wanted[-1] + 1), replayed, strict=False):
             rows = kept[:, s].nonzero().flatten()
+            if self.progress is not None:
+                self.progress.add(1)
             self._put(layer, stream, rows, number[rows, s], span[rows, s], values)
 
     def _keep_unfinished(self, layer: int, stream: Stream, dropped: Tensor) -> None:
@@ -402,11 +478,19 @@ class _Recorder:
 
     def finish(self, recording: Recording) -> None:
         """Fill the recording; what still waits is kept as read and never written."""
-        seen = torch.zeros(len(self.stores), self.streams.rows, dtype=torch.long)
         for stream in self.streams:
             for layer, progress in stream.layers.items():
                 if isinstance(progress, LayerProgress):
                     self._keep_unfinished(layer, stream, progress.fill > 0)
+        self.fill(recording)
+        if self.progress is not None:
+            self.progress.close()
+
+    def fill(self, recording: Recording) -> None:
+        """Fill a recording with what was kept so far."""
+        seen = torch.zeros(len(self.stores), self.streams.rows, dtype=torch.long)
+        for stream in self.streams:
+            for layer, progress in stream.layers.items():
                 rows = slice(stream.first_row, stream.first_row + stream.kept)
                 seen[layer, rows] = progress.done[: stream.kept]
         recording.layers += [self._finished(layer, seen[layer]) for layer in range(len(seen))]

@@ -21,6 +21,7 @@ function start() {
   useTheme();
   const longest = Math.max(0, ...recording.layers.map((layer) => layer.chunks));
   if (longest === 0 || recording.rows === 0) return showEmpty();
+  find("follow-choice").hidden = recording.live === null;
 
   const scene = new Scene(find("volume"));
   const other = new Scene(find("volume-beside"));
@@ -48,12 +49,16 @@ function start() {
     for (const picture of pictures) picture.decode().then(redraw);
     find("layer").disabled = recording.layers.length < 2;
     find("row").disabled = recording.rows < 2;
+  }
+
+  function tellNotices() {
     find("notice").hidden = recording.notices.length === 0;
     find("notice").textContent = recording.notices.join(" ");
   }
 
   function chooseLayer() {
     const chosen = layer();
+    state.t = Math.min(state.t, Math.max(0, chosen.chunks - 1));
     find("slice-choice").hidden = chosen.axes < 4;
     find("slice").replaceChildren(new Option("largest", -1), ...chosen.slices.map((at, index) => new Option(`w = ${number(at)}`, index)));
     state.slice = -1;
@@ -77,7 +82,6 @@ function start() {
     if (!thresholdChosen) state.threshold = Math.min(usualThreshold(chosen), chosen.peaks[state.t * recording.rows + state.row] || 255);
     if (scene.axes !== chosen.axes) scene.resetView(chosen.axes);
     find("threshold").value = state.threshold;
-    state.t = Math.min(state.t, Math.max(0, chosen.chunks - 1));
     if (state.window.to >= chosen.chunks || state.chunks !== chosen.chunks) state.window = { from: 0, to: Math.max(0, chosen.chunks - 1) };
     state.chunks = chosen.chunks;
     // Before anything is drawn: they leave less room for the volume.
@@ -244,7 +248,9 @@ function start() {
     requestAnimationFrame(draw);
   }
 
-  function go(t) {
+  // A step that somebody chose is not left for a newer one, unless it is the newest.
+  function go(t, chosen = true) {
+    if (chosen) find("follow").checked = t >= layer().chunks - 1;
     state.t = Math.max(0, Math.min(layer().chunks - 1, t));
     const { from, to } = state.window;
     if (state.t < from || state.t > to) {
@@ -307,8 +313,25 @@ function start() {
     redraw();
   }
 
+  // A newer state of the recording: the same view, at the same step or the newest.
+  function update(values) {
+    const { chunk, chunks } = layer();
+    const [number, whole] = [chunk[state.t], state.window.from === 0 && state.window.to >= chunks - 1];
+    const same = values.rows === recording.rows && values.layers.length === recording.layers.length;
+    replaceRecording(values);
+    if (!same) fillChoices(); // not each time: one of them may be open
+    [find("layer").value, find("row").value, find("beside").value] = [state.layer, state.row, state.beside];
+    tellNotices();
+    state.t = stepOf(layer().chunk, number);
+    if (whole) state.window = { from: 0, to: layer().chunks - 1 };
+    restart();
+    if (find("follow").checked) go(layer().chunks - 1, false);
+  }
+
   fillChoices();
-  Object.assign(state, busiest());
+  tellNotices();
+  find("follow").checked = !("t" in asked);
+  Object.assign(state, recording.live === null ? busiest() : { t: Infinity });
   openView(asked, scene, restart);
   find("layer").value = state.layer;
   find("row").value = state.row;
@@ -317,6 +340,7 @@ function start() {
   drawCharts();
   listenToControls({ scene, layer, play, go, goTo, redraw, restart, restyle, drawCharts, drawOverview, setWindow, zoomTime, chooseOther, setBeside, setCut });
   listenToVolume(find("volume"), scene, layer, redraw);
+  if (recording.live !== null) followLive(update);
   new ResizeObserver(() => (drawCharts(), drawOverview(), redraw())).observe(find("stage"));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", restyle);
 }
@@ -470,6 +494,10 @@ function showEmpty() {
   find("empty").hidden = false;
   const layers = recording.layers.length;
   find("summary").textContent = `${count(layers, "layer")} · no chunk`;
+  if (recording.live !== null) {
+    find("empty-reason").textContent = "It is not there yet. This page waits for the first step of a model that is recorded with live=:";
+    return void followLive(() => location.reload());
+  }
   find("empty-reason").textContent = layers === 0
     ? "The recording holds no memory layer. Record a model that has one, and run it inside the block:"
     : "The recording's layers never saw a token. Run the model inside the block:";

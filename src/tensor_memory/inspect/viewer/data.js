@@ -49,6 +49,12 @@ function decodeLayer(packed) {
   };
 }
 
+// A newer state of the same recording takes its place.
+function replaceRecording(values) {
+  Object.assign(recording, values);
+  for (const cache of [decoded, measured, light]) cache.clear();
+}
+
 const decoded = new Map();
 function layerAt(index) {
   if (!decoded.has(index)) decoded.set(index, decodeLayer(recording.layers[index]));

@@ -1,0 +1,175 @@
+"""A page that follows a running process, in a real browser, and who is let in."""
+
+import os
+import re
+import signal
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+import torch
+import walking
+from browsing import PATIENCE, text
+from invented import invented
+
+import forked  # pyright: ignore[reportMissingImports]
+from tensor_memory import MemoryConfig, Recording, TensorMemory, record
+from tensor_memory.cli import main
+from tensor_memory.inspect import recorder as recorder_module
+from tensor_memory.inspect.watch import WatchServer
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="the viewer needs playwright")
+
+
+def wait_for(found, what):
+    """What `found` returns as soon as that is something."""
+    for _ in range(PATIENCE // 50):
+        value = found()
+        if value:
+            return value
+        time.sleep(0.05)
+    raise AssertionError(f"waited in vain for {what}")
+
+
+@pytest.fixture
+def processes(tmp_path):
+    """A process that will generate, and one that watches it before there is anything."""
+    run, tokens = tmp_path / "run.safetensors", tmp_path / "tokens"
+    tokens.write_text("0")
+    watching = forked.start(walking.watch, run, folder=tmp_path / "watching")
+    out = tmp_path / "watching" / "out"
+    printed = wait_for(lambda: out.exists() and out.read_text(), "an address")
+    started = [watching]
+
+    def ask(count):
+        if len(started) == 1:
+            started.append(forked.start(walking.generate, tmp_path, 0, folder=tmp_path / "walking"))
+        partial = tokens.with_suffix(".tmp")
+        partial.write_text(str(count))
+        partial.replace(tokens)
+
+    yield printed.split()[1], ask, started, run
+    for process in started:
+        process.kill()
+        process.join()
+
+
+def test_a_page_follows_a_process_that_generates(processes, browser):
+    address, ask, started, run = processes
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/[\w-]{32}/", address)
+    page = browser.new_page()
+    complaints, outside = [], []
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("request", lambda asked: outside.append(asked.url))
+    page.set_default_timeout(PATIENCE)
+    page.goto(address)
+    assert "waits for the first step" in text(page, "#empty-reason")
+    ask(6)
+    position = sync_api.expect(page.locator("#position"))
+    position.to_have_text("6 / 6", timeout=PATIENCE)
+    assert "word5" in text(page, "#text .here")
+    ask(20)
+    position.to_have_text("20 / 20", timeout=PATIENCE)  # it has followed
+    page.keyboard.press("Home")
+    assert not page.locator("#follow").is_checked()
+    page.select_option("#measure", "forget")
+    ask(30)
+    position.to_have_text("1 / 30", timeout=PATIENCE)  # where somebody looks is not left
+    assert page.locator("#measure").input_value() == "forget"
+    page.check("#follow")
+    ask(31)
+    position.to_have_text("31 / 31", timeout=PATIENCE)
+    ask(-1)
+    started[1].join(PATIENCE / 1000)
+    assert started[1].exitcode == 0
+    assert Recording.load(run).texts == [[f" word{t}" for t in range(31)]]
+    os.kill(started[0].pid, signal.SIGINT)
+    started[0].join(PATIENCE / 1000)
+    assert started[0].exitcode == 130
+    ended = sync_api.expect(page.locator("#copied"))
+    ended.to_have_text("nothing answers: the command has ended", timeout=PATIENCE)
+    assert complaints == []
+    assert all(url.startswith((address, "data:")) for url in outside)
+    page.close()
+
+
+@pytest.fixture
+def served(tmp_path):
+    from threading import Thread
+
+    invented(1, chunks=40).save(tmp_path / "run.safetensors")
+    with WatchServer(tmp_path / "run.safetensors") as server:
+        thread = Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def status_of(address, **headers):
+    request = urllib.request.Request(address, headers=headers)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), Refused)
+    with opener.open(request) as answer:
+        return answer.status, answer.read().decode(), answer.headers
+
+
+class Refused(urllib.request.HTTPErrorProcessor):
+    def http_response(self, request, response):
+        return response
+
+
+def test_only_who_knows_the_token_is_let_in_and_only_from_this_machine(served):
+    address, port = served.address, served.server_port
+    assert served.server_address[0] == "127.0.0.1"
+    status, page, headers = status_of(address)
+    assert (status, headers["Cache-Control"]) == (200, "no-store")
+    assert "connect-src 'self'" in page
+    assert status_of(f"{address}version")[0] == 200
+    assert '"layers"' in status_of(f"{address}recording")[1]
+    assert status_of(f"{address}other")[0] == status_of(address[:-1])[0] == 404
+    wrong = f"http://127.0.0.1:{port}/{'x' * len(served.token)}/"
+    refused = [f"http://127.0.0.1:{port}/", wrong, f"{wrong}recording", f"{wrong}../{served.token}"]
+    for at in refused:
+        status, told, _ = status_of(at)
+        assert status == 403
+        assert "run.safetensors" not in told
+        assert "layers" not in told
+    assert status_of(address, Host="evil.example")[0] == 403
+    assert status_of(address, Host=f"localhost:{port}")[0] == 200
+
+
+def test_a_recording_that_is_too_large_is_thinned_and_says_so(served, monkeypatch):
+    from tensor_memory.inspect import page as pages
+
+    monkeypatch.setattr(pages, "LIMIT_MB", 0.03)
+    values = served.watched.values()
+    assert "One recorded chunk in 2 is on this page" in values
+
+
+def test_a_foreign_file_a_folder_and_a_missing_folder_are_refused(tmp_path, capsys):
+    (tmp_path / "foreign").write_text("no recording")
+    for path in (tmp_path / "foreign", tmp_path, tmp_path / "none" / "run.safetensors"):
+        assert main(["watch", str(path)]) == 2
+        assert "expected" in capsys.readouterr().err
+    memory = TensorMemory(8, MemoryConfig(channels=2, grid=(2, 2), chunk_size=1))
+    with pytest.raises(OSError, match="folder that exists"):
+        record(memory, live=tmp_path / "none" / "run.safetensors").__enter__()
+    with pytest.raises(TypeError, match="expected the path of a file"):
+        record(memory, live=7).__enter__()  # pyright: ignore[reportArgumentType]
+
+
+def test_a_long_recording_says_how_far_it_has_come(monkeypatch, capsys):
+    memory = TensorMemory(8, MemoryConfig(channels=2, grid=(2, 2), chunk_size=1))
+    clock = iter(range(0, 10_000, 7))
+    monkeypatch.setattr(recorder_module.RecordingProgress, "_clock", lambda _: next(clock))
+    with torch.no_grad(), record(memory):
+        memory(torch.randn(1, 12, 8))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "recording: 5 steps of 1 layer in 0:00:35",
+        "recording: 10 steps of 1 layer in 0:01:10",
+    ]
+    with torch.no_grad(), record(memory, progress=False):
+        memory(torch.randn(1, 12, 8))
+    assert capsys.readouterr().err == ""
