@@ -225,6 +225,7 @@ def test_a_quick_quantize_writes_an_error_for_every_way(tmp_path, capsys):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Flash Attention is not installed")  # `fla` does without
 @pytest.mark.parametrize("memory", ["tensor", "place"])
 @pytest.mark.parametrize("name", ["scan", "train-step", "decode"])
 def test_every_benchmark_runs_on_a_gpu(tmp_path, name, memory):
