@@ -20,7 +20,7 @@ Run = RunConfig[WorldConfig, WorldModelConfig]
 
 @recipe(
     "world",
-    expected="under a minute on one H200",
+    expected="one minute on one H200",
     settings=("task",),
     # Each method has the rate that is best for it, and at equal time the steps that take it.
     method=("model", "optimizer", "budget.steps"),
