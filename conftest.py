@@ -115,6 +115,41 @@ def quicken_interpreter() -> None:
     interpreter._get_np_dtype = numpy_type
     interpreter._patch_builtin = patch_builtin
     interpreter._patch_lang = patch_once
+    quicken_types(interpreter)
+
+
+def quicken_types(interpreter: Any) -> None:
+    """Let the interpreter work out each shape once: for every value, it takes most of its time."""
+    core, semantic = interpreter.tl.core, type(interpreter.interpreter_semantic)
+    make_type, make_value = core.block_type.__init__, core.tensor.__init__
+    broadcast = semantic.broadcast_impl_value
+    of_types: dict[tuple[int, ...], tuple[Any, int, str]] = {}
+    of_values: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def init_type(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple(s.value if isinstance(s, core.constexpr) else s for s in shape)
+        if sizes not in of_types:
+            make_type(self, element_ty, shape)
+            of_types[sizes] = self.shape, self.numel, str(self.shape)
+        self.element_ty = element_ty
+        self.shape, self.numel, text = of_types[sizes]
+        self.name = f"<{text}, {element_ty}>"
+
+    def init_value(self: Any, handle: Any, type: Any) -> None:
+        sizes = tuple(type.shape.values) if type.is_block() else ()
+        if sizes not in of_values:
+            make_value(self, handle, type)
+            of_values[sizes] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = of_values[sizes]
+
+    def broadcast_once(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        one, other = (value.type.shape if value.type.is_block() else None for value in (lhs, rhs))
+        return (lhs, rhs) if one is other else broadcast(self, lhs, rhs)
+
+    core.block_type.__init__ = init_type
+    core.tensor.__init__ = init_value
+    semantic.broadcast_impl_value = broadcast_once
 
 
 def pytest_unconfigure() -> None:
