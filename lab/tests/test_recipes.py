@@ -36,7 +36,9 @@ TWO_STEPS = (
 )
 
 IMAGE = "--task.data-dir {data} --task.cache-dir {data}/decoded --model.dim 24 --model.layers 3 "
-VIDEO = IMAGE + f"--task.classes {' '.join(CLASSES)} --task.cached-frames 8 "
+VIDEO = (
+    IMAGE + f"--task.classes {' '.join(CLASSES)} --task.cached-frames 8 --model.place.grid 3 3 3 "
+)
 SMALL = {
     "language": "--task.data-dir {data} --task.corpus any --task.length 32 --model.dim 16 "
     "--model.layers 2 --model.heads 2",
@@ -56,7 +58,7 @@ DRAWN = "--task.valid-rows 4 --task.test-rows 4"
 OTHER_NUMBERS = ("-cost", "-long", "-valid", "-published", "-overwrite")
 """In names of recipes that differ from another in sizes, most of which are made small here."""
 
-PLACES_GIVEN = ("windowed-map", "windowed-occlusion", "windowed-binding-long")
+PLACES_GIVEN = ("windowed-map", "windowed-occlusion", "windowed-binding-long", "ucf101-9")
 """Recipes whose tokens tell the place memory where they are."""
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tensor_memory import MemoryConfig
+from tensor_memory import MemoryConfig, PlaceConfig
 from tensor_memory_lab.models.image import ImageModel, ImageModelConfig
 from tensor_memory_lab.models.video import VideoModel, VideoModelConfig
 from tensor_memory_lab.tasks.masked_images import fixed_visible, hidden_mask
@@ -25,10 +25,16 @@ TINY_IMAGE = ImageModelConfig(
     gate_init=0.0,
 )
 TINY_VIDEO = VideoModelConfig(
-    dim=16, heads=2, layers=2, registers=3, memory=TINY_MEMORY, gate_init=0.0
+    dim=16,
+    heads=2,
+    layers=2,
+    registers=3,
+    memory=TINY_MEMORY,
+    place=PlaceConfig(grid=(3, 3, 3), channels=4, heads=2),
+    gate_init=0.0,
 )
 IMAGE_METHODS = ("base", "local", "registers", "spatial", "wide")
-VIDEO_METHODS = ("joint", "frames", "registers", "spatial", "wide")
+VIDEO_METHODS = ("joint", "frames", "registers", "spatial", "wide", "place-given", "place-offset")
 
 
 def image_model(**changes):
@@ -161,6 +167,8 @@ def answer(model, clip):
         ("registers", "layer", True),
         ("spatial", "layer", True),
         ("spatial", "depth", True),
+        ("place-given", "layer", True),
+        ("place-given-delta", "layer", True),
     ],
 )
 def test_what_reaches_the_last_frame_from_the_first(method, scope, joins):
@@ -170,8 +178,11 @@ def test_what_reaches_the_last_frame_from_the_first(method, scope, joins):
     assert (not torch.equal(answer(model, clip), answer(model, changed))) == joins
 
 
-@pytest.mark.parametrize("method", ["frames", "registers", "spatial", "wide"])
-@pytest.mark.parametrize("scope", ["layer", "depth"])
+@pytest.mark.parametrize(
+    ("method", "scope"),
+    [(m, s) for m in ("frames", "registers", "spatial", "wide") for s in ("layer", "depth")]
+    + [("place-given", "layer"), ("place-offset", "layer")],
+)
 def test_frames_never_see_later_ones(method, scope):
     model, clip = video_model(method=method, scope=scope), clips()
     changed = clip.clone()
@@ -218,6 +229,26 @@ def test_bytes_carried_over_frames():
     assert video_model(method="registers").state_bytes() == 3 * 16 * 4
     assert video_model(method="spatial").state_bytes() == 2 * 2 * 4 * 27 * 4
     assert video_model(method="spatial", scope="depth").state_bytes() == 2 * 4 * 27 * 4
+    assert video_model(method="place-given").state_bytes() == 2 * (2 * 4 * 27 + 3) * 4
+    spatial, place = (
+        VideoModelConfig(method=method).state_bytes() for method in ("spatial", "place-given")
+    )
+    assert place == spatial + 6 * 3 * 4  # and where a frame of reference stands, in six layers
+
+
+def test_a_place_is_column_row_and_time():
+    told = []
+    model = video_model(method="place-given")
+    model.memory.register_forward_pre_hook(
+        lambda _, args, kw: told.append(kw["where"]), with_kwargs=True
+    )
+    answer(model, clips())
+    assert len(told) == 2
+    where = told[0][1].view(3, 7, 3)  # of the second clip: frames, tokens, coordinates
+    assert where[:, :, 2].tolist() == [[t] * 7 for t in (-1, 0, 1)]
+    assert where[1, 0].tolist() == [0, 0, 0]  # the summary
+    corners = [[x, y] for y in (-1, 1) for x in (-1, 0, 1)]
+    assert where[2, 1:, :2].tolist() == corners
 
 
 @pytest.mark.parametrize(
@@ -227,6 +258,11 @@ def test_bytes_carried_over_frames():
         (TINY_IMAGE, {"scope": "time"}, "model.scope: expected one of layer, depth, got 'time'"),
         (TINY_IMAGE, {"window": 4}, "model.window: expected an odd number of patches, got 4"),
         (TINY_VIDEO, {"readout": "first"}, "model.readout: expected one of mean, last, got 'fir"),
+        (
+            TINY_VIDEO,
+            {"method": "place-given", "scope": "depth"},
+            "model.place.grid and model.scope: expected a grid of time, rows and columns",
+        ),
         (TINY_VIDEO, {"memory_layers": (0, 0)}, "expected different layers of 0 to 1"),
     ],
 )

@@ -1,30 +1,42 @@
-"""Action recognition: one video Transformer, five ways to bring frames together.
+"""Action recognition: one video Transformer, several ways to bring frames together.
 
 Embedding, blocks, readout and head are the same for all methods and start from the same values. A
 frame is a summary token and its patches. `joint` lets all tokens of a clip attend to each other;
 the others attend within a frame, and what joins frames is nothing (`frames`, `wide`), registers
-handed from frame to frame, or the memory (`spatial`).
+handed from frame to frame, the memory (`spatial`), or the place memory, which is told where in the
+picture and when in the clip a token stands (`place-given`).
 
 Letters: B batch, T frames, P patches per frame, N = 1 + P tokens per frame, d width.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from tensor_memory import MemoryConfig, MemoryState
+from tensor_memory import (
+    MemoryConfig,
+    MemoryState,
+    PlaceConfig,
+    PlaceMemory,
+    PlaceState,
+    TensorMemory,
+)
 from tensor_memory_lab.models import Carry
 from tensor_memory_lab.models.attention import SelfAttention
 from tensor_memory_lab.models.block import Block, Paths, initialise
+from tensor_memory_lab.models.decoder import PLACE_METHODS
 from tensor_memory_lab.models.vision import VisionConfig, VisionModel, summary_first, waves
 from tensor_memory_lab.tasks import Batch
 from tensor_memory_lab.tasks.images import DEVIATION, MEAN, to_patches
 
-VideoMethod = Literal["joint", "frames", "registers", "spatial", "wide"]
+VideoMethod = Literal[
+    "joint", "frames", "registers", "spatial", "wide", "place-given", "place-given-delta",
+    "place-offset",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -34,7 +46,9 @@ class VideoModelConfig(VisionConfig):
     method: VideoMethod = "frames"
     """joint: all tokens attend. frames: frame by frame, nothing carried. registers: 8 tokens
     carried from frame to frame. spatial: the memory carried over frames. wide: `frames` with the
-    weights of `spatial` in the MLP."""
+    weights of `spatial` in the MLP. place-given, place-given-delta: the place memory, whose places
+    are a patch's column and row and its frame's time; place-offset: these and learned offsets, one
+    to write at and one to read at."""
     dim: int = 256
     layers: int = 6
     heads: int = 8
@@ -44,9 +58,34 @@ class VideoModelConfig(VisionConfig):
     memory: MemoryConfig = field(
         default_factory=lambda: MemoryConfig(channels=64, grid=(8, 8, 8), chunk_size=8)
     )
+    place: PlaceConfig = field(
+        default_factory=lambda: PlaceConfig(grid=(8, 8, 8), channels=32, heads=4)
+    )
+    """The place memory, by default of the memory's bytes: axes are time, rows and columns. The
+    method says how its places are made and its rule."""
     scope: Literal["layer", "depth"] = "layer"
     """layer: a state per layer, all frames of a layer in one scan. depth: one state through the
     layers of a frame and on to the next frame, as published: frame by frame, layer by layer."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.has_places and (self.place.axes != 3 or self.scope == "depth"):
+            raise ValueError(
+                f"model.place.grid and model.scope: expected a grid of time, rows and columns, and "
+                f"a state per layer for {self.method}, got {self.place.grid} and {self.scope}"
+            )
+
+    @property
+    def has_places(self) -> bool:
+        """Whether the method is one of the place memory's."""
+        return self.method in PLACE_METHODS
+
+    def state_bytes(self) -> int:
+        """Bytes of the memory, or of the registers, of one row."""
+        if not self.has_places:
+            return super().state_bytes()
+        state = PlaceState.zeros(self.place, 1, device="meta")
+        return len(self.with_memory) * state.nbytes
 
     def build(self, task: Any) -> VideoModel:
         """The model for a task of clips."""
@@ -66,6 +105,7 @@ class VideoModel(VisionModel[VideoModelConfig]):
 
     mean: Tensor
     deviation: Tensor
+    where: Tensor
 
     def __init__(
         self,
@@ -88,6 +128,7 @@ class VideoModel(VisionModel[VideoModelConfig]):
         self.head = nn.Linear(c.dim, classes)
         self.register_buffer("mean", torch.tensor(MEAN) * 255, persistent=False)
         self.register_buffer("deviation", torch.tensor(DEVIATION) * 255, persistent=False)
+        self.register_buffer("where", places(frames, *grid), persistent=False)
         # Through depth a row is dropped in all its frames or in none: by `_paths`.
         self.add_mechanism(drop_path=0.0 if c.scope == "depth" else c.drop_path)
         initialise(self, narrow=True)
@@ -122,12 +163,20 @@ class VideoModel(VisionModel[VideoModelConfig]):
         """Every layer takes all frames, one scan for all of them."""
         B, T, N, d = x.shape
         x = x.flatten(1, 2)  # rows are clips for every method: dropped paths, too
+        options: dict[str, Any] = {"flush": N}  # no chunk holds tokens of two frames
+        if self.config.has_places:
+            options = {"where": self.where.expand(B, -1, -1)}
         for block in self.blocks:
-            if block.side is None:
-                x, _ = block(x)
-            else:
-                x, _ = block(x, flush=N)  # no chunk holds tokens of two frames
+            x, _ = block(x) if block.side is None else block(x, **options)
         return self.norm(x.reshape(B, T, N, d)[:, :, 0])
+
+    def make_memory(self) -> TensorMemory | PlaceMemory | None:
+        """The memory that all layers share, where the method has one."""
+        c = self.config
+        if not c.has_places:
+            return super().make_memory()
+        changes = PLACE_METHODS[c.method] | {"share_places": c.method != "place-offset"}
+        return PlaceMemory(c.dim, replace(c.place, **changes))
 
     def _with_registers(self, x: Tensor) -> Tensor:
         """Registers leave a frame and enter the next."""
@@ -162,19 +211,40 @@ class VideoModel(VisionModel[VideoModelConfig]):
         return [cast(Block, block).draw_paths(x[:, 0]) for block in self.blocks]
 
     def labels(self) -> dict[str, Any]:
-        """T and the readout; the scope, K and layers of a memory."""
+        """T and the readout; the scope and K or the grid, and the layers, of a memory."""
         c = self.config
         labels: dict[str, Any] = {"frames": self.frames, "readout": c.readout}
         if c.method == "spatial":
             layers = list(c.with_memory)
             labels |= {"scope": c.scope, "K": c.memory.chunk_size, "memory_layers": layers}
+        if c.has_places:
+            labels |= {"grid": list(c.place.grid), "memory_layers": list(c.with_memory)}
         return labels
 
     def _attention(self) -> SelfAttention:
         c = self.config
-        if c.method in ("frames", "wide", "spatial"):
+        if c.method in ("frames", "wide", "spatial") or c.has_places:
             return FrameAttention(c.dim, c.heads, self.tokens)
         return SelfAttention(c.dim, c.heads, causal=False)  # registers run one frame at a time
+
+
+def places(frames: int, rows: int, columns: int) -> Tensor:
+    """(T · N, 3): column, row and time of the tokens of a clip, each in [-1, 1].
+
+    A summary token is in the middle of its frame.
+
+    >>> places(2, 1, 2).tolist()
+    [[0.0, 0.0, -1.0], [-1.0, 0.0, -1.0], [1.0, 0.0, -1.0], [0.0, 0.0, 1.0], [-1.0, 0.0, 1.0],
+     [1.0, 0.0, 1.0]]
+    """
+    time, row, column = (
+        torch.linspace(-1, 1, size) if size > 1 else torch.zeros(1)
+        for size in (frames, rows, columns)
+    )
+    y, x = torch.meshgrid(row, column, indexing="ij")
+    frame = torch.cat([torch.zeros(1, 2), torch.stack([x, y], -1).view(-1, 2)])  # (N, 2)
+    when = time.repeat_interleave(len(frame))[:, None]
+    return torch.cat([frame.repeat(frames, 1), when], 1)
 
 
 class FrameAttention(SelfAttention):

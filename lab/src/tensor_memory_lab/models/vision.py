@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tensor_memory import MemoryResidual, TensorMemory
+from tensor_memory import MemoryResidual, PlaceMemory, TensorMemory
 from tensor_memory_lab.models import Model
 from tensor_memory_lab.models.block import Block
 from tensor_memory_lab.models.config import TransformerConfig
@@ -75,8 +75,9 @@ class VisionModel(Model, Generic[C]):
         c = self.config
         if c.method == "registers":
             self.registers = nn.Parameter(torch.empty(c.registers, c.dim))
-        if c.method == "spatial":
-            self.memory = TensorMemory(c.dim, c.memory)
+        memory = self.make_memory()
+        if memory is not None:
+            self.memory = memory
             for layer in c.with_memory:
                 self.blocks[layer].side = MemoryResidual(
                     self.memory,
@@ -85,6 +86,11 @@ class VisionModel(Model, Generic[C]):
                     drop_path=drop_path,
                     own_memory=False,
                 )
+
+    def make_memory(self) -> TensorMemory | PlaceMemory | None:
+        """The memory that all layers share, where the method has one."""
+        c = self.config
+        return TensorMemory(c.dim, c.memory) if c.method == "spatial" else None
 
     def state_bytes(self) -> int:
         """Bytes of the memory, or of the registers, of one row."""

@@ -443,9 +443,9 @@ def integrated(place: np.ndarray, at: np.ndarray, heading: np.ndarray) -> np.nda
     It is what the sum of its moves and turns says, since no move fails.
     """
     x, y = np.moveaxis(place - at[:, :1], -1, 0)
-    ways = [(x, y), (y, -x), (-x, -y), (-y, x)]  # what was up, right, down, left at first is up
-    first = heading[:, :1, None]
-    return sum(np.stack(way, -1) * (first == turn) for turn, way in enumerate(ways))
+    # By what was ahead at first: up, right, down, left becomes up.
+    ways = np.stack([np.stack(way, -1) for way in ((x, y), (y, -x), (-x, -y), (-y, x))])
+    return ways[heading[:, 0], np.arange(len(heading))]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
