@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tensor_memory import PlaceConfig, PlaceMemory
+from tensor_memory.ops.places import chunked
 from tensor_memory.ops.places.place_scan import PLACES, place_inputs, run_places
 from tolerances import RMS_RATIO, assert_same, assert_same_rms
 
@@ -97,6 +98,31 @@ def test_the_fused_places_agree_in_every_case(name, products, monkeypatch):
 @pytest.mark.parametrize("products", [torch.float32, torch.bfloat16])
 def test_the_fused_places_agree_on_a_gpu(name, products, monkeypatch):
     check(name, products, monkeypatch)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
+def test_a_place_on_a_voxel_has_the_slope_of_what_follows(backend, sparse, monkeypatch):
+    for module in (chunked, fused):
+        monkeypatch.setattr(module, "SPARSE_FROM", 0 if sparse else 10**9)
+
+    def value(at, backend):
+        one = torch.ones(1, 4, 1).to(at)
+        state = torch.linspace(-1, 2, 5).square().view(1, 1, 5, 1).to(at)
+        inputs = place_inputs(
+            write_at=at.view(1, 4, 1, 1), read_at=None, content=one[..., None], rate=one,
+            log_keep=-one, width=None, state=state, rule="linear", wrap=(False,), resets=None,
+        )  # fmt: skip
+        return run_places(inputs, backend, at.dtype)[0].sum()
+
+    at = torch.linspace(-1, 1, 5, dtype=torch.float64)[:4]
+    slopes = [
+        (value(at + step, "reference") - value(at, "reference")) / 1e-7
+        for step in torch.eye(4).double() * 1e-7
+    ]
+    here = at.to(DEVICE, torch.float32).requires_grad_()
+    (got,) = torch.autograd.grad(value(here, backend), here)
+    torch.testing.assert_close(got.cpu().double(), torch.stack(slopes), rtol=1e-5, atol=1e-5)
 
 
 def test_a_planted_wrong_gradient_is_noticed(monkeypatch):

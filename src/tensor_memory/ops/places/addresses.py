@@ -23,8 +23,10 @@ def factors(
     found = []
     for axis, (size, wraps) in enumerate(zip(grid, wrap, strict=True)):
         at = voxel_coordinate(places[..., len(grid) - 1 - axis], size, wraps)
-        distance = axis_distance(at, size, wraps)
-        weight = _interpolation(distance) if width is None else _gaussian(distance, width)
+        if width is None:
+            weight = _interpolation(at, size, wraps)
+        else:
+            weight = _gaussian(axis_distance(at, size, wraps), width)
         found.append(weight / weight.norm(dim=-1, keepdim=True))
     return found
 
@@ -53,8 +55,21 @@ def _gaussian(distance: Tensor, width: Tensor) -> Tensor:
     return (-0.5 * (squares - squares.detach().amin(-1, keepdim=True))).exp()
 
 
-def _interpolation(distance: Tensor) -> Tensor:
-    return (1 - distance.abs()).clamp(min=0)
+def _interpolation(at: Tensor, size: int, wraps: bool) -> Tensor:
+    low, upper = (part[..., None] for part in _between(at, size, wraps))
+    voxel = torch.arange(size, device=at.device)
+    weight = torch.where(voxel == low, 1 - upper, 0)
+    return torch.where(voxel == (low + 1) % size, upper, weight)
+
+
+def _between(at: Tensor, size: int, wraps: bool) -> tuple[Tensor, Tensor]:
+    """The lower of the two voxels beside coordinates, and how far they are on the way to the upper.
+
+    A coordinate on a voxel is the lower end of what follows, the last of an axis the upper end of
+    what precedes: its slope is that to one side.
+    """
+    low = at.detach().floor().clamp(max=size - 1 if wraps else size - 2)
+    return low.long(), at - low
 
 
 def outer(parts: Sequence[Tensor]) -> Tensor:
@@ -82,11 +97,9 @@ def corners(places: Tensor, grid: Sequence[int], wrap: Sequence[bool]) -> tuple[
     weight = torch.ones_like(index, dtype=places.dtype)
     for axis, (size, wraps) in enumerate(zip(grid, wrap, strict=True)):
         at = voxel_coordinate(places[..., len(grid) - 1 - axis], size, wraps)
-        low = at.detach().floor().clamp(max=size - 1 if wraps else size - 2)
-        upper = at - low
+        low, upper = _between(at, size, wraps)
         pair = torch.stack([1 - upper, upper], dim=-1)
         pair = pair / pair.norm(dim=-1, keepdim=True)
-        low = low.long()
         voxel = torch.stack([low, (low + 1) % size], dim=-1)
         index = (index[..., None] * size + voxel[..., None, :]).flatten(-2)
         weight = (weight[..., None] * pair[..., None, :]).flatten(-2)

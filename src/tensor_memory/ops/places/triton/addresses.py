@@ -55,8 +55,9 @@ def factor(
         slope = -e * d / (width * width)
     else:
         e = tl.maximum(1.0 - tl.abs(d), 0.0)
-        slope = tl.where(d > 0, -1.0, tl.where(d < 0, 1.0, 0.0))
-        slope = tl.where(tl.abs(d) <= 1.0, slope, 0.0)
+        low = tl.minimum(tl.floor(at), SIZE - 1.0 if WRAP else SIZE - 2.0).to(tl.int32)[:, None]
+        slope = tl.where(voxel[None, :] == (low + 1) % SIZE, 1.0, 0.0)
+        slope = tl.where(voxel[None, :] == low, -1.0, slope)
     e = tl.where((voxel < SIZE)[None, :], e, 0.0)
     slope = tl.where((voxel < SIZE)[None, :], slope, 0.0)
     squares = tl.sum(e * e, axis=1)

@@ -280,7 +280,7 @@ def inverse(system, L: tl.constexpr, STEPS: tl.constexpr, MODE: tl.constexpr):
     """(I + T)⁻¹ of a strictly lower T, block by block: two neighbours on the diagonal become one.
 
     With D the inverse of the diagonal's blocks and M the part of T that joins them by two,
-    (D⁻¹ + M)⁻¹ = D − D M D. No power of T is taken: those of a place that is written again and again
+    (D⁻¹ + M)⁻¹ = D − D M D. No power of T is taken: where a place is written again and again they
     grow to 10⁸ and cancel.
     """
     i = tl.arange(0, L)
