@@ -1,0 +1,650 @@
+"""A memory on a pretrained host whose attention is cut to a window, streamed over whole novels.
+
+    python lab/studies/pretrained_host.py tokens --host-dir HOST --data-dir NOVELS \\
+        --output novels.safetensors
+    python lab/studies/pretrained_host.py run --host-dir HOST --tokens novels.safetensors \\
+        --record results/host.jsonl                     # about 15 minutes on one H200
+
+HOST is a folder of a Llama as transformers saves it: config.json, model.safetensors and, for
+`tokens`, its tokenizer. NOVELS holds train/*.txt and valid/*.txt. The novels of valid are the test;
+every ninth one of train is held out to choose rates by.
+
+Books are streamed side by side in segments; a book begins where a segment begins. Every layer keeps
+the keys and values of the last `window` tokens and attends to them in the next segment, so a token
+sees exactly the window - 1 tokens before it wherever a segment is cut. It also sees the first four
+tokens of its book, put right before the window: a pretrained host rests its attention there, and
+without them a window of any size breaks it (`no-sinks`; Xiao et al., 2023). The memory's state goes
+on from segment to segment too. Gradients stay inside a segment, which is longer than the window, so
+that they reach from a read to a write that attention cannot reach.
+
+`full` is the same host with a window of 2,048. `emptied` memories start anew at every window. Each
+trained method has the same steps and as many tries of a rate: with seed 0, by the loss on held-out
+novels; the runs that count have seeds 1, 2, 3. A run whose record is there is not run again.
+
+Needs: pip install tensor-memory-lab 'tensor-memory[hf]' peft
+
+Letters: B books side by side, N tokens of a segment, b queries per block, S blocks, h heads, e a
+head's width.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tensor_memory import Attachment, MemoryConfig, PlaceConfig, attach
+from tensor_memory_lab.bench.timing import Budget, measure
+from tensor_memory_lab.files import write_whole
+from tensor_memory_lab.provenance import provenance
+from tensor_memory_lab.records import append, read_records
+
+HELD_OUT = 9
+"""Every so many novels of train one is held out for validation."""
+EDGES = [2**power for power in range(8, 18)]
+"""Where the distances into a book at which the loss is told are cut."""
+NONE = -100
+"""The target of a token after which nothing is scored."""
+SINKS = 4
+"""Tokens at the start of a book that every later one sees."""
+CARRIED = "carried_window"
+
+
+@dataclass(frozen=True)
+class Method:
+    """What is done to the host."""
+
+    memory: MemoryConfig | PlaceConfig | None = None
+    lora: bool = False
+    full: bool = False
+    emptied: bool = False
+    sinks: int = SINKS
+
+
+# Both memories keep 32,768 numbers a layer. TensorMemory as published halves a write at every chunk
+# and would hold nothing beyond the window: it gets the start that keeps what was written.
+PLACE = PlaceConfig.recall(heads=8, channels=64)
+TENSOR = MemoryConfig.long_gap(channels=32, grid=(8, 8, 8), chunk_size=16, reads="token")
+METHODS = {
+    "window": Method(),
+    "full": Method(full=True),
+    "no-sinks": Method(sinks=0),
+    "place": Method(PLACE),
+    "place-emptied": Method(PLACE, emptied=True),
+    "lora": Method(lora=True),
+    "place+lora": Method(PLACE, lora=True),
+    "full+lora": Method(lora=True, full=True),
+    "tensor": Method(TENSOR),
+    "tensor+lora": Method(TENSOR, lora=True),
+    "place-emptied+lora": Method(PLACE, lora=True, emptied=True),
+}
+
+
+class Streams(NamedTuple):
+    """Books in rows, one after another."""
+
+    tokens: Tensor  # (B, T)
+    positions: Tensor  # (B, T) in its book
+    targets: Tensor  # (B, T) the next token of the book, NONE where there is none
+
+    def segments(self, length: int) -> Iterator[Streams]:
+        """Parts of (B, N)."""
+        for part in zip(*(tensor.split(length, dim=1) for tensor in self), strict=True):
+            yield Streams(*part)
+
+
+def in_rows(rows: Sequence[Sequence[Tensor]], segment: int, length: int | None = None) -> Streams:
+    """Rows of books, each filled up to whole segments; all cut or filled up to one length."""
+    length = length or max(sum(filled(book, segment) for book in books) for books in rows)
+    made = []
+    for books in rows:
+        parts: list[tuple[Tensor, ...]] = []
+        for book in (*books, torch.empty(0, dtype=torch.long)):
+            size = filled(book, segment) if len(book) else length
+            tokens, targets = torch.zeros(size, dtype=torch.long), torch.full((size,), NONE)
+            tokens[: len(book)] = book
+            targets[: max(len(book) - 1, 0)] = book[1:]
+            parts.append((tokens, torch.arange(size), targets))
+        made.append([torch.cat(part)[:length] for part in zip(*parts, strict=True)])
+    return Streams(*(torch.stack(part) for part in zip(*made, strict=True)))
+
+
+def filled(book: Tensor, segment: int) -> int:
+    """Tokens of the segments that hold a book."""
+    return -(-len(book) // segment) * segment
+
+
+def training_streams(
+    books: Sequence[Tensor], rows: int, segment: int, steps: int, seed: int
+) -> Streams:
+    """Books in an order that the seed draws, dealt out to rows until all are long enough."""
+    order = torch.randperm(len(books), generator=torch.Generator().manual_seed(seed)).tolist()
+    turns = itertools.cycle(order)
+    dealt: list[list[Tensor]] = [[] for _ in range(rows)]
+    for row in itertools.cycle(dealt):
+        if all(sum(filled(b, segment) for b in row) >= steps * segment for row in dealt):
+            break
+        row.append(books[next(turns)])
+    return in_rows(dealt, segment, steps * segment)
+
+
+def scored_streams(books: Sequence[Tensor], rows: int, segment: int) -> Streams:
+    """Whole books, each of them once, in rows of about the same length."""
+    dealt: list[list[Tensor]] = [[] for _ in range(rows)]
+    for book in sorted(books, key=len, reverse=True):
+        min(dealt, key=lambda row: sum(map(len, row))).append(book)
+    return in_rows(dealt, segment)
+
+
+class Rotary(nn.Module):
+    """Cosines and sines of positions by way of float64: a novel has 400,000 of them."""
+
+    def __init__(self, frequencies: Tensor) -> None:
+        super().__init__()
+        self.frequencies = frequencies.double()  # no buffer, which .to(bfloat16) would round
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, N) -> two of (B, N, e)."""
+        angle = position_ids[..., None] * self.frequencies.to(x.device)
+        angle = torch.cat([angle, angle], -1)
+        return angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+
+
+class Carried:
+    """The keys and values that every layer keeps, and what a token may attend to.
+
+    Kept are those of the first tokens of a book, its sinks, and of the last tokens, the window.
+    """
+
+    def __init__(self, window: int, sinks: int, rotary: Rotary) -> None:
+        self.window, self.sinks, self.rotary = window, sinks, rotary
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def enter(self, positions: Tensor) -> None:
+        """A segment of (B, N) positions begins; N is a multiple of the window, or less than it."""
+        (B, N), device, window = positions.shape, positions.device, self.window
+        b = min(window, N)
+        query = torch.arange(N, device=device).view(-1, b, 1)  # (S, b, 1)
+        key = query[:, :1] + torch.arange(-window, b, device=device)  # (S, 1, window + b)
+        near = (key <= query) & (key > query - window)
+        at = positions.view(B, -1, b, 1)
+        near = near & (key >= query - at)  # nothing from before the token's book
+        behind = at - torch.arange(self.sinks, device=device) >= window  # sinks out of the window
+        self.sees = torch.cat([behind, near], -1).flatten(0, 1)[:, None]  # (B·S, 1, b, keys)
+        # Sinks stand right before the window of a block's first token, as near as in training.
+        self.moved = (at[:, :, 0, 0] - window - self.sinks).clamp(min=0)  # (B, S)
+        self.begins = (positions[:, 0] == 0)[:, None, None, None]
+
+    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys (B, S, h, sinks + window + b, e) of every block of a segment, and the values."""
+        (B, h, N, e), window, sinks = key.shape, self.window, self.sinks
+        b = min(window, N)
+        kept = self.kept.get(layer, (key.new_zeros(B, h, sinks + window, e),) * 2)
+        found, keeps = [], []
+        for before, now in zip(kept, (key, value), strict=True):
+            first = torch.where(self.begins, now[:, :, :sinks], before[:, :, :sinks])
+            row = torch.cat([before[:, :, sinks:], now], 2)
+            keeps.append(torch.cat([first, row[:, :, N:]], 2).detach())
+            blocks = row.unfold(2, window + b, b).permute(0, 2, 1, 4, 3)
+            first = first[:, None].expand(-1, blocks.shape[1], -1, -1, -1)
+            if now is key:
+                cos, sin = (t[:, :, None, None] for t in self.rotary(key, self.moved))
+                left, right = first.chunk(2, -1)
+                first = first * cos + torch.cat([-right, left], -1) * sin
+            found.append(torch.cat([first, blocks], 3))
+        self.kept[layer] = keeps[0], keeps[1]
+        return found[0], found[1]
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *,
+    scaling: float,
+    carried: Carried,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention of a window over (B, h, N, e), in blocks that see the window before them."""
+    B, h, N, e = query.shape
+    q = query.unflatten(2, (-1, min(carried.window, N))).transpose(1, 2).flatten(0, 1)
+    k, v = (
+        t.flatten(0, 1).repeat_interleave(module.num_key_value_groups, 1)
+        for t in carried.extend(module.layer_idx, key, value)
+    )  # (B·S, h, keys, e)
+    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=carried.sees, scale=scaling)
+    return mixed.transpose(1, 2).reshape(B, N, h, e), None
+
+
+def read_host(folder: Path, window: int, device: torch.device, dtype: torch.dtype) -> Any:
+    """A Llama with a window, which is a Mistral with its weights."""
+    from transformers import AttentionInterface, AutoConfig, MistralConfig, MistralForCausalLM
+
+    AttentionInterface.register(CARRIED, attend)
+    if not (folder / "config.json").is_file():
+        raise SystemExit(
+            f"{folder}: expected config.json and model.safetensors of a Llama, as transformers "
+            "saves them, got no config.json; pass --host-dir"
+        )
+    values = AutoConfig.from_pretrained(folder).to_dict()
+    if values["model_type"] != "llama":
+        raise SystemExit(f"{folder}: expected a Llama, got {values['model_type']!r}; pass another")
+    values |= {"model_type": "mistral", "architectures": None, "sliding_window": window}
+    host: Any = MistralForCausalLM.from_pretrained(
+        folder,
+        config=MistralConfig.from_dict(values),
+        dtype=torch.float32,
+        attn_implementation=CARRIED,
+    )
+    host.model.rotary_emb = Rotary(host.model.rotary_emb.inv_freq)
+    return host.to(device, dtype).eval()
+
+
+class Subject:
+    """A host with what a method adds to it."""
+
+    def __init__(self, method: Method, options: argparse.Namespace, seed: int) -> None:
+        self.method, self.device = method, torch.device(options.device)
+        self.window = options.full_window if method.full else options.window
+        self.empty_every = options.window
+        self.dtype: torch.dtype = getattr(torch, options.precision)
+        self.model: Any = read_host(options.host_dir, self.window, self.device, self.dtype)
+        self.model.requires_grad_(False)
+        self.rotary: Rotary = self.model.model.rotary_emb
+        torch.manual_seed(seed)
+        if method.lora:
+            import peft
+
+            config = peft.LoraConfig(
+                r=options.rank,
+                lora_alpha=2 * options.rank,
+                target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+                task_type=peft.TaskType.CAUSAL_LM,
+            )
+            self.model = peft.get_peft_model(self.model, config)
+        self.attachment: Attachment | None = None
+        if method.memory is not None:
+            ends = tuple(f"layers.{number}" for number in options.layers)
+            self.attachment = attach(
+                self.model,
+                method.memory,
+                layers=lambda path, _: path.endswith(ends),
+                share_weights=isinstance(method.memory, MemoryConfig),  # as published
+                zero_init=True,
+            ).float()
+
+    def call(self, **arguments: Any) -> Any:
+        """Call the model. What is trained is in float32, so autocast converts it where needed."""
+        lower = self.dtype != torch.float32
+        with torch.autocast(self.device.type, self.dtype, enabled=lower):
+            return self.model(**arguments)
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that are trained; in float32."""
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def losses(self, streams: Streams, segment: int) -> Iterator[tuple[Streams, Tensor]]:
+        """Every segment with the loss (B, N) of its targets. Gradients end where it begins."""
+        carried = Carried(self.window, self.method.sinks, self.rotary)
+        with nullcontext() if self.attachment is None else self.attachment.stream() as stream:
+            for part in streams.segments(segment):
+                part = Streams(*(tensor.to(self.device) for tensor in part))
+                marks = {}
+                if stream is not None:
+                    stream.detach()
+                    stream.reset(part.positions[:, 0] == 0)
+                    if self.method.emptied:
+                        stream.reset()
+                        number = torch.arange(part.tokens.shape[1], device=self.device)
+                        marks["seq_idx"] = (number // self.empty_every).expand_as(part.tokens)
+                carried.enter(part.positions)
+                logits = self.call(
+                    input_ids=part.tokens,
+                    position_ids=part.positions,
+                    use_cache=False,
+                    carried=carried,
+                    **marks,
+                ).logits  # (B, N, words)
+                flat = logits.flatten(0, 1).float()
+                loss = F.cross_entropy(
+                    flat, part.targets.flatten(), ignore_index=NONE, reduction="none"
+                )
+                yield part, loss.view_as(part.targets)
+
+    def state_bytes(self) -> int:
+        """Bytes of all memory layers of one row."""
+        if self.attachment is None:
+            return 0
+        token = torch.zeros(1, 1, self.attachment.dims[0], device=self.device)
+        layers: Any = self.attachment.layers
+        return sum(layer.memory.empty_state(token).nbytes for layer in layers)
+
+
+def train(
+    subject: Subject, books: Sequence[Tensor], options: argparse.Namespace, rate: float, seed: int
+) -> dict[str, Any]:
+    """Stream the books once; the curve of the loss and the time of a step."""
+    streams = training_streams(books, options.rows, options.segment, options.steps, seed)
+    parameters = subject.trained
+    optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.01)
+    warmup = max(options.steps // 10, 1)
+
+    def factor(step: int) -> float:
+        return min((step + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * step / options.steps))
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    curve, began, first = [], 0.0, min(5, options.steps - 1)
+    for step, (part, losses) in enumerate(subject.losses(streams, options.segment)):
+        loss = losses.sum() / (part.targets != NONE).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        schedule.step()
+        if (step + 1) % max(options.steps // 10, 1) == 0:
+            curve.append({"step": step + 1, "train_loss": loss.item()})
+        if step + 1 == first or first == 0:
+            synchronize(subject.device)
+            began = time.perf_counter()
+    synchronize(subject.device)
+    taken = (time.perf_counter() - began) / max(options.steps - first, 1)
+    return {"curve": curve, "step_ms": 1000 * taken}
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@torch.no_grad()
+def evaluate(subject: Subject, streams: Streams, segment: int) -> dict[str, float]:
+    """Mean loss of all tokens, and by the distance of a token from the start of its book."""
+    edges = torch.tensor(EDGES, device=subject.device)
+    total = torch.zeros(len(EDGES) + 1, 2, dtype=torch.float64, device=subject.device)
+    for part, losses in subject.losses(streams, segment):
+        scored = part.targets != NONE
+        bucket = torch.bucketize(part.positions[scored] + 1, edges, right=True)
+        counted = torch.stack(
+            [losses[scored].double(), torch.ones_like(losses[scored]).double()], 1
+        )
+        total.index_add_(0, bucket, counted)
+    names = [f"{low}-{high}" for low, high in itertools.pairwise([0, *EDGES])] + [f"{EDGES[-1]}-"]
+    found = {n: (s / c) for n, (s, c) in zip(names, total.tolist(), strict=True) if c}
+    return {"loss": (total[:, 0].sum() / total[:, 1].sum()).item(), **found}
+
+
+@torch.no_grad()
+def decode_ms(subject: Subject, book: Tensor, rows: int, prompt: int, budget: Budget) -> Any:
+    """Milliseconds of one more token for every row, with transformers' own cache."""
+    from transformers import DynamicCache
+
+    host: Any = subject.model.get_base_model() if subject.method.lora else subject.model
+    host.set_attn_implementation("sdpa")
+    tokens = book[:prompt].to(subject.device).expand(rows, -1)
+    cache = DynamicCache(config=host.config)
+
+    def step(given: Tensor) -> None:
+        subject.call(input_ids=given, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+    step(tokens)
+    taken = measure(lambda: step(tokens[:, :1]), subject.device, budget)
+    host.set_attn_implementation(CARRIED)
+    return taken
+
+
+class Study:
+    """The plan, and the records of what has been run of it."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.path = options, options.record
+        books = {name: tokens.long() for name, tokens in load_file(options.tokens).items()}
+        self.books = {
+            split: [tokens for name, tokens in sorted(books.items()) if name.startswith(split)]
+            for split in ("train", "valid", "test")
+        }
+        if not all(self.books.values()):
+            raise SystemExit(
+                f"{options.tokens}: expected novels of train, valid and test, as `tokens` writes "
+                f"them, got {', '.join(sorted(books)) or 'none'}; make the file again"
+            )
+        self.checksum = hashlib.sha256(options.tokens.read_bytes()).hexdigest()[:16]
+        self.until = time.monotonic() + options.seconds
+
+    def records(self) -> list[dict[str, Any]]:
+        """Of all runs so far."""
+        return read_records([self.path]) if self.path.exists() else []
+
+    def config(self, method: str, rate: float | None, *, counts: bool) -> dict[str, Any]:
+        """All that decides the numbers of a run but its seed."""
+        options = self.options
+        names = ("window", "full_window", "segment", "precision")
+        if rate is not None:
+            names += ("rows", "steps", "rank", "layers")
+        memory = METHODS[method].memory
+        return {
+            "host": options.host_dir.name,
+            "tokens": self.checksum,
+            "method": method,
+            "rate": rate,
+            "test": counts,
+            "sinks": METHODS[method].sinks,
+            "memory": None if memory is None else memory.to_dict(),
+            **{name: getattr(options, name) for name in names},
+        }
+
+    def run(self, method: str, rate: float | None, seed: int, tries: Any = None) -> dict[str, Any]:
+        """The record of a run, which is made where there is none."""
+        options, counts = self.options, tries is not None
+        config = self.config(method, rate, counts=counts)
+        for record in self.records():
+            if record["config"] == config and record["seed"] == seed:
+                return record
+        if time.monotonic() > self.until:
+            raise SystemExit(f"{method}: not run, --seconds are over; the same command goes on")
+        began = time.perf_counter()
+        subject = Subject(METHODS[method], options, seed)
+        parameters = sum(p.numel() for p in subject.trained)
+        trained: dict[str, Any] = {"curve": [], "step_ms": None}
+        if rate is not None:
+            trained = train(subject, self.books["train"], options, rate, seed)
+        budget = Budget(seconds=options.decode_seconds, least=4, most=100)
+        result: dict[str, Any] = {"valid": self.score(subject, "valid"), "test": {}}
+        if counts:
+            scores = self.score(subject, "test")
+            result["test"] = {"test": {"loss": scores.pop("loss")}}
+            result["test"] |= {f"test@{name}": {"loss": loss} for name, loss in scores.items()}
+            result["decode_ms"] = {
+                str(rows): decode_ms(subject, self.books["test"][0], rows, options.segment, budget)
+                for rows in (1, 8)
+            }
+        record = {
+            "kind": "run",
+            "recipe": "pretrained-host",
+            "task": "novels",
+            "method": method,
+            "variant": {},
+            "settings": {},
+            "config": config,
+            "seed": seed,
+            "rate": rate,
+            "tries": tries or {},
+            "parameters": parameters,
+            "state_bytes": subject.state_bytes(),
+            "steps": 0 if rate is None else options.steps,
+            "metric": "loss",
+            "higher_is_better": False,
+            "facts": {"tokens": {name: sum(map(len, b)) for name, b in self.books.items()}},
+            "labels": {},
+            "ceiling": {},
+            "memory": None,
+            "finished": True,
+            "wall_seconds": time.perf_counter() - began,
+            **trained,
+            **result,
+            **provenance(subject.device),
+        }
+        append(self.path, record)
+        loss = (result["test"].get("test") or result["valid"])["loss"]
+        print(
+            f"{method}, seed {seed}, rate {rate}: {'test' if counts else 'valid'} {loss:.4f}, "
+            f"{record['wall_seconds']:.0f} s, step {trained['step_ms'] or 0:.0f} ms",
+            flush=True,
+        )
+        return record
+
+    def score(self, subject: Subject, split: str) -> dict[str, float]:
+        """The losses on a split."""
+        options = self.options
+        books = self.books[split]
+        if split == "valid":
+            books = [book[: options.valid_tokens] for book in books]
+        streams = scored_streams(books, min(options.scored_rows, len(books)), options.segment)
+        return evaluate(subject, streams, options.segment)
+
+    def plan(self, method: str) -> None:
+        """Choose a rate with seed 0, then run the seeds that count."""
+        if METHODS[method].memory is None and not METHODS[method].lora:
+            self.run(method, None, 0, tries={})
+            return
+        losses = {r: self.run(method, r, 0)["valid"]["loss"] for r in self.options.rates}
+        ordered = {r: loss for r, loss in losses.items() if loss is not None}
+        if not ordered:
+            print(f"{method}: diverged at every rate", flush=True)
+            return
+        best = min(ordered, key=lambda r: ordered[r])
+        for seed in self.options.seeds:
+            self.run(method, best, seed, tries={str(r): loss for r, loss in losses.items()})
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+    """Mean loss over seeds by method and distance, and the part of the gap that is given back."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        if record["test"]:
+            found.setdefault(record["method"], []).append(record)
+
+    def loss(method: str, split: str = "test") -> float:
+        losses = [r["test"][split]["loss"] for r in found.get(method, []) if split in r["test"]]
+        return sum(losses) / len(losses) if losses else math.nan
+
+    splits = list(dict.fromkeys(split for rs in found.values() for r in rs for split in r["test"]))
+    heads = [split.removeprefix("test@") for split in splits]
+    lines = [["method", "seeds", "rate", *heads, "given back", "adapted", "step ms", "decode ms"]]
+    for method in sorted(found, key=list(METHODS).index):
+        first = found[method][0]
+        given = [
+            (loss(near) - loss(method)) / (loss(near) - loss(far))
+            for near, far in (("window", "full"), ("lora", "full+lora"))
+        ]
+        lines.append(
+            [method, str(len(found[method])), str(first["rate"])]
+            + [f"{loss(method, split):.4f}" for split in splits]
+            + [f"{share:.0%}" if math.isfinite(share) else "-" for share in given]
+            + [f"{first['step_ms'] or 0:.0f}"]
+            + [" / ".join(f"{t['median']:.1f}" for t in first["decode_ms"].values())]
+        )
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in lines
+    )
+
+
+def make_tokens(options: argparse.Namespace) -> None:
+    """Write the novels as tokens, a tensor each, named by split and title."""
+    from transformers import AutoTokenizer
+
+    folders = {name: sorted((options.data_dir / name).glob("*.txt")) for name in ("train", "valid")}
+    for name, novels in folders.items():
+        if not novels:
+            raise SystemExit(
+                f"{options.data_dir / name}: expected novels as *.txt, got none; pass a --data-dir "
+                "with the folders train and valid"
+            )
+    tokenizer = AutoTokenizer.from_pretrained(options.host_dir)
+    found = {}
+    for name, novels in folders.items():
+        for number, novel in enumerate(novels):
+            split = "test" if name == "valid" else "train" if number % HELD_OUT else "valid"
+            text = novel.read_text(encoding="utf-8", errors="replace")
+            ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
+            found[f"{split}/{novel.stem}"] = ids.to(torch.uint16)
+    write_whole(options.output, lambda at: save_file(found, at))
+    for name, ids in found.items():
+        print(f"{name}: {len(ids):,} tokens")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Make tokens, or run what is missing of the plan and show what there is."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    tokens = commands.add_parser("tokens", help="write novels as tokens")
+    tokens.add_argument("--data-dir", type=Path, required=True, help="folder of train and valid")
+    tokens.add_argument("--output", type=Path, required=True, help="file of tokens (.safetensors)")
+    run = commands.add_parser("run", help="run what is missing, show all")
+    for command in (tokens, run):
+        command.add_argument("--host-dir", type=Path, required=True, help="folder of the host")
+    run.add_argument("--tokens", type=Path, required=True, help="what `tokens` wrote")
+    run.add_argument("--record", type=Path, required=True, help="the study's file (.jsonl)")
+    run.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    run.add_argument("--rates", nargs="+", type=float, default=[3e-4, 1e-3])
+    run.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], help="of runs that count")
+    run.add_argument("--steps", type=int, default=100, help="of training")
+    run.add_argument("--rows", type=int, default=8, help="books side by side in training")
+    run.add_argument("--scored-rows", type=int, default=4, help="the same in scoring")
+    run.add_argument("--valid-tokens", type=int, default=32768, help="of each held-out novel")
+    run.add_argument("--segment", type=int, default=2048, help="tokens of a call")
+    run.add_argument("--window", type=int, default=256, help="tokens that attention sees")
+    run.add_argument("--full-window", type=int, default=2048, help="the same for `full`")
+    run.add_argument("--layers", nargs="+", type=int, default=[7, 14, 21], help="with a memory")
+    run.add_argument("--rank", type=int, default=16, help="of LoRA")
+    run.add_argument("--seconds", type=float, default=math.inf, help="start no run after these")
+    run.add_argument("--decode-seconds", type=float, default=0.5, help="of timing one token")
+    run.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    run.add_argument("--precision", choices=["bfloat16", "float32"], help="(default by device)")
+    options = parser.parse_args(argv)
+    if options.command == "tokens":
+        make_tokens(options)
+        return 0
+    for name in ("steps", "rows", "scored_rows", "valid_tokens", "segment", "window"):
+        if getattr(options, name) < 1:
+            flag = name.replace("_", "-")
+            parser.error(f"--{flag}: expected 1 or more, got {getattr(options, name)}")
+    for name in ("window", "full_window"):
+        size = getattr(options, name)
+        if options.segment > size and options.segment % size:
+            parser.error(
+                f"--segment: expected a multiple of --{name.replace('_', '-')} {size}, or less, "
+                f"got {options.segment}"
+            )
+    if options.precision is None:
+        options.precision = "bfloat16" if options.device.startswith("cuda") else "float32"
+    study = Study(options)
+    try:
+        for method in options.methods:
+            study.plan(method)
+    finally:
+        print(table(study.records()))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,276 @@
+"""A pretrained host with a window, streamed over books: what a token sees, losses, the plan."""
+
+import argparse
+import copy
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import save_file
+
+from tensor_memory_lab.records import read_records
+
+STUDY = Path(__file__).parents[1] / "studies" / "pretrained_host.py"
+spec = importlib.util.spec_from_file_location("study_pretrained_host", STUDY)
+study = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = study
+spec.loader.exec_module(study)
+
+# PEFT asks transformers for a name that the latter is about to drop.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+
+WORDS, WINDOW, SEGMENT = 50, 4, 8
+SMALL = {
+    study.PLACE: study.PlaceConfig(heads=2, channels=4, grid=(3, 3)),
+    study.TENSOR: study.MemoryConfig(channels=4, grid=(3, 3), chunk_size=2),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_memories(monkeypatch):
+    for name, method in study.METHODS.items():
+        small = replace(method, memory=SMALL.get(method.memory))
+        monkeypatch.setitem(study.METHODS, name, small)
+
+
+@pytest.fixture(scope="module")
+def host_dir(tmp_path_factory):
+    """A random Llama as transformers saves it."""
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=3, vocab_size=WORDS)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2)
+    host = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+    folder = tmp_path_factory.mktemp("host")
+    host.save_pretrained(folder)
+    return folder
+
+
+def book(length, seed):
+    return torch.randint(WORDS, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def subject(host_dir, method="window", layers=(0, 2), **changes):
+    defaults = dict(host_dir=host_dir, window=WINDOW, full_window=16, layers=layers, rank=2)
+    options = argparse.Namespace(**defaults | {"device": "cpu", "precision": "float32"} | changes)
+    made = study.Subject(study.METHODS[method], options, seed=0)
+    with torch.no_grad():  # a memory that has been trained, so that it says something
+        for parameter in made.trained:
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return made
+
+
+@torch.no_grad()
+def losses(made, rows):
+    found = [loss for _, loss in made.losses(study.in_rows(rows, SEGMENT), SEGMENT)]
+    return torch.cat(found, 1)
+
+
+def whole_host(made, **changes):
+    """The same weights with transformers' own attention."""
+    host = made.model
+    host.config = copy.deepcopy(host.config)
+    for name, value in changes.items():
+        setattr(host.config, name, value)
+    plain = transformers.MistralForCausalLM(host.config)
+    plain.load_state_dict(host.state_dict())
+    plain.set_attn_implementation("sdpa")
+    return plain.eval()
+
+
+def test_windows_across_segments_are_those_of_transformers_in_one_call(host_dir):
+    made, tokens = subject(host_dir, "no-sinks"), book(40, 1)
+    with torch.no_grad():
+        logits = whole_host(made)(tokens[None]).logits[0]
+    expected = F.cross_entropy(logits[:-1], tokens[1:], reduction="none")
+    torch.testing.assert_close(losses(made, [[tokens]])[0, :-1], expected)
+
+
+def test_a_book_no_longer_than_the_window_is_read_by_plain_attention(host_dir):
+    made, tokens = subject(host_dir, "full"), book(16, 1)
+    with torch.no_grad():
+        logits = whole_host(made, sliding_window=None)(tokens[None]).logits[0]
+    expected = F.cross_entropy(logits[:-1], tokens[1:], reduction="none")
+    torch.testing.assert_close(losses(made, [[tokens]])[0, :-1], expected)
+
+
+@pytest.mark.parametrize("position", [5, 11, 30])
+def test_the_first_tokens_of_a_book_stand_right_before_the_window(position, host_dir):
+    # With one layer, what a token sees is a text of its own: the sinks, then the window.
+    made, tokens = subject(host_dir), book(40, 1)
+    made.model.model.layers = made.model.model.layers[:1]
+    made.model.config.num_hidden_layers = 1
+    near = torch.arange(position - WINDOW + 1, position + 1)
+    block = position // WINDOW * WINDOW
+    sinks = torch.arange(study.SINKS)
+    sinks = sinks[sinks <= position - WINDOW]
+    seen = torch.cat([tokens[sinks], tokens[near]])[None]
+    at = torch.cat([sinks + max(block - WINDOW - study.SINKS, 0), near])[None]
+    with torch.no_grad():
+        plain = whole_host(made, sliding_window=None)
+        logits = plain(seen, position_ids=at, attention_mask=torch.ones_like(seen)).logits[0, -1]
+    expected = F.cross_entropy(logits, tokens[position + 1])
+    torch.testing.assert_close(losses(made, [[tokens]])[0, position], expected)
+
+
+@pytest.mark.parametrize("method", ["window", "place", "tensor", "place+lora"])
+def test_a_book_is_read_as_if_it_stood_alone_wherever_it_begins(method, host_dir):
+    made, first, second = subject(host_dir, method), book(19, 1), book(37, 2)
+    rows = losses(made, [[first, second], [second, first]])
+    alone = losses(made, [[second]])[0, :37]
+    torch.testing.assert_close(rows[0, 24:61], alone)
+    torch.testing.assert_close(rows[1, :37], alone)
+
+
+@pytest.mark.parametrize(
+    ("method", "reach"), [("window", WINDOW), ("place-emptied", WINDOW), ("place", 40)]
+)
+def test_only_a_memory_that_is_not_emptied_reaches_beyond_its_window(method, reach, host_dir):
+    # One block with a memory and nothing after it, so that windows do not add up over layers.
+    made = subject(host_dir, method, layers=(0,))
+    made.model.model.layers = made.model.model.layers[:1]
+    tokens, first = book(40, 1), study.SINKS
+    changed = tokens.clone()
+    changed[first] = (tokens[first] + 1) % WORDS
+    moved = losses(made, [[tokens]])[0, first:] != losses(made, [[changed]])[0, first:]
+    assert moved[0]
+    assert moved.nonzero().max() < reach
+    assert moved[WINDOW:].any() == (method == "place")
+
+
+@pytest.mark.parametrize("method", ["place+lora", "tensor"])
+def test_hidden_states_stay_in_bfloat16_beside_a_memory_that_is_trained_in_float32(
+    method, host_dir
+):
+    made = subject(host_dir, method, precision="bfloat16")
+    seen = []
+    for block in made.attachment.host.modules():
+        if type(block).__name__ == "MistralDecoderLayer":
+            block.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    rows = [[book(16, 1)]]
+    found = [loss for _, loss in made.losses(study.in_rows(rows, SEGMENT), SEGMENT)]
+    sum(loss.sum() for loss in found[-1:]).backward()
+    assert set(seen) == {torch.bfloat16}
+    assert {p.dtype for p in made.trained} == {torch.float32}
+    assert all(p.grad is not None for p in made.trained)
+    expected = losses(subject(host_dir, method), rows)
+    torch.testing.assert_close(torch.cat(found, 1), expected, rtol=0.06, atol=0.06)
+
+
+def test_losses_by_distance_are_those_added_up_by_hand(host_dir, monkeypatch):
+    monkeypatch.setattr(study, "EDGES", [4, 10])
+    made, books = subject(host_dir), [book(21, 1), book(9, 2), book(12, 3)]
+    found = study.evaluate(made, study.scored_streams(books, 2, SEGMENT), SEGMENT)
+    by_hand = {"0-4": [], "4-10": [], "10-": []}
+    for tokens in books:
+        for distance, loss in enumerate(losses(made, [[tokens]])[0, : len(tokens) - 1].tolist(), 1):
+            by_hand["0-4" if distance < 4 else "4-10" if distance < 10 else "10-"].append(loss)
+    expected = {name: sum(values) / len(values) for name, values in by_hand.items()}
+    every = [loss for values in by_hand.values() for loss in values]
+    assert found == pytest.approx(expected | {"loss": sum(every) / len(every)}, rel=1e-5)
+
+
+def test_seeds_deal_whole_books_in_another_order():
+    books = [book(length, length) for length in (5, 7, 11)]
+    rows = study.training_streams(books, rows=2, segment=4, steps=5, seed=1)
+    begins = (rows.positions == 0).nonzero().tolist()
+    assert [0, 0] in begins
+    assert [1, 0] in begins
+    for row, at in begins:
+        whole = [b for b in books if torch.equal(rows.tokens[row, at : at + len(b)], b[: 20 - at])]
+        assert whole
+    others = [study.training_streams(books, 2, 4, 5, seed).tokens for seed in range(2, 6)]
+    assert any(not torch.equal(rows.tokens, other) for other in others)
+
+
+@pytest.fixture
+def arguments(host_dir, tmp_path):
+    books = {f"{split}/{n}": book(60 + n, n) for n, split in enumerate(("train", "valid", "test"))}
+    save_file({name: ids.to(torch.uint16) for name, ids in books.items()}, tmp_path / "novels")
+    sizes = "--window 4 --full-window 16 --segment 8 --rows 2 --steps 2 --rank 2 --layers 0 2"
+    given = dict(host_dir=host_dir, tokens=tmp_path / "novels", record=tmp_path / "host.jsonl")
+    paths = [
+        part for name, path in given.items() for part in (f"--{name.replace('_', '-')}", str(path))
+    ]
+    return ["run", *paths, *sizes.split(), "--device", "cpu", "--decode-seconds", "0"]
+
+
+@pytest.mark.parametrize(
+    "methods",
+    [
+        ["window", "full", "no-sinks", "place", "tensor+lora"],
+        pytest.param([*study.METHODS], marks=pytest.mark.exhaustive),
+    ],
+    ids=["some", "all"],
+)
+def test_every_method_is_tried_chosen_on_valid_and_run_once(methods, arguments, capsys):
+    plan = [*arguments, "--rates", "1e-3", "1e-2", "--seeds", "1", "--methods", *methods]
+    with pytest.raises(SystemExit, match="--seconds are over; the same command goes on"):
+        study.main([*plan, "--seconds", "0"])
+    assert study.main([*plan, "--methods", *methods[:4]]) == 0
+    before = {(r["method"], r["rate"], r["seed"]): r for r in read_records([arguments[6]])}
+    assert study.main(plan) == 0
+    records = read_records([arguments[6]])
+    for record in records:  # what was there was not run again
+        key = record["method"], record["rate"], record["seed"]
+        assert before.get(key, record)["date"] == record["date"]
+    assert len(records) == 3 + 3 * (len(methods) - 3)
+    for method in methods:
+        *tries, counts = [r for r in records if r["method"] == method]
+        assert "test" in counts["test"]
+        if not tries:
+            continue
+        valid = {t["rate"]: t["valid"]["loss"] for t in tries}
+        assert list(valid) == [1e-3, 1e-2]
+        assert counts["rate"] == min(valid, key=valid.get)
+        assert counts["tries"] == {str(rate): loss for rate, loss in valid.items()}
+        assert all(t["test"] == {} for t in tries)
+        assert (counts["state_bytes"] > 0) == ("place" in method or "tensor" in method)
+        assert counts["parameters"] > 0
+    assert {"commit", "versions", "hardware"} <= set(records[0])
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[-1].split()[0] == methods[-1]
+
+
+def test_what_is_no_host_no_novel_or_no_plan_is_told(arguments, tmp_path, capsys):
+    with pytest.raises(SystemExit, match=r"expected config.json and model.safetensors of a Llama"):
+        study.main([*arguments, "--host-dir", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"train: expected novels as \*\.txt, got none"):
+        study.main(
+            ["tokens", "--host-dir", arguments[2], "--data-dir", str(tmp_path), "--output", "x"]
+        )
+    with pytest.raises(SystemExit):
+        study.main([*arguments, "--segment", "10"])
+    assert "--segment: expected a multiple of --window 4" in capsys.readouterr().err
+
+
+def test_novels_become_tokens_of_their_splits(host_dir, tmp_path, capsys):
+    import tokenizers
+
+    words = {"[UNK]": 0} | {f"w{n}": n + 1 for n in range(9)}
+    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    plain.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="[UNK]")
+    fast.save_pretrained(tmp_path / "host")
+    for folder, count in (("train", 10), ("valid", 1)):
+        (tmp_path / folder).mkdir()
+        for number in range(count):
+            (tmp_path / folder / f"{number}.txt").write_text(f"w{number % 9} w3\nw1")
+    out = tmp_path / "novels.safetensors"
+    paths = [
+        "--host-dir",
+        str(tmp_path / "host"),
+        "--data-dir",
+        str(tmp_path),
+        "--output",
+        str(out),
+    ]
+    assert study.main(["tokens", *paths]) == 0
+    found = study.load_file(out)
+    assert sorted(found)[:2] == ["test/0", "train/1"]
+    assert [name for name in found if name.startswith("valid")] == ["valid/0", "valid/9"]
+    assert found["train/1"].tolist() == [2, 4, 2]
