@@ -68,7 +68,7 @@ class WorldModelConfig(DecoderConfig):
                 f"model.method: expected one of {', '.join(METHODS)}, got {self.method!r}"
             )
 
-    def build(self, task: Any) -> WorldModel:
+    def build(self, task: Any) -> WalkModel:
         """The model for walks of a task."""
         return WorldModel(self, values=task.values, glimpses=task.config.glimpses)
 

@@ -19,6 +19,7 @@ Letters: B batch, T steps, W cells along a side of a padded layout, V = 25 cells
 from __future__ import annotations
 
 import hashlib
+import importlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -329,7 +330,7 @@ def open_layouts(folder: str, side: int, count: int) -> np.ndarray:
 def _labmaze(folder: str, side: int) -> Any:
     """labmaze's generator, which only the first run needs."""
     try:
-        from labmaze import RandomMaze
+        return importlib.import_module("labmaze").RandomMaze
     except ModuleNotFoundError as error:
         if error.name != "labmaze":
             raise
@@ -339,7 +340,6 @@ def _labmaze(folder: str, side: int) -> Any:
             "with --task.cache-dir",
             name="labmaze",
         ) from error
-    return RandomMaze
 
 
 def furnished(walls: np.ndarray, colours: int, random: torch.Generator) -> np.ndarray:
