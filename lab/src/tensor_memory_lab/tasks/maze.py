@@ -52,7 +52,7 @@ GO_ON = 0.8
 """Probability of walking on where the way is free."""
 OBJECTS = 0.25
 """Part of the free cells that hold an object."""
-TRIES = 8
+TRIES = 6
 """Cells of which a question takes the best."""
 PERIOD = 40
 """Cells after which positions are told alike."""
@@ -221,13 +221,15 @@ class Maze(DrawnTask):
             chosen = torch.arange(rows) + (c.test_rows if split == "valid" else 0)
         cells = furnished(known[chosen.numpy()], c.colours, random)  # (B, W, W)
         path = walk(cells, T, random)
-        asked, age = questions(cells, path, random)
-        return self._told(cells, path, asked, age, setting, random)
+        seen = seen_cells(path, cells.shape[1])
+        asked, age = questions(cells, path, seen, random)
+        return self._told(cells, path, seen, asked, age, setting, random)
 
     def _told(
         self,
         cells: np.ndarray,
         path: Walks,
+        seen: np.ndarray,
         asked: np.ndarray,
         age: np.ndarray,
         setting: Setting,
@@ -235,9 +237,8 @@ class Maze(DrawnTask):
     ) -> Batch:
         """What is told of walks and questions, and the answers."""
         B, W, _ = cells.shape
-        flat = cells.reshape(B, -1)
-        row = np.arange(B)[:, None]
-        view = flat[row[..., None], path.cell[..., None] + seen_from(W)[path.heading]]
+        view = cells.ravel()[seen]
+        answer = np.take_along_axis(cells.reshape(B, -1), asked, 1)
         at, question, heading = place_of(path.cell, W), place_of(asked, W), path.heading
         width = setting.scale * (self.config.side - 1)
         low, extent = 0, width
@@ -254,7 +255,7 @@ class Maze(DrawnTask):
             "where": torch.from_numpy(where).float(),
             "heading": torch.from_numpy(heading),
             "action": torch.from_numpy(path.action),
-            "target": torch.from_numpy(flat[row, asked]).long(),
+            "target": torch.from_numpy(answer).long(),
             "age": torch.from_numpy(age),
         }
 
@@ -389,36 +390,40 @@ def walk(cells: np.ndarray, T: int, random: torch.Generator) -> Walks:
 
 
 def questions(
-    cells: np.ndarray, path: Walks, random: torch.Generator
+    cells: np.ndarray, path: Walks, seen: np.ndarray, random: torch.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
     """Cells (B, T) asked for, and how many steps ago each was last seen.
 
     Of a few cells of earlier views one is taken that was last seen more than `FAR` steps ago, if
     there is any, and in half of the questions one with an object, if there is any.
     """
-    B, T = path.cell.shape
-    W = cells.shape[1]
-    flat, views = cells.reshape(B, -1), seen_from(W)
+    (B, T), W = path.cell.shape, cells.shape[1]
+    time = np.arange(T)[:, None, None]
+    draws = torch.rand(2, T, B, TRIES, generator=random).numpy()
+    then = (draws[0] * np.where(time > FAR, time - FAR, time + 1)).astype(np.int64)  # (T, B, TRIES)
+    row = np.arange(B)[:, None]
+    part = seen_from(W)[path.heading[row, then], (draws[1] * VIEW).astype(np.int64)]
+    tried = path.cell[row, then] + part
     place = place_of(np.arange(W * W), W)
     inside = ((place >= 0) & (place < W - 2 * REACH)).all(-1)
-    last = np.full((B, W * W), -1)  # when a cell was last seen
-    row = np.arange(B)[:, None]
-    found, age = np.empty((B, T), np.int64), np.empty((B, T), np.int64)
-    draws = torch.rand(2, T, B, TRIES, generator=random).numpy()
-    prefers = torch.rand(T, B, 1, generator=random).numpy() < 0.5
+    tried = np.where(inside[tried], tried, path.cell.T[..., None])  # or where the agent stands
+    tried = tried + row * (W * W)  # numbers over all rows
+    last = np.full(B * W * W, -1)  # when a cell was last seen
+    ages = np.empty((T, B, TRIES), np.int64)
     for t in range(T):
-        now = path.cell[:, t, None]
-        last[row, now + views[path.heading[:, t]]] = t
-        then = (draws[0, t] * (t - FAR if t > FAR else t + 1)).astype(np.int64)  # (B, TRIES)
-        part = views[path.heading[row, then], (draws[1, t] * VIEW).astype(np.int64)]
-        tried = path.cell[row, then] + part
-        tried = np.where(inside[tried], tried, now)  # beyond the border: where the agent stands
-        long_ago = t - last[row, tried] > FAR
-        objects = (flat[row, tried] >= OBJECT) & prefers[t]
-        best = (2 * long_ago + objects).argmax(1)[:, None]
-        found[:, t] = np.take_along_axis(tried, best, 1)[:, 0]
-        age[:, t] = t - last[row[:, 0], found[:, t]]
-    return found, age
+        last[seen[:, t]] = t
+        ages[t] = t - last[tried[t]]
+    prefers = torch.rand(T, B, 1, generator=random).numpy() < 0.5
+    objects = (cells.ravel()[tried] >= OBJECT) & prefers
+    best = (2 * (ages > FAR) + objects).argmax(2)[..., None]
+    found, age = (np.take_along_axis(x, best, 2)[..., 0].T for x in (tried % (W * W), ages))
+    return np.ascontiguousarray(found), np.ascontiguousarray(age)
+
+
+def seen_cells(path: Walks, W: int) -> np.ndarray:
+    """(B, T, V): the cells of every view, numbered over all rows of padded layouts."""
+    first = np.arange(len(path.cell))[:, None] * (W * W)
+    return (path.cell + first)[..., None] + seen_from(W)[path.heading]
 
 
 def seen_from(W: int) -> np.ndarray:
