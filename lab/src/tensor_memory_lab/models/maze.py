@@ -55,7 +55,7 @@ class MazeModel(WalkModel):
         self.config, self.classes = config, classes
         waves = 2 * math.pi / PERIOD * 2.0 ** torch.arange(OCTAVES)
         self.register_buffer("frequencies", waves, persistent=False)
-        self.position = nn.Linear(4 * OCTAVES, config.dim)
+        self.position = nn.Linear(2 + 4 * OCTAVES, config.dim)
         # A weight for every heading, so that turning a view is no work of later layers.
         self.view = nn.Linear(len(STEPS) * VIEW * classes, config.dim, bias=False)
         self.action = nn.Embedding(RIGHT + 1, config.dim)
@@ -70,8 +70,8 @@ class MazeModel(WalkModel):
     ) -> tuple[dict[str, Tensor], Carry | None]:
         """Logits (B, T, classes) of what is asked at every step; nothing is carried."""
         seen = self.kind[0] + self.action(batch["action"]) + self._viewed(batch)
-        seen = seen + self.position(self.waves(batch["at"]))
-        asked = self.kind[1] + self.position(self.waves(batch["asked"]))
+        seen = seen + self.position(self.told(batch["at"], batch["where"][:, ::2]))
+        asked = self.position(self.told(batch["asked"], batch["where"][:, 1::2])) + self.kind[1]
         x = torch.stack([seen, asked], dim=2).flatten(1, 2)  # (B, N, d)
         x, _ = self.stack(x, where=batch["where"])
         return {"logits": self.head(self.norm(x[:, 1::2]))}, None
@@ -84,10 +84,14 @@ class MazeModel(WalkModel):
         both = turn[..., None] & what.flatten(2)[:, :, None]
         return self.view(both.flatten(2).to(self.view.weight.dtype))
 
-    def waves(self, cells: Tensor) -> Tensor:
-        """Positions (B, T, 2) in cells -> sines and cosines (B, T, 4 · octaves)."""
+    def told(self, cells: Tensor, where: Tensor) -> Tensor:
+        """What is told of positions (B, T, 2) in cells and in the maze: (B, T, 2 + 4 · octaves).
+
+        Sines and cosines are told alike in mazes of all sizes; `where` is the same from border to
+        border.
+        """
         angles = (cells[..., None] * self.frequencies).flatten(-2)
-        return torch.cat([angles.sin(), angles.cos()], dim=-1)
+        return torch.cat([where, angles.sin(), angles.cos()], dim=-1)
 
     @staticmethod
     def voxels(size: int, scale: int) -> int:
