@@ -12,35 +12,40 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import HealthCheck, settings
 
 collect_ignore_glob = ["conftest.py", "*/conftest.py"]  # one name for several modules, no doctests
-
-if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
-
-torch.set_num_threads(1)  # the suite runs on several workers; more threads only contend
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell ignores Ctrl-C for what it runs in the background, and processes that tests start
     # and interrupt would inherit that; a handler they do not.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-settings.register_profile(
-    "suite",
-    deadline=None,  # a shared machine makes timing a coin toss
-    derandomize=True,
-    database=None,
-    max_examples=15,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-settings.load_profile("suite")
+
+def pytest_configure(config: pytest.Config) -> None:
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # it hands tests to the workers, which wait until it has imported all it imports
+    import torch
+    from hypothesis import HealthCheck, settings
+
+    if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
+    torch.set_num_threads(1)  # the suite runs on several workers; more threads only contend
+    settings.register_profile(
+        "suite",
+        deadline=None,  # a shared machine makes timing a coin toss
+        derandomize=True,
+        database=None,
+        max_examples=15,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("suite")
 
 
 @pytest.fixture(autouse=True)
 def seed() -> int:
     """Every test starts from the same random state."""
+    import torch
+
     torch.manual_seed(0)
     return 0
 
@@ -156,10 +161,37 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()  # extensions complain of what is left when the interpreter ends
 
 
+@pytest.hookimpl(tryfirst=True)  # before exhaustive tests are taken out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
+    sample_crosses(items)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, and none is available here")
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+def sample_crosses(items: list[pytest.Item]) -> None:
+    """Of a cross of parameters, leave cases that show every value once; the others are exhaustive.
+
+    Cases that show the most new values are taken first: of 9 x 3 values, 9 cases.
+    """
+    crosses: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        marked = map(item.get_closest_marker, ("exhaustive", "gpu", "whole_cross"))
+        if hasattr(item, "callspec") and not any(marked):
+            crosses.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in crosses.values():
+        values = [set(enumerate(case.callspec._idlist)) for case in cases]  # pyright: ignore
+        shown: set[tuple[int, str]] = set()
+        left = set(range(len(cases)))
+        for new in range(len(values[0]), 0, -1):
+            for n, case in enumerate(values):
+                if len(case - shown) >= new:
+                    shown |= case
+                    left.discard(n)
+        for n in left:
+            cases[n].add_marker(pytest.mark.exhaustive)

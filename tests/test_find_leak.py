@@ -44,6 +44,7 @@ def ids() -> torch.Tensor:
     return torch.randint(0, IDS, (2, LENGTH))
 
 
+@pytest.mark.whole_cross
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_option_is_causal_bit_for_bit(option, dtype):

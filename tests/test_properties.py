@@ -101,6 +101,7 @@ def test_an_all_masked_row_reads_nothing_and_keeps_its_state_bit_for_bit(option,
     assert_identical_state(end.select([row]), state.select([row]))
 
 
+@pytest.mark.whole_cross
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("garbage", [torch.nan, -torch.inf])
 def test_garbage_in_masked_tokens_changes_nothing_in_value_or_gradient(option, garbage):

@@ -52,6 +52,7 @@ def test_zero_init_leaves_the_outputs_bit_identical(host: Host) -> None:
     assert torch.equal(outputs(model, example), before)
 
 
+@pytest.mark.whole_cross
 @every_host
 @pytest.mark.parametrize("freeze", [False, True], ids=["trained", "frozen"])
 def test_detaching_leaves_no_trace(host: Host, freeze: bool) -> None:

@@ -18,6 +18,7 @@ UNKNOWN = {n: h for n, h in HOSTS.items() if not h.causal and not h.bidirectiona
 LEAK = "a token would read what later tokens wrote"
 
 
+@pytest.mark.whole_cross
 @for_hosts(CAUSAL, sample=("llama", "mistral", "custom"))
 @pytest.mark.parametrize("share", [True, False], ids=["shared", "each"])
 def test_a_causal_host_stays_causal(host: Host, share: bool) -> None:

@@ -58,6 +58,7 @@ def _poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.whole_cross
 @pytest.mark.parametrize("case", exhaustive_but(CASES[::2], CASES))
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_torch_agrees_with_the_reference(case, dtype):
