@@ -1,6 +1,6 @@
 """How long a write lasts before anything is learned, by where the forget gate starts.
 
-    python lab/studies/decay.py            # a minute on a CPU core, draws docs/images/decay.png
+    python lab/studies/decay.py            # a minute on a CPU core, draws docs/images/decay-*.png
 
 A memory can only learn to keep what still reaches the loss. At the start of training the forget
 gate is σ(forget bias) everywhere, so what a token wrote fades by that factor with every later
@@ -20,12 +20,18 @@ from pathlib import Path
 import torch
 
 from tensor_memory import MemoryConfig, TensorMemory
+from tensor_memory_lab.files import write_whole
 from tensor_memory_lab.provenance import write_record
+from tensor_memory_lab.records.figure import HEIGHT, INK, WIDTH, Theme, name_lines, style
 
 DIM = 64
 ROWS = 16
 BIASES = (0.0, 1.0, 3.0, 5.0)
 DISTANCES = (1, 2, 4, 8, 16, 32, 64, 128)
+COLOURS: dict[Theme, tuple[str, ...]] = {
+    "light": ("#D55E00", "#E69F00", "#009E73", "#0072B2"),
+    "dark": ("#FF8A4C", "#E69F00", "#2FC29B", "#56B4E9"),
+}
 ASKED = {"windowed-binding": (3, 13), "windowed-map": (10, 48), "windowed-binding-long": (125, 147)}
 """Tokens from a question back to what may answer it, nearest and farthest."""
 
@@ -51,34 +57,39 @@ def influence(forget_bias: float, distances: Sequence[int], seeds: int = 3) -> l
     return logs.exp().tolist()
 
 
-def draw(found: dict[float, list[float]], distances: Sequence[int], path: Path) -> None:
+def draw(
+    found: dict[float, list[float]], distances: Sequence[int], path: Path, theme: Theme
+) -> None:
     """One line per bias, relative to the read right after the write."""
+    import matplotlib
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
-    axis = figure.subplots()
-    colours = ("#D55E00", "#E69F00", "#009E73", "#0072B2")
-    for (bias, values), colour, marker in zip(found.items(), colours, "osDX", strict=False):
-        kept = 1 / (1 + math.exp(-bias))
-        label = f"bias {bias:g}: keeps {kept:.3g} per token"
-        relative = [value / values[0] for value in values]
-        axis.plot(distances, relative, color=colour, marker=marker, markersize=4, label=label)
-    for height, (name, (near, far)) in zip((1e4, 1e7, 1e4), ASKED.items(), strict=True):
-        axis.plot([near, far], [height, height], color="#555555", linewidth=5)
-        side = "left" if near < 64 else "right"
-        at = near if side == "left" else far
-        axis.text(at, 5 * height, f"asked in {name}", ha=side, va="center", size=8)
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(distances, [str(distance) for distance in distances])
-    axis.set_yscale("log")
-    axis.set_yticks([10.0**power for power in range(-12, 4, 3)])
-    axis.set_ylim(1e-13, 1e9)
-    axis.grid(color="#dddddd")
-    axis.set_xlabel("tokens between write and read")
-    axis.set_ylabel("‖∂read / ∂write‖, relative")
-    axis.legend(frameon=False, loc="lower left", fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    with matplotlib.rc_context(style(theme)):
+        figure = Figure(figsize=(WIDTH, HEIGHT + 0.6), layout="constrained")
+        axis = figure.subplots()
+        names = []
+        for (bias, values), colour in zip(found.items(), COLOURS[theme], strict=True):
+            relative = [value / values[0] for value in values]
+            axis.plot(distances, relative, color=colour, marker="o", markersize=4, linewidth=2)
+            kept = 1 / (1 + math.exp(-bias))
+            names.append((f"bias {bias:g}: keeps {kept:.3g} per token", colour, relative[-1]))
+        for height, (name, (near, far)) in zip((1e4, 1e7, 1e4), ASKED.items(), strict=True):
+            axis.plot([near, far], [height, height], color=INK[theme], alpha=0.6, linewidth=5)
+            side = "left" if near < 64 else "right"
+            at = near if side == "left" else far
+            axis.text(at, 6 * height, f"asked in {name}", ha=side, va="center", size=8)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(distances, [str(distance) for distance in distances])
+        axis.minorticks_off()
+        axis.set_yscale("log")
+        axis.set_yticks([10.0**power for power in range(-12, 4, 3)])
+        axis.set_ylim(1e-13, 1e9)
+        axis.set_xlabel("tokens between write and read")
+        axis.set_ylabel("‖∂read / ∂write‖, relative")
+        shown = [(name, colour, max(end, 1e-13)) for name, colour, end in names]
+        name_lines(axis, shown, 17, HEIGHT + 0.6)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, lambda at: figure.savefig(at, format="png", dpi=150))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -89,8 +100,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--output",
         type=Path,
-        default=Path("docs/images/decay.png"),
-        help="the figure (default docs/images/decay.png)",
+        default=Path("docs/images"),
+        help="folder of the figure, light and dark (default docs/images)",
     )
     parser.add_argument(
         "--seeds", type=int, default=3, help="new memories to average over (default 3)"
@@ -105,7 +116,8 @@ def main(argv: list[str] | None = None) -> int:
     for bias, values in found.items():
         shown = "  ".join(f"{value / values[0]:7.0e}" for value in values)
         print(f"bias {bias:<5g} {shown}")
-    draw(found, DISTANCES, options.output)
+    for theme in COLOURS:
+        draw(found, DISTANCES, options.output / f"decay-{theme}.png", theme)
     print(options.output)
     if options.record:
         result = {

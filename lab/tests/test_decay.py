@@ -34,9 +34,9 @@ def test_the_distances_drawn_are_those_of_the_recipes(name):
 
 def test_the_figure_is_drawn_and_the_numbers_are_kept(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(decay, "DISTANCES", (1, 2, 4))
-    figure, study = tmp_path / "made" / "decay.png", tmp_path / "decay.jsonl"
-    assert decay.main(["--seeds", "1", "--output", str(figure), "--record", str(study)]) == 0
-    assert figure.stat().st_size > 10_000
+    made, study = tmp_path / "made", tmp_path / "decay.jsonl"
+    assert decay.main(["--seeds", "1", "--output", str(made), "--record", str(study)]) == 0
+    assert all((made / f"decay-{t}.png").stat().st_size > 10_000 for t in ("light", "dark"))
     shown = capsys.readouterr().out
     assert [line.split()[1] for line in shown.splitlines()[1:5]] == ["0", "1", "3", "5"]
     (record,) = read_records([study])
@@ -45,6 +45,6 @@ def test_the_figure_is_drawn_and_the_numbers_are_kept(tmp_path, monkeypatch, cap
 
 def test_no_memory_to_average_over_is_refused_and_draws_nothing(tmp_path, capsys):
     with pytest.raises(SystemExit):
-        decay.main(["--seeds", "0", "--output", str(tmp_path / "decay.png")])
+        decay.main(["--seeds", "0", "--output", str(tmp_path / "made")])
     assert "--seeds: expected 1 or more, got 0" in capsys.readouterr().err
-    assert not (tmp_path / "decay.png").exists()
+    assert not (tmp_path / "made").exists()

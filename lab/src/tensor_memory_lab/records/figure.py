@@ -82,7 +82,7 @@ def figure(
     looks = _looks(runs, by, theme)
     across = min(len(order), ACROSS)
     down = -(-len(order) // across)
-    with matplotlib.rc_context(_style(theme)):
+    with matplotlib.rc_context(style(theme)):
         size = (WIDTH, 0.4 + (HEIGHT if down == 1 else TALL) * down)
         drawn = Figure(figsize=size, layout="constrained")
         axes = drawn.subplots(down, across, squeeze=False, sharey=True).flatten()
@@ -104,7 +104,7 @@ def figure(
                 (known.get(value_text(line), value_text(line)), looks[line][0], end)
                 for line, end in ends.items()
             ]
-            _name_lines(axis, named, LETTERS // across, size[1] / down)
+            name_lines(axis, named, LETTERS // across, size[1] / down)
             titles = [
                 f"{short_name(name)} {value}" if value[:1].isdigit() else value
                 for name, value in zip(panels, key, strict=True)
@@ -121,7 +121,8 @@ def figure(
     return path
 
 
-def _style(theme: Theme) -> Any:
+def style(theme: Theme) -> Any:
+    """Settings of matplotlib for all figures."""
     ink, paper = INK[theme], PAPER[theme]
     coloured = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
     papers = ("figure.facecolor", "axes.facecolor", "savefig.facecolor")
@@ -138,16 +139,17 @@ def _style(theme: Theme) -> Any:
     }
 
 
-def _name_lines(
+def name_lines(
     axis: Any, names: Sequence[tuple[str, str, float]], letters: int, inches: float
 ) -> None:
     """Write (name, colour, end) right of an axis, at the line's end or next to it where it is full.
 
     Names longer than `letters` take several rows. `inches` is the height of the panel.
     """
-    low, high = axis.get_ylim()
+    scale = axis.yaxis.get_transform().transform  # of logarithms, perhaps
+    low, high = (float(scale(edge)) for edge in axis.get_ylim())
     rows = [
-        ((end - low) / (high - low), name, colour, number, text)
+        ((float(scale(end)) - low) / (high - low), name, colour, number, text)
         for name, colour, end in names
         for number, text in enumerate(textwrap.wrap(name, letters)[::-1])
     ]
