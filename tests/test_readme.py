@@ -13,7 +13,7 @@ def test_the_readme_has_fewer_than_900_words():
 
 
 def test_links_and_pictures_are_absolute_so_that_they_work_on_a_package_index():
-    targets = re.findall(r"\]\(([^)\s]+)", README) + re.findall(r"src=\"([^\"]+)", README)
+    targets = re.findall(r"\]\(([^)\s]+)", README) + re.findall(r"src(?:set)?=\"([^\"]+)", README)
     assert len(targets) > 5
     assert [target for target in targets if not target.startswith("https://")] == []
 

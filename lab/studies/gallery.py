@@ -2,6 +2,7 @@
 
     python lab/studies/gallery.py --data-dir wikitext-2   # half an hour on one CPU core
     python lab/studies/gallery.py --draw                  # a minute, from saved recordings
+    python lab/studies/gallery.py --draw --walk runs/demo/memory.html   # and that of `make demo`
 
 Models are trained only where their runs are not there yet. Without --data-dir (a folder with
 train.txt, valid.txt and test.txt of WikiText-2) the model of text keeps the recording it has. The
@@ -43,10 +44,11 @@ FIGURES = {
 TITLES = {"binding": "Windowed binding", "language": "Bytes of WikiText-2"}
 
 VIEWS = {
-    "binding": [("binding", (1280, 800), 7), ("phone", (390, 844), 11)],
-    "language": [("language", (1280, 800), 40)],
+    "binding": [("binding", (1280, 800), "#t=13&trail=8"), ("phone", (390, 844), "#t=11&trail=8")],
+    "language": [("language", (1280, 800), "#t=40")],
+    "walk": [("walk", (1280, 800), "#t=150&trail=0")],
 }
-"""Photographs of a page: name, size of the window, the chunk shown."""
+"""Photographs of a page: name, size of the window, the view."""
 
 
 def train(name: str, folder: Path, data: Path | None) -> None:
@@ -60,7 +62,7 @@ def train(name: str, folder: Path, data: Path | None) -> None:
         raise SystemExit(f"{name}: stopped before the end; the same command goes on")
 
 
-def photograph(name: str, recording: Recording, images: Path, page: Path) -> None:
+def photograph(name: str, images: Path, page: Path) -> None:
     """The viewer as a browser shows it, light and dark."""
     found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
     if found is None or importlib.util.find_spec("playwright") is None:
@@ -68,17 +70,14 @@ def photograph(name: str, recording: Recording, images: Path, page: Path) -> Non
         return
     from playwright.sync_api import sync_playwright
 
-    page.parent.mkdir(parents=True, exist_ok=True)
-    recording.save_page(page, title=TITLES[name])
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        for view, (width, height), chunk in VIEWS[name]:
+        for view, (width, height), at in VIEWS[name]:
             for theme in ("light", "dark"):
                 opened = browser.new_page(
                     viewport={"width": width, "height": height}, color_scheme=theme
                 )
-                opened.goto(page.resolve().as_uri())
-                opened.locator("#time").fill(str(chunk))
+                opened.goto(page.resolve().as_uri() + at)
                 opened.wait_for_timeout(500)
                 opened.screenshot(path=images / f"viewer-{view}-{theme}.png")
                 opened.close()
@@ -103,6 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--docs", type=Path, default=Path("docs"), help="recordings and pictures (default docs)"
     )
+    parser.add_argument("--walk", type=Path, help="a page of `make demo`, to photograph it too")
     options = parser.parse_args(argv)
     recordings, images = options.docs / "recordings", options.docs / "images" / "inspect"
     recordings.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,12 @@ def main(argv: list[str] | None = None) -> int:
             recording.save_figures(
                 images / name, layers=[0], themes=("light", "dark"), kinds=FIGURES[name]
             )
-            photograph(name, recording, images, options.runs / f"{name}.html")
+            page = options.runs / f"{name}.html"
+            page.parent.mkdir(parents=True, exist_ok=True)
+            recording.save_page(page, title=TITLES[name])
+            photograph(name, images, page)
+    if options.walk is not None:
+        photograph("walk", images, options.walk)
     return 0
 
 

@@ -20,6 +20,14 @@ def test_every_cell_runs(monkeypatch):
         code = (line for line in cell["source"] if not line.startswith("%"))  # for Jupyter
         exec("".join(code), names)
     assert len(shown) == sum("image/png" in output.get("data", {}) for output in OUTPUTS) == 4
+    title = shown[-1].axes[1].get_title(loc="left")
+    assert title.startswith(f"mask of chunk {int(names['own'][0].chunk[3])}, tokens")
+
+
+def test_it_is_kept_with_the_viewer_inline():
+    pages = [html for output in OUTPUTS for html in output.get("data", {}).get("text/html", [])]
+    assert sum("<iframe sandbox=" in html for html in pages) == 1
+    assert "recording.show(" in TEXT
 
 
 def test_it_is_kept_with_its_outputs_and_without_a_trace_of_a_machine():

@@ -4,13 +4,15 @@ import io
 
 import pytest
 import torch
-from browsing import picture, settle, slide, text
+from browsing import PATIENCE, PHONE, keep, picture, settle, slide, text
 from invented import invented
 from PIL import Image
 from test_place_pages import recorded
 from test_viewer_sources import arcs
 
 from tensor_memory import MemoryConfig, MemoryResidual, TensorMemory, record
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="the viewer needs playwright")
 
 
 def test_it_opens_where_something_is_held_and_says_why_a_stage_is_empty(opened):
@@ -131,7 +133,7 @@ def test_heads_that_share_a_grid_have_colours_and_can_be_switched_off(opened, ga
 def colour_at(page, x, y) -> list[int]:
     """The colour of the stage at a place of the memory, in a view that was not turned."""
     image = Image.open(io.BytesIO(picture(page))).convert("RGB")
-    unit = min(image.size) * 0.229 * 1.55
+    unit = min(image.size) * 0.229 * 1.55 * 1.25 / (4 / 3)  # four columns reach beyond the border
     at = round(image.width / 2 + x * unit), round(image.height * 0.47 + y * unit)
     return list(image.crop((*at, at[0] + 1, at[1] + 1)).tobytes())
 
@@ -167,3 +169,59 @@ def test_a_picture_lies_upright_under_the_places_it_was_taken_at(opened, tmp_pat
         recording.save_page(tmp_path / "page.html", image=photo.expand(3, 20, 30, 3))
     with pytest.raises(TypeError, match="beside: expected another Recording, got str"):
         recording.save_page(tmp_path / "page.html", beside="other")  # pyright: ignore[reportArgumentType]
+
+
+def tab_to(page, control):
+    """Press Tab until a control has the focus."""
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        if page.evaluate("(control) => document.activeElement.matches(control)", control):
+            return
+    raise AssertionError(f"{control} cannot be reached")
+
+
+def test_everything_can_be_reached_and_changed_by_keyboard_alone(opened, gated):
+    page = opened(gated)
+    tab_to(page, "#cut")
+    page.keyboard.press("ArrowDown")
+    tab_to(page, "#cut-at")
+    page.keyboard.press("Home")
+    assert text(page, "#cut-value") == "x = −1.00"
+    tab_to(page, "#time")
+    page.keyboard.press("End")
+    assert text(page, "#position") == "9 / 9"
+    page.keyboard.press("]")
+    settle(page)
+    assert page.locator("#overview .window").is_visible()
+    tab_to(page, "#head-0")
+    page.keyboard.press("Space")
+    assert not page.locator("#head-0").is_checked()
+    tab_to(page, "#source-list button")
+    wanted = text(page, "#source-list button:focus span").removeprefix("chunk ")
+    page.keyboard.press("Enter")
+    assert text(page, "#chunk-name").startswith(f"Chunk {wanted} ")
+    tab_to(page, "#measure")
+    page.keyboard.press("ArrowDown")
+    assert page.locator("#measure").input_value() == "use"
+
+
+def test_the_stage_fits_on_a_phone(opened, gated):
+    page = opened(gated, size=PHONE, touch=True, scheme="dark", at="#t=6&cut=3&cutAt=1")
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE[0]
+    boxes = [page.locator(of).bounding_box() for of in ("#stage", "#cut-place", "#cut")]
+    assert all(box["x"] >= 0 and box["x"] + box["width"] <= PHONE[0] for box in boxes)
+    keep(page, "gated-phone-dark")
+
+
+def test_a_notebook_shows_the_page_in_a_frame_of_its_own(browser, gated):
+    page = browser.new_page()
+    page.set_content(gated.show(title="<b>inline</b>", height=700)._repr_html_())
+    inside = page.frame_locator("iframe")
+    sync_api.expect(inside.locator("h1")).to_have_text("<b>inline</b>", timeout=PATIENCE)
+    sync_api.expect(inside.locator("#chunk-name")).to_contain_text("Chunk ", timeout=PATIENCE)
+    inside.locator("#copy-link").click()
+    told = "a page inside a notebook has no address"
+    sync_api.expect(inside.locator("#copied")).to_have_text(told, timeout=PATIENCE)
+    page.close()
+    with pytest.raises(TypeError, match="beside: expected another Recording, got int"):
+        gated.show(beside=3)

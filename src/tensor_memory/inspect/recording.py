@@ -199,6 +199,15 @@ class Recording:
                 with two axes whose places are given. Its first line is y = -1, its last y = 1, its
                 first column x = -1: y then grows downwards on the page, as it does in photos.
         """
+        options: dict[str, Any] = {"title": title, "every": every, "rows": rows, "image": image}
+        write_text(path, self._page(limit_mb=limit_mb, beside=beside, **options))
+
+    def show(self, *, height: int = 800, **options: Any) -> InlinePage:
+        """The same page inside a notebook, so many pixels high; options as of `save_page`."""
+        usual: dict[str, Any] = {"title": "Tensor Memory recording", "every": 1, "rows": None}
+        return InlinePage(self._page(**{**usual, "limit_mb": LIMIT_MB, **options}), height)
+
+    def _page(self, *, limit_mb: float, beside: Recording | None = None, **options: Any) -> str:
         if beside is not None and not isinstance(beside, Recording):
             raise TypeError(
                 f"beside: expected another Recording, got {type(beside).__name__}; load a file "
@@ -206,8 +215,7 @@ class Recording:
             )
         shown = self if beside is None else _both(self, beside)
         first = None if beside is None else len(self)
-        options: dict[str, Any] = {"title": title, "every": every, "rows": rows}
-        write_text(path, page(shown, **options, limit_mb=limit_mb, first=first, image=image))
+        return page(shown, limit_mb=limit_mb, first=first, **options)
 
     def save_figures(
         self,
@@ -320,6 +328,23 @@ class Recording:
             units = " or ".join(dict.fromkeys(layer.unit for layer in self.layers))
             extent += f"\none {units} in {self.every} was kept, {others} not"
         return extent
+
+
+@dataclass(frozen=True)
+class InlinePage:
+    """A page that a notebook shows; it can reach neither the notebook nor a network."""
+
+    text: str
+    height: int
+
+    def __repr__(self) -> str:
+        return f"InlinePage({len(self.text) / 1e6:.1f} MB)"
+
+    def _repr_html_(self) -> str:
+        return (
+            '<iframe sandbox="allow-scripts allow-downloads" width="100%" '
+            f'height="{int(self.height)}" style="border: 0" srcdoc="{escape(self.text)}"></iframe>'
+        )
 
 
 def _both(first: Recording, second: Recording) -> Recording:

@@ -177,7 +177,8 @@ function start() {
     const chosen = layer();
     if (chosen.chunks === 0) return;
     summarise();
-    const shown = scene.draw({ ...state, layer: chosen, picture: pictureUnder(chosen) });
+    const sources = chosen.sources ? sourcesOf(state.layer, state.row, state.t, state.hidden) : null;
+    const shown = scene.draw({ ...state, layer: chosen, picture: pictureUnder(chosen), sources: state.writes ? sources : null });
     tellNothing(chosen, shown);
     drawBeside();
     const wide = state.writes ? scene.wideWrites(chosen, state.t, state.row) : "";
@@ -195,7 +196,7 @@ function start() {
     showPanel(chosen, state.layer, state.t, state.row);
     gates.point(state.t, narrow());
     use.point(state.t, narrow());
-    drawStrip(chosen);
+    drawStrip(chosen, sources);
     overview.point(state.layer, state.t, state.window);
   }
 
@@ -233,9 +234,8 @@ function start() {
     redraw();
   }
 
-  function drawStrip(chosen) {
+  function drawStrip(chosen, sources) {
     const { row, t, measure, hidden } = state;
-    const sources = chosen.sources ? sourcesOf(state.layer, row, t, hidden) : null;
     const life = isPresent(chosen, t, row) ? lifeOf(chosen, row, t) : null;
     const values = measureValues(state.layer, measure, row, t, hidden);
     strip.draw({ layer: chosen, row, t, window: state.window, values, measure, sources, life, dark: isDark() });

@@ -3,7 +3,7 @@
 // Colours of heads, the same as in the figures.
 const headColour = (head) => `var(--head-${head % 6})`;
 // Of a gated memory all heads write at once: what a chunk gave is told for them together.
-const sourceColour = (layer, head) => (layer.unit === "token" ? headColour(head) : "var(--write)");
+const sourceColour = (layer, head) => (layer.unit === "token" && layer.headCount > 1 ? headColour(head) : "var(--write)");
 
 // The heads of a layer: those of a place memory are views of their own, those of a gated memory
 // write into one grid.

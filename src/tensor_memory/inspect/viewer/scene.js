@@ -7,7 +7,7 @@ const WIDE = 1; // half the grid: a write of a larger σ covers all of it, and a
 
 class Scene extends View {
   // Draws one moment and returns how many voxels are above the threshold.
-  draw({ layer, t, row, slice, threshold, trail, writes, reads, cut, cutAt, hidden, picture }) {
+  draw({ layer, t, row, slice, threshold, trail, writes, reads, cut, cutAt, hidden, picture, sources }) {
     this.resize();
     const pen = this.pen;
     pen.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
@@ -15,8 +15,8 @@ class Scene extends View {
     this.upwards = layer.overImage ? -1 : 1;
     // Heads of a place memory have grids of their own; those of a gated memory share one.
     this.hidden = layer.unit === "token" ? new Set() : hidden;
-    this.aim();
     this.measure(layer);
+    this.aim();
     if (picture) this.drawPicture(picture);
     this.drawBox(layer, "back");
     if (writes) this.shadeWrites(layer, t, row);
@@ -26,6 +26,7 @@ class Scene extends View {
     if (cutMoves(cut) && layer.axes > 2) this.drawPlane(layer, cutAxis(cut), cutAt);
     this.drawBox(layer, "front");
     const from = Math.max(0, t - trail);
+    if (sources) this.drawSources(layer, row, sources);
     if (reads) this.drawReads(layer, from, t, row);
     if (writes) this.drawWrites(layer, from, t, row);
     this.drawLabels(layer);
@@ -46,6 +47,7 @@ class Scene extends View {
     const [pen, { naturalWidth: w, naturalHeight: h }] = [this.pen, picture];
     pen.save();
     pen.transform((x1 - x0) / w, (y1 - y0) / w, (x2 - x0) / h, (y2 - y0) / h, x0, y0);
+    pen.imageSmoothingEnabled = false;
     pen.drawImage(picture, 0, 0);
     pen.restore();
   }
@@ -232,7 +234,7 @@ class Scene extends View {
     for (let at = from; at <= t; at++) {
       for (let head = 0; head < layer.writes; head++) {
         const point = pointAt(layer, layer.writeAt, layer.writes, at, row, head);
-        if (!point || this.hidden.has(head)) continue;
+        if (!point || this.hidden.has(head) || !this.hasWritten(layer, at, row)) continue;
         const [x, y] = this.place(point);
         const colour = this.writeColour(layer, head);
         if (at < t) {
@@ -246,6 +248,34 @@ class Scene extends View {
         this.dot(x, y, 4.5, colour);
       }
     }
+  }
+
+  // A token of a place memory whose rate is 0 has written nothing.
+  hasWritten(layer, t, row) {
+    return layer.unit !== "token" || layer.gates[(t * recording.rows + row) * layer.gateCount] >= 0.005;
+  }
+
+  // Rings around the writes that this read came from, as wide as their parts.
+  drawSources(layer, row, { writes }) {
+    const pen = this.pen;
+    for (const { head, position, part } of [...writes].reverse()) {
+      const t = stepOf(layer.chunk, position);
+      const size = Math.min(1, Math.abs(part));
+      if (layer.chunk[t] !== position || (layer.unit === "token" && head !== layer.head) || size < 0.005) continue;
+      for (let index = 0; index < layer.writes; index++) {
+        const point = pointAt(layer, layer.writeAt, layer.writes, t, row, index);
+        if (!point || this.hidden.has(index)) continue;
+        const [x, y] = this.place(point);
+        for (const [width, colour] of [[3.5 + 6 * size, this.colour.halo], [1.2 + 6 * size, this.writeColour(layer, index)]]) {
+          pen.setLineDash(part < 0 ? [4, 3] : []);
+          pen.beginPath();
+          pen.arc(x, y, 10, 0, 2 * Math.PI);
+          [pen.strokeStyle, pen.lineWidth] = [colour, width];
+          pen.stroke();
+        }
+      }
+    }
+    pen.setLineDash([]);
   }
 
   // The outline of a sphere; seen from so near it is a little wider than its great circles.

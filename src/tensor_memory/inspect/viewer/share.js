@@ -53,6 +53,7 @@ function viewAddress(scene) {
 const tell = (text) => (find("copied").textContent = text);
 
 async function copyLink(scene) {
+  if (location.protocol === "about:") return tell("a page inside a notebook has no address");
   history.replaceState(null, "", viewAddress(scene));
   const copied = await put(() => navigator.clipboard.writeText(location.href));
   tell(copied ? "link copied" : "the link is in the address bar");

@@ -69,7 +69,8 @@ class View {
     const [cy, sy, cp, sp] = [Math.cos(this.yaw), Math.sin(this.yaw), Math.cos(this.pitch), Math.sin(this.pitch)];
     this.turnBy = [[cy, 0, sy], [sp * sy, cp, -sp * cy], [-cp * sy, sp, cp * cy]];
     this.eye = this.turnBy[2].map((c) => c * DISTANCE);
-    this.unit = Math.min(this.width, this.height) * 0.229 * this.zoom;
+    // Cells at the border of a coarse grid reach far beyond it.
+    this.unit = Math.min(this.width, this.height) * 0.229 * this.zoom * Math.min(1, 1.25 / Math.max(...this.extent));
   }
 
   // World to screen: x, y, and pixels per coordinate unit there.
