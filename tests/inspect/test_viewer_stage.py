@@ -200,6 +200,7 @@ def test_everything_can_be_reached_and_changed_by_keyboard_alone(opened, gated):
     wanted = text(page, "#source-list button:focus span").removeprefix("chunk ")
     page.keyboard.press("Enter")
     assert text(page, "#chunk-name").startswith(f"Chunk {wanted} ")
+    assert page.locator("#source-list button:focus").count() == 1  # on the line in the same place
     tab_to(page, "#measure")
     page.keyboard.press("ArrowDown")
     assert page.locator("#measure").input_value() == "use"

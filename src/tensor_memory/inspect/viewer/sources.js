@@ -13,6 +13,7 @@ function showSources(layer, row, t, sources, life, go) {
   };
   find("sources-note").hidden = layer.unit === "token";
   const list = find("source-list");
+  const focused = [...list.querySelectorAll("button")].indexOf(document.activeElement);
   if (!sources) {
     list.replaceChildren(element("li", isPresent(layer, t, row) ? "Not known: nothing was read, or the page does not tell it." : `This row has no such ${layer.unit}.`));
   } else {
@@ -32,6 +33,7 @@ function showSources(layer, row, t, sources, life, go) {
       return item;
     }), ...restLines(layer, sources, listed, line));
   }
+  list.querySelectorAll("button")[focused]?.focus({ preventScroll: true }); // its line was made anew
   find("life").textContent = life ? lifeText(layer, row, life) : "";
 }
 
