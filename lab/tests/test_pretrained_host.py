@@ -21,9 +21,6 @@ study = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = study
 spec.loader.exec_module(study)
 
-# PEFT asks transformers for a name that the latter is about to drop.
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-
 WORDS, WINDOW, SEGMENT = 50, 4, 8
 SMALL = {
     study.PLACE: study.PlaceConfig(heads=2, channels=4, grid=(3, 3)),

@@ -153,7 +153,9 @@ class PlaceMemory(nn.Module):
         Args:
             x: tokens.
             state: what the last call returned; None starts empty.
-            where: (B, N, n) or (B, N, H, n) places in [-1, 1], where the config takes them.
+            where: (B, N, n) or (B, N, H, n) places in [-1, 1], where the config takes them. Their
+                values are not checked, as a check would wait for the device. A place outside
+                counts as on the border, or comes round again on an axis that wraps.
             mask: (B, N) true where a token is real; others change nothing and m is 0 there.
             reset: (B, N) true where a new document starts, on a masked position too.
             cu_seqlens: (documents + 1,) int, where documents packed into one row begin and end:
