@@ -14,7 +14,7 @@ METHODS = (
     "conv-local", "attention", "full", "window", "window+", "gla", "deltanet", "gated-deltanet",
     "kda", "mamba2", "rwkv7", "xl", "registers", "slots", "slots-matched", "recurrent-slots",
     "tensor", "tensor-long", "spatial", "tensor-local", "tensor-xl", "tensor-depth", "place",
-    "place-local",
+    "place-delta", "place-given", "place-given-delta", "place-offset", "place-local",
 )  # fmt: skip
 """The order of methods in tables and figures; others come after."""
 
@@ -40,10 +40,10 @@ def measure_text(value: float | None, name: str = "") -> str:
 def is_percent(name: str) -> bool:
     """Whether a measure, or a column of it, is shown in percent.
 
-    >>> is_percent("accuracy"), is_percent("off.test.accuracy"), is_percent("test.loss")
+    >>> is_percent("accuracy"), is_percent("off.test.accuracy_far"), is_percent("test.loss")
     (True, True, False)
     """
-    return name.rpartition(".")[2] in PERCENT
+    return name.rpartition(".")[2].partition("_")[0] in PERCENT
 
 
 def decimals(value: float) -> int:

@@ -268,11 +268,12 @@ class Maze(DrawnTask):
             "accuracy": age >= 0,
             "accuracy_near": age <= FAR,
             "accuracy_far": age > FAR,
-            "accuracy_very_far": age > VERY_FAR,
-            "accuracy_ages_ago": age > AGES_AGO,
             "accuracy_object": (age > FAR) & (target >= OBJECT),
             "accuracy_wall": (age > FAR) & (target == WALL),
         }
+        for name, least in {"accuracy_very_far": VERY_FAR, "accuracy_ages_ago": AGES_AGO}.items():
+            if age.shape[1] > 2 * least:  # shorter walks have next to none
+                kinds[name] = age > least
         sums = {name: ((right & kind).sum(), kind.sum()) for name, kind in kinds.items()}
         return sums | {"loss": (loss, torch.ones_like(age).sum())}
 
