@@ -30,8 +30,9 @@ test: $(VENV)/.dev  ## lint, check types, run every test
 test-all: $(VENV)/.dev  ## the same with the exhaustive matrices (interpreted kernels, every host)
 	$(MAKE) --no-print-directory -j2 lint pytest TESTS='-m "not gpu or gpu"'
 
+# Workers and jobs would each compile every file again where no bytecode is kept.
 pytest: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(TESTS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(TESTS)
 
 docs: $(VENV)/.dev  ## build the site into build/site; a warning is an error, no network is needed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

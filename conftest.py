@@ -35,10 +35,10 @@ def pytest_configure(config: pytest.Config) -> None:
         deadline=None,  # a shared machine makes timing a coin toss
         derandomize=True,
         database=None,
-        max_examples=15,
+        max_examples=10 if "not exhaustive" in config.option.markexpr else 30,
         suppress_health_check=[HealthCheck.too_slow],
     )
-    settings.load_profile("suite")
+    settings.load_profile("suite")  # tests that need more take a multiple of its examples
 
 
 @pytest.fixture(autouse=True)

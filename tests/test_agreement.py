@@ -62,7 +62,7 @@ def assert_follows_the_oracle(memory: TensorMemory, pieces: list[Call], state: M
         assert state.readout[state.fill == 0].eq(0).all()
 
 
-@settings(max_examples=120)
+@settings(max_examples=4 * settings.default.max_examples)
 @given(data=st.data(), config=configs(), rows=st.integers(1, 2), seed=SEEDS, together=st.booleans())
 def test_any_memory_follows_the_oracle_over_several_calls(data, config, rows, seed, together):
     pieces = data.draw(st.lists(calls(rows, st.integers(0, 9)), min_size=1, max_size=3))

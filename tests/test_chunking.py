@@ -71,7 +71,7 @@ def assert_as_walked(fill, mask, reset, flush, chunk_size) -> None:
         assert got.last[b] == max(len(row.chunks) - 1, 0)
 
 
-@settings(max_examples=300)
+@settings(max_examples=10 * settings.default.max_examples)
 @given(
     rows=st.integers(1, 3),
     length=st.integers(1, 12),

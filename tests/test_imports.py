@@ -5,6 +5,7 @@ library alone. No circle of imports, also none that runs through functions or ty
 """
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -30,12 +31,20 @@ def modules_in(source: Path) -> dict[str, Path]:
     return names
 
 
+tree_of = functools.cache(ast.parse)  # several rules look through the same text
+
+
+def name_of(called: ast.expr) -> str:
+    """The last part of what is called."""
+    return getattr(called, "attr", getattr(called, "id", ""))
+
+
 def imports_of(module: str, path: Path) -> Iterator[tuple[str, str | None]]:
     """(module, name) for `from module import name`, (module, None) for `import module`.
 
     Anywhere in the file: in functions and for types too; relative ones resolved.
     """
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from ((alias.name, None) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -43,13 +52,13 @@ def imports_of(module: str, path: Path) -> Iterator[tuple[str, str | None]]:
             base = parents[: len(parents) - node.level + 1] if node.level else []
             origin = ".".join([*base, *([node.module] if node.module else [])])
             yield from ((origin, alias.name) for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        elif isinstance(node, ast.Call) and name_of(node.func).endswith("import_module"):
             yield from ((a.value, None) for a in node.args[:1] if isinstance(a, ast.Constant))
 
 
 def attributes_of(package: str, path: Path) -> Iterator[str]:
     """What a file takes from a package that it has imported by `import package`."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = tree_of(path.read_text(encoding="utf-8"))
     aliases = {
         alias.asname or alias.name
         for node in ast.walk(tree)
@@ -57,7 +66,7 @@ def attributes_of(package: str, path: Path) -> Iterator[str]:
         for alias in node.names
         if alias.name == package
     }
-    for node in ast.walk(tree):
+    for node in ast.walk(tree) if aliases else ():
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) in aliases:
             yield node.attr
 

@@ -38,7 +38,7 @@ def build(option, rows, seed, started):
     return make_memory(config, seed=seed), state
 
 
-@settings(max_examples=80)
+@settings(max_examples=3 * settings.default.max_examples)
 @given(
     option=OPTION,
     call=calls(2, st.integers(0, 12)),
@@ -69,7 +69,7 @@ def padded(kind: str, rows: int, length: int, seed: int) -> torch.Tensor:
     return make_marks(rows, length, 0.6, seed)
 
 
-@settings(max_examples=60)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(
     option=OPTION,
     kind=st.sampled_from(["left", "right", "holes"]),
@@ -90,7 +90,6 @@ def test_a_padded_row_gives_what_the_row_gives_alone(option, kind, length, flush
         assert_same_state(end.select([b]), alone_end)
 
 
-@settings(max_examples=30)
 @given(option=OPTION, call=calls(3, LENGTH), row=st.integers(0, 2), seed=SEEDS)
 def test_an_all_masked_row_reads_nothing_and_keeps_its_state_bit_for_bit(option, call, row, seed):
     memory, state = build(option, 3, seed, started="apart")
@@ -120,7 +119,6 @@ def test_garbage_in_masked_tokens_changes_nothing_in_value_or_gradient(option, g
         assert torch.equal(kept, disturbed)
 
 
-@settings(max_examples=30)
 @given(
     option=OPTION,
     lengths=st.lists(st.integers(1, 5), min_size=1, max_size=4),
@@ -140,7 +138,6 @@ def test_documents_in_a_row_know_nothing_of_each_other(option, lengths, seed, st
     assert_same_state(end, alone[-1][1])
 
 
-@settings(max_examples=30)
 @given(option=OPTION, length=LENGTH, at=st.integers(0, 9), seed=SEEDS)
 def test_a_reset_on_a_masked_position_counts(option, length, at, seed):
     memory, state = build(option, 1, seed, started="apart")
@@ -176,7 +173,6 @@ def test_nothing_of_a_document_that_overflowed_survives_a_reset(option, backend)
     assert_same_state(end, alone_end)
 
 
-@settings(max_examples=30)
 @given(option=OPTION, call=calls(2, LENGTH), seed=SEEDS, at=st.integers(0, 9))
 def test_a_marked_flush_is_a_flush_at_the_end_of_a_call(option, call, seed, at):
     memory, state = build(option, 2, seed, started="apart")
@@ -190,7 +186,6 @@ def test_a_marked_flush_is_a_flush_at_the_end_of_a_call(option, call, seed, at):
     assert_same_state(joined_end, end)
 
 
-@settings(max_examples=40)
 @given(
     option=OPTION,
     length=st.integers(1, 14),
@@ -214,7 +209,6 @@ def test_a_flush_every_so_many_tokens_is_one_marked_at_each(option, length, fram
         assert_same(one, other)
 
 
-@settings(max_examples=30)
 @given(option=OPTION, length=st.integers(0, 7), seed=SEEDS)
 def test_a_flush_writes_the_unfinished_chunk_padded_with_zeros(option, length, seed):
     memory, _ = build(option, 2, seed, started="empty")
@@ -239,7 +233,6 @@ def test_a_flush_with_nothing_waiting_changes_nothing(option):
     assert_identical_state(memory(x, end, mask=padding, flush=marked)[1], end)
 
 
-@settings(max_examples=30)
 @given(option=OPTION, call=calls(3, LENGTH), seed=SEEDS, started=STARTS)
 def test_a_row_alone_equals_the_row_in_a_batch(option, call, seed, started):
     memory, state = build(option, 3, seed, started)
@@ -264,7 +257,6 @@ def test_a_row_that_overflowed_disturbs_no_other(option, backend):
     assert poisoned_m[1].isnan().all()
 
 
-@settings(max_examples=30)
 @given(option=OPTION, call=calls(2, LENGTH), seed=SEEDS)
 def test_a_call_leaves_its_arguments_as_they_were(option, call, seed):
     memory, state = build(option, 2, seed, started="apart")

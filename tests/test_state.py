@@ -60,7 +60,7 @@ def test_a_state_counts_its_bytes():
     assert state.nbytes == 2 * volume + 2 * 3 * DIM * 8 + 2 * 8 + 2 * 2 * 8
 
 
-@settings(max_examples=50)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(data=st.data(), option=st.sampled_from(sorted(OPTIONS)), seed=SEEDS)
 def test_the_size_never_depends_on_what_has_been_seen(data, option, seed):
     memory = make_memory(OPTIONS[option], seed=seed)

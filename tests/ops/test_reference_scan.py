@@ -32,7 +32,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(case=cases(), seed=st.integers(0, 2**31), backend=st.sampled_from(["reference", "torch"]))
 def test_a_scan_is_what_the_oracle_says(case, seed, backend):
     request = case.make(seed=seed)
@@ -57,7 +57,6 @@ def test_a_scan_is_what_the_oracle_says(case, seed, backend):
                 assert_same(mine[b].cpu(), torch.from_numpy(theirs))
 
 
-@settings(max_examples=30)
 @given(case=cases(), seed=st.integers(0, 2**31))
 def test_a_read_that_no_write_follows_is_what_the_oracle_says(case, seed):
     request = case.make(seed=seed)

@@ -62,8 +62,13 @@ def of_gradient(memory: nn.Module, x: Tensor, how: str) -> dict[str, Tensor]:
     [
         *((option, "torch") for option in MEMORIES),
         *(
-            pytest.param(option, "triton", marks=FUSED.marks)
-            for option in ("chunks", "kept in parts", "gaussian places", "linear places")
+            pytest.param(option, "triton", marks=[*FUSED.marks, *more])
+            for option, more in (
+                ("chunks", ()),
+                ("kept in parts", [pytest.mark.exhaustive]),
+                ("gaussian places", ()),
+                ("linear places", [pytest.mark.exhaustive]),
+            )
         ),
     ],
 )
