@@ -16,7 +16,7 @@ from invented import invented
 import forked  # pyright: ignore[reportMissingImports]
 from tensor_memory import MemoryConfig, Recording, TensorMemory, record
 from tensor_memory.cli import main
-from tensor_memory.inspect import recorder as recorder_module
+from tensor_memory.inspect.progress import LongWork
 from tensor_memory.inspect.watch import WatchServer
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="the viewer needs playwright")
@@ -159,17 +159,20 @@ def test_a_foreign_file_a_folder_and_a_missing_folder_are_refused(tmp_path, caps
         record(memory, live=7).__enter__()  # pyright: ignore[reportArgumentType]
 
 
-def test_a_long_recording_says_how_far_it_has_come(monkeypatch, capsys):
+def test_a_long_recording_and_a_long_page_say_how_far_they_have_come(monkeypatch, capsys, tmp_path):
     memory = TensorMemory(8, MemoryConfig(channels=2, grid=(2, 2), chunk_size=1))
     clock = iter(range(0, 10_000, 7))
-    monkeypatch.setattr(recorder_module.RecordingProgress, "_clock", lambda _: next(clock))
-    with torch.no_grad(), record(memory):
+    monkeypatch.setattr(LongWork, "_clock", lambda _: next(clock))
+    with torch.no_grad(), record(memory) as recording:
         memory(torch.randn(1, 12, 8))
     lines = capsys.readouterr().err.splitlines()
     assert lines == [
         "recording: 5 steps of 1 layer in 0:00:35",
         "recording: 10 steps of 1 layer in 0:01:10",
     ]
+    monkeypatch.setattr(LongWork, "_clock", lambda _: 40 * next(clock))
+    recording.save_page(tmp_path / "page.html")
+    assert capsys.readouterr().err.startswith("page: 1 layers and rows followed")
     with torch.no_grad(), record(memory, progress=False):
         memory(torch.randn(1, 12, 8))
     assert capsys.readouterr().err == ""

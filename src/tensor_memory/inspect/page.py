@@ -29,6 +29,7 @@ from tensor_memory.config import PlaceConfig
 from tensor_memory.inspect.annotations import checked_images
 from tensor_memory.inspect.layer_recording import GridRecording
 from tensor_memory.inspect.place_lives import WriteLives
+from tensor_memory.inspect.progress import LongWork
 from tensor_memory.wording import counted
 
 LIMIT_MB = 32.0
@@ -228,7 +229,7 @@ def _encoded_layer(layer: GridRecording) -> dict[str, Any]:
 def _lives(recording: Recorded, rows: int, most: int) -> list[dict[int, WriteLives]]:
     """Of every layer the rows whose writes are followed: row by row as long as the work lasts."""
     found: list[dict[int, WriteLives]] = [{} for _ in recording.layers]
-    work = 0
+    work, told = 0, LongWork("page", "layers and rows followed from write to read")
     for row in range(rows):
         work += sum(layer.follow_work(row) for layer in recording.layers)
         if work > most:
@@ -237,6 +238,8 @@ def _lives(recording: Recorded, rows: int, most: int) -> list[dict[int, WriteLiv
             followed = layer.follow(row, SOURCES)
             if followed is not None:
                 lives[row] = followed
+            told.add(1)
+    told.close()
     return found
 
 

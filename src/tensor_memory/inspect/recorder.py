@@ -26,7 +26,7 @@ from tensor_memory.inspect.chunk_history import ChunkHistoryStore, steered_array
 from tensor_memory.inspect.layer_recording import LayerRecording, float_shapes
 from tensor_memory.inspect.place_layer import PlaceLayerRecording, place_shapes
 from tensor_memory.inspect.place_recorder import PlaceLayerRecorder
-from tensor_memory.inspect.progress import RecordingProgress
+from tensor_memory.inspect.progress import LongWork
 from tensor_memory.inspect.recording import Recording
 from tensor_memory.inspect.replay import (
     CallArguments,
@@ -42,6 +42,7 @@ from tensor_memory.place_state import PlaceState, watching_moves
 from tensor_memory.residual import MemoryResidual
 from tensor_memory.state import MemoryState
 from tensor_memory.tensor import TensorMemory
+from tensor_memory.wording import counted
 
 DTYPES = (torch.float16, torch.float32, torch.float64)
 
@@ -115,7 +116,8 @@ def record(
         )
     layers = _layers_of(model)
     recorder = _Recorder(layers, every, max_chunks, max_rows, max_tokens, dtype)
-    recorder.progress = RecordingProgress(len(layers)) if progress else None
+    if progress:
+        recorder.progress = LongWork("recording", f"steps of {counted(len(layers), 'layer')}")
     recording = Recording(every=every, asked_every=every)
 
     def save(made: Recording) -> None:
@@ -221,7 +223,7 @@ class _Recorder:
             if isinstance(memory, TensorMemory) and max_tokens
         }
         self.live: _Live | None = None
-        self.progress: RecordingProgress | None = None
+        self.progress: LongWork | None = None
         self._handles: list[RemovableHandle] = []
         self.one_at_a_time = threading.Lock()  # calls may come from several threads
 
