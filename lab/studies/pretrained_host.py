@@ -157,7 +157,8 @@ class Rotary(nn.Module):
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """(B, N) -> two of (B, N, e)."""
-        angle = position_ids[..., None] * self.frequencies.to(x.device)
+        self.frequencies = self.frequencies.to(x.device)
+        angle = position_ids[..., None] * self.frequencies
         angle = torch.cat([angle, angle], -1)
         return angle.cos().to(x.dtype), angle.sin().to(x.dtype)
 
@@ -184,7 +185,8 @@ class Carried:
         behind = at - torch.arange(self.sinks, device=device) >= window  # sinks out of the window
         self.sees = torch.cat([behind, near], -1).flatten(0, 1)[:, None]  # (B·S, 1, b, keys)
         # Sinks stand right before the window of a block's first token, as near as in training.
-        self.moved = (at[:, :, 0, 0] - window - self.sinks).clamp(min=0)  # (B, S)
+        moved = (at[:, :, 0, 0] - window - self.sinks).clamp(min=0)  # (B, S)
+        self.turn = [t[:, :, None, None] for t in self.rotary(torch.empty(0, device=device), moved)]
         self.begins = (positions[:, 0] == 0)[:, None, None, None]
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -200,7 +202,7 @@ class Carried:
             blocks = row.unfold(2, window + b, b).permute(0, 2, 1, 4, 3)
             first = first[:, None].expand(-1, blocks.shape[1], -1, -1, -1)
             if now is key:
-                cos, sin = (t[:, :, None, None] for t in self.rotary(key, self.moved))
+                cos, sin = (t.to(key.dtype) for t in self.turn)
                 left, right = first.chunk(2, -1)
                 first = first * cos + torch.cat([-right, left], -1) * sin
             found.append(torch.cat([first, blocks], 3))
@@ -441,10 +443,10 @@ class Study:
             "host": options.host_dir.name,
             "tokens": self.checksum,
             "method": method,
-            "rate": rate,
             "test": counts,
             "sinks": METHODS[method].sinks,
             "memory": None if memory is None else memory.to_dict(),
+            **({} if rate is None else {"optimizer": {"lr": rate}}),
             **{name: getattr(options, name) for name in names},
         }
 
@@ -467,7 +469,8 @@ class Study:
         result: dict[str, Any] = {"valid": self.score(subject, "valid"), "test": {}}
         if counts:
             scores = self.score(subject, "test")
-            result["test"] = {"test": {"loss": scores.pop("loss")}}
+            loss = scores.pop("loss")
+            result["test"] = {"test": {"loss": loss, **self.given_back(config, seed, loss)}}
             result["test"] |= {f"test@{name}": {"loss": loss} for name, loss in scores.items()}
             result["decode_ms"] = {
                 str(rows): decode_ms(subject, self.books["test"][0], rows, options.segment, budget)
@@ -508,6 +511,23 @@ class Study:
         )
         return record
 
+    def given_back(self, config: dict[str, Any], seed: int, loss: float) -> dict[str, float]:
+        """The share of what the window lost to a wider one, without LoRA and with it."""
+        same = [name for name in config if name not in ("method", "optimizer", "memory", "sinks")]
+        found = {
+            (record["method"], record["seed"]): record["test"]["test"]["loss"]
+            for record in self.records()
+            if record["test"] and all(record["config"].get(n, config[n]) == config[n] for n in same)
+        }
+        pairs = {"given_back": [("window", 0), ("full", 0)]}
+        if METHODS[config["method"]].lora:
+            pairs["given_back_adapted"] = [("lora", seed), ("full+lora", seed)]
+        return {
+            name: (found[near] - loss) / (found[near] - found[far])
+            for name, (near, far) in pairs.items()
+            if near in found and far in found
+        }
+
     def score(self, subject: Subject, split: str) -> dict[str, float]:
         """The losses on a split."""
         options = self.options
@@ -533,29 +553,27 @@ class Study:
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-    """Mean loss over seeds by method and distance, and the part of the gap that is given back."""
+    """Means over seeds by method: loss by distance, shares given back, times."""
     found: dict[str, list[dict[str, Any]]] = {}
     for record in records:
         if record["test"]:
             found.setdefault(record["method"], []).append(record)
 
-    def loss(method: str, split: str = "test") -> float:
-        losses = [r["test"][split]["loss"] for r in found.get(method, []) if split in r["test"]]
-        return sum(losses) / len(losses) if losses else math.nan
+    def mean(method: str, split: str, name: str, form: str) -> str:
+        values = [r["test"].get(split, {}).get(name) for r in found[method]]
+        known = [value for value in values if value is not None]
+        return format(sum(known) / len(known), form) if known else "-"
 
     splits = list(dict.fromkeys(split for rs in found.values() for r in rs for split in r["test"]))
+    shares = ("given_back", "given_back_adapted")
     heads = [split.removeprefix("test@") for split in splits]
-    lines = [["method", "seeds", "rate", *heads, "given back", "adapted", "step ms", "decode ms"]]
+    lines = [["method", "seeds", "rate", *heads, *shares, "step ms", "decode ms"]]
     for method in sorted(found, key=list(METHODS).index):
         first = found[method][0]
-        given = [
-            (loss(near) - loss(method)) / (loss(near) - loss(far))
-            for near, far in (("window", "full"), ("lora", "full+lora"))
-        ]
         lines.append(
             [method, str(len(found[method])), str(first["rate"])]
-            + [f"{loss(method, split):.4f}" for split in splits]
-            + [f"{share:.0%}" if math.isfinite(share) else "-" for share in given]
+            + [mean(method, split, "loss", ".4f") for split in splits]
+            + [mean(method, "test", share, ".0%") for share in shares]
             + [f"{first['step_ms'] or 0:.0f}"]
             + [" / ".join(f"{t['median']:.1f}" for t in first["decode_ms"].values())]
         )

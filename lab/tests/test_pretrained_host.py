@@ -229,6 +229,17 @@ def test_every_method_is_tried_chosen_on_valid_and_run_once(methods, arguments, 
         assert (counts["state_bytes"] > 0) == ("place" in method or "tensor" in method)
         assert counts["parameters"] > 0
     assert {"commit", "versions", "hardware"} <= set(records[0])
+    test = {(r["method"], r["seed"]): r["test"]["test"] for r in records if r["test"]}
+    for (method, seed), found in test.items():
+        pairs = {
+            "given_back": ("window", "full", 0),
+            "given_back_adapted": ("lora", "full+lora", 1),
+        }
+        for name, (near, far, of) in pairs.items():
+            if name in found:
+                wide, narrow = test[far, of]["loss"], test[near, of]["loss"]
+                assert found[name] == pytest.approx((narrow - found["loss"]) / (narrow - wide))
+        assert ("given_back" in found) == (method != "window" and method != "full"), (method, seed)
     shown = capsys.readouterr().out
     assert shown.splitlines()[-1].split()[0] == methods[-1]
 
