@@ -231,6 +231,7 @@ def test_a_spread_wider_than_the_grid_is_a_badge_and_no_ball(opened):
 def test_two_recordings_are_shown_beside_each_other_at_one_step(opened, tmp_path):
     on, off = invented(2, chunks=12, rows=1), invented(2, chunks=12, rows=1, texts=False)
     off[0].hidden_norm.zero_()
+    off[1].hidden_norm.mul_(0.5)
     page = opened(on, beside=off)
     names = page.locator("#layer option").all_inner_texts()
     assert names == ["A: blocks.0", "A: blocks.1", "B: blocks.0", "B: blocks.1"]
@@ -242,6 +243,9 @@ def test_two_recordings_are_shown_beside_each_other_at_one_step(opened, tmp_path
     assert picture(page, "#volume-beside") != picture(page)
     page.select_option("#beside", "0")
     assert picture(page, "#volume-beside") == picture(page)
+    page.select_option("#layer", "1")
+    page.select_option("#beside", "3")  # half as much of everything: the scale is that of the first
+    assert picture(page, "#volume-beside") != picture(page)
     page.select_option("#beside", "-1")
     settle(page)
     assert page.locator("#volume-beside").is_hidden()

@@ -223,7 +223,9 @@ function start() {
     if (other.axes !== second.axes) other.resetView(second.axes);
     if (second.axes === scene.axes) Object.assign(other, { yaw: scene.yaw, pitch: scene.pitch, zoom: scene.zoom });
     find("beside-name").textContent = `${second.name}, ${second.unit} ${second.chunk[t]}`;
-    other.draw({ ...state, layer: second, t, slice: -1, picture: pictureUnder(second), cut: second.sizes.join() === layer().sizes.join() ? state.cut : 0 });
+    // On the scale of the first, so that one legend serves both.
+    const gain = layer().top > 0 ? second.top / layer().top : 1;
+    other.draw({ ...state, layer: second, t, gain, slice: -1, picture: pictureUnder(second), cut: second.sizes.join() === layer().sizes.join() ? state.cut : 0 });
   }
 
   function setBeside(index) {

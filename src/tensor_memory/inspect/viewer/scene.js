@@ -7,7 +7,7 @@ const WIDE = 1; // half the grid: a write of a larger σ covers all of it, and a
 
 class Scene extends View {
   // Draws one moment and returns how many voxels are above the threshold.
-  draw({ layer, t, row, slice, threshold, trail, writes, reads, cut, cutAt, hidden, picture, sources }) {
+  draw({ layer, t, row, slice, threshold, trail, writes, reads, cut, cutAt, hidden, picture, sources, gain = 1 }) {
     this.resize();
     const pen = this.pen;
     pen.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
@@ -21,7 +21,8 @@ class Scene extends View {
     this.drawBox(layer, "back");
     if (writes) this.shadeWrites(layer, t, row);
     this.pen.globalAlpha = picture ? 0.72 : 1;
-    const shown = this.drawVoxels(layer, cutLevels(layer, levelsAt(layer, t, row, slice), cut, cutAt), threshold);
+    const levels = cutLevels(layer, levelsAt(layer, t, row, slice), cut, cutAt);
+    const shown = this.drawVoxels(layer, gain === 1 ? levels : levels.map((level) => Math.min(255, level * gain)), threshold);
     this.pen.globalAlpha = 1;
     if (cutMoves(cut) && layer.axes > 2) this.drawPlane(layer, cutAxis(cut), cutAt);
     this.drawBox(layer, "front");
@@ -37,7 +38,8 @@ class Scene extends View {
   measure(layer) {
     const cell = [2, 1, 0].map((axis) => (layer.sizes[axis] > 1 ? layer.points[axis][1] - layer.points[axis][0] : 0));
     const thin = Math.min(...cell.filter((side) => side > 0));
-    this.cell = cell.map((side) => (side || thin) / 2);
+    const across = layer.axes === 1 ? Math.max(thin, 0.16) : thin; // a line of many points can still be seen
+    this.cell = cell.map((side) => (side || across) / 2);
     this.extent = cell.map((side, axis) => (side ? 1 : 0) + this.cell[axis]);
   }
 

@@ -42,7 +42,7 @@ class View {
   }
 
   resetView(axes) {
-    [this.yaw, this.pitch, this.zoom] = axes >= 3 ? [-0.62, 0.42, 1] : axes === 2 ? [0, 0, 1.55] : [0, 0.3, 1.9];
+    [this.yaw, this.pitch, this.zoom] = axes >= 3 ? [-0.62, 0.42, 1] : axes === 2 ? [0, 0, 1.55] : [0, 0, 1.9];
     this.axes = axes;
   }
 
@@ -69,8 +69,9 @@ class View {
     const [cy, sy, cp, sp] = [Math.cos(this.yaw), Math.sin(this.yaw), Math.cos(this.pitch), Math.sin(this.pitch)];
     this.turnBy = [[cy, 0, sy], [sp * sy, cp, -sp * cy], [-cp * sy, sp, cp * cy]];
     this.eye = this.turnBy[2].map((c) => c * DISTANCE);
+    const side = this.axes === 1 ? this.width * 0.83 : Math.min(this.width, this.height);
     // Cells at the border of a coarse grid reach far beyond it.
-    this.unit = Math.min(this.width, this.height) * 0.229 * this.zoom * Math.min(1, 1.25 / Math.max(...this.extent));
+    this.unit = side * 0.229 * this.zoom * Math.min(1, 1.25 / Math.max(...this.extent));
   }
 
   // World to screen: x, y, and pixels per coordinate unit there.
