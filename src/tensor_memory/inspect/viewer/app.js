@@ -376,6 +376,7 @@ function listenToControls({ scene, layer, play, go, goTo, redraw, restart, resty
   on("row", "change", () => ((state.row = Number(find("row").value)), drawCharts(), drawOverview(), redraw()));
   on("beside", "change", () => setBeside(Number(find("beside").value)));
   on("measure", "change", () => ((state.measure = find("measure").value), drawOverview(), redraw()));
+  on("follow", "change", () => find("follow").checked && go(layer().chunks - 1, false));
   on("time-in", "click", () => zoomTime(0.5));
   on("time-out", "click", () => zoomTime(2));
   on("time-all", "click", () => setWindow(0, layer().chunks - 1));
