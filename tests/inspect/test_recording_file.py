@@ -33,12 +33,13 @@ def assert_equal(got, expected):
         assert torch.equal(got.frames, expected.frames)
     for one, other in zip(got.layers, expected.layers, strict=True):
         assert (one.config, one.gate) == (other.config, other.gate)
-        assert one.arrays().keys() == other.arrays().keys()
-        for name, array in other.arrays().items():
-            assert one.arrays()[name].dtype == array.dtype
-            torch.testing.assert_close(
-                one.arrays()[name], array, rtol=0, atol=0, equal_nan=True, msg=name
-            )
+        for mine, theirs in ((one, other), (one.history, other.history)):
+            assert mine.arrays().keys() == theirs.arrays().keys()
+            for name, array in theirs.arrays().items():
+                assert mine.arrays()[name].dtype == array.dtype
+                torch.testing.assert_close(
+                    mine.arrays()[name], array, rtol=0, atol=0, equal_nan=True, msg=name
+                )
 
 
 def test_what_is_saved_comes_back_as_it_was(tmp_path, recording):
@@ -111,6 +112,11 @@ def test_a_damaged_description_is_refused(tmp_path, recording, changes, complain
         ("layers.0.span", None, r"layers\.0\.span"),
         ("frames", lambda array: array[:1], r"frames: expected shape .* B = 2 rows"),
         ("layers.0.other", lambda _: torch.zeros(1), r"unknown tensors layers\.0\.other"),
+        ("layers.0.history.content", lambda array: array[..., :1], "history: content has shape"),
+        ("layers.0.history.writes", lambda array: array.byte(), "history: writes holds"),
+        ("layers.0.history.count", lambda array: array + 99, "rows or chunks that it does not"),
+        ("layers.0.history.taps", None, "history: it is one of another memory"),
+        ("layers.0.history.mix", None, "a damaged one .*mix"),
     ],
 )
 def test_damaged_arrays_are_refused(tmp_path, recording, name, change, complaint):
