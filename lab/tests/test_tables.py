@@ -267,7 +267,7 @@ def test_the_report_of_run_folders_names_those_that_are_not_done(here, capsys):
     assert f"left out: {begun}" in told
 
 
-@pytest.mark.parametrize("x", ["step", "task.numbers"])
+@pytest.mark.parametrize("x", ["step", pytest.param("task.numbers", marks=pytest.mark.exhaustive)])
 def test_the_same_records_draw_the_same_figure(tmp_path, x):
     records = [
         run(model, seed=seed, accuracy=0.9 - 0.02 * n, task=SignTaskConfig(numbers=n))
@@ -282,7 +282,7 @@ def test_the_same_records_draw_the_same_figure(tmp_path, x):
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
-@pytest.mark.parametrize("numbers", [(2,), (2, 4, 16)])
+@pytest.mark.parametrize("numbers", [(2,), pytest.param((2, 4, 16), marks=pytest.mark.exhaustive)])
 def test_a_figure_is_as_wide_as_any_other_on_white_and_on_dark(tmp_path, numbers):
     records = [
         run(model, seed=0, accuracy=0.9, task=SignTaskConfig(numbers=n))

@@ -12,7 +12,7 @@ import hashlib
 import importlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 
@@ -196,15 +196,17 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     >>> flatten({"class": "A", "task": {"writes": 20, "data_dir": "x"}, "grid": [4, 4]})
     {'task.writes': 20, 'grid': (4, 4)}
     """
-    flat: dict[str, Any] = {}
-    for name, value in without_places(config).items():
+    return dict(_fields(without_places(config), prefix))
+
+
+def _fields(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in config.items():
         if name == CLASS:
             continue
         if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{name}.")
+            yield from _fields(value, f"{prefix}{name}.")
         else:
-            flat[prefix + name] = _hashable(value)
-    return flat
+            yield prefix + name, _hashable(value)
 
 
 def declared(
