@@ -332,7 +332,7 @@ _FAMILIES = [
         "RecurrentGemmaForCausalLM",
         config=dict(num_hidden_layers=3, attention_window_size=64),
         blocks=3,
-        own_fault=("padded", "beams", "sampled", "continued"),
+        own_fault=("padded", "beams"),
     ),
     Family("Mamba", "MambaForCausalLM", "backbone.layers", cache="cache_params"),
     Family(

@@ -300,6 +300,7 @@ def test_a_copied_host_takes_places_as_the_first_does() -> None:
 
 @pytest.mark.exhaustive
 def test_a_compiled_host_takes_places_as_the_first_does() -> None:
+    torch._dynamo.reset()
     for where in ("pose", lambda pose: pose * 1):
         model, x, pose = encoder_host(where=where), tokens(), poses()
         expected = model(x, pose=pose)

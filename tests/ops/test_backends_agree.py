@@ -82,7 +82,7 @@ def test_the_fused_cases_mark_rows_inside_the_scan():
 @pytest.mark.parametrize("backend", ["torch", FUSED])
 @pytest.mark.parametrize("case", exhaustive_but([SMALL], [WIDE, *FUSED_CASES[::4]]))
 def test_in_bfloat16_a_scan_stays_close_to_the_reference(backend, case):
-    inputs = near_the_start(case)
+    inputs = near_the_start(replace(case, B=case.B + 3))  # of two numbers one may cancel out
     inputs = inputs._replace(content=inputs.content.bfloat16())
     with torch.autocast(HERE.type, torch.bfloat16):
         got = run(inputs, backend)
