@@ -1,6 +1,7 @@
 """A run that was stopped anywhere ends where an uninterrupted one ends, bit for bit."""
 
 import json
+import shutil
 import time
 
 import pytest
@@ -68,6 +69,16 @@ def test_runs_killed_again_and_again_end_as_one_that_nobody_killed(tmp_path, mod
     run(tmp_path / "whole", CONFIG)
     assert killed_again_and_again(tmp_path / "killed", mode) >= 3
     assert_same_runs(tmp_path / "whole", tmp_path / "killed")
+
+
+def test_what_a_killed_process_was_about_to_drop_goes_when_the_run_is_continued(tmp_path):
+    for name in ("whole", "cut"):
+        run(tmp_path / name, tiny_run())
+    (tmp_path / "cut" / "result.json").unlink()
+    best = next((tmp_path / "cut" / "checkpoints").glob("best-*"))
+    shutil.copy(best, best.with_name("best-000000.safetensors"))
+    run(tmp_path / "cut", tiny_run(), resume=True)
+    assert_same_runs(tmp_path / "whole", tmp_path / "cut")
 
 
 CRASHES = {

@@ -160,7 +160,8 @@ class PlaceMemory(nn.Module):
             reset: (B, N) true where a new document starts, on a masked position too.
             cu_seqlens: (documents + 1,) int, where documents packed into one row begin and end:
                 0, ..., N, as in variable-length attention; B is 1. Every document but the first
-                starts with an empty memory; the first goes on from `state`.
+                starts with an empty memory; the first goes on from `state`. A document without
+                tokens changes nothing.
             group: processes that hold the parts of one sequence, cut anywhere, in the order of
                 their ranks; x, where, mask and reset are this process' part. Each gets the m of its
                 part and the state after the last part. See below.

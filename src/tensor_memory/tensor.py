@@ -165,7 +165,8 @@ class TensorMemory(nn.Module):
                 so a CUDA graph can capture the call; a tensor needs one.
             cu_seqlens: (documents + 1,) int, where documents packed into one row begin and end:
                 0, ..., N, as in variable-length attention; B is 1. Every document but the first
-                starts with an empty memory; the first goes on from `state`.
+                starts with an empty memory; the first goes on from `state`. A document without
+                tokens changes nothing.
 
         Returns:
             m (B, N, d) in x's type, and the state to continue from, differentiable until

@@ -238,7 +238,7 @@ def places(frames: int, rows: int, columns: int) -> Tensor:
      [1.0, 0.0, 1.0]]
     """
     time, row, column = (
-        torch.linspace(-1, 1, size) if size > 1 else torch.zeros(1)
+        torch.arange(size) * (2 / (size - 1)) - 1 if size > 1 else torch.zeros(1)
         for size in (frames, rows, columns)
     )
     y, x = torch.meshgrid(row, column, indexing="ij")

@@ -133,11 +133,13 @@ class RunFolder:
             file.write(json.dumps(entry) + "\n")
 
     def cut(self, step: int) -> None:
-        """Drop lines of metrics and checkpoints beyond `step`, which a resumed run writes again."""
+        """Drop lines of metrics and checkpoints beyond `step`, which a resumed run writes again.
+
+        With them goes what a killed process was about to drop.
+        """
         with writing(self.path, "the run's folder"):
-            for later in self.steps():
-                if later > step:
-                    self._file("step", later).unlink()
+            known = [other for other in self.steps() if other <= step]
+            self._drop_but(set[str]().union(*map(self._needed_by, known[-2:])))
             if self.metrics.exists():
                 lines = self.metrics.read_text(encoding="utf-8", errors="replace")
                 kept = [line for line in lines.splitlines(True) if _step_of(line) <= step]
@@ -171,10 +173,7 @@ class RunFolder:
                     self._write(best_path, {"model": best}, journal)
             parts = {"model": model, "optimizer": optimizer}
             self._write(path, parts if carry is None else parts | {"carry": carry}, journal)
-            for pattern in ("step-*.safetensors", "best-*.safetensors"):
-                for old in self.checkpoints.glob(pattern):
-                    if old.name not in needed | self._needed:
-                        old.unlink()
+            self._drop_but(needed | self._needed)
         self._needed = needed
 
     def resume(self, *, from_previous: bool = False) -> tuple[Journal, dict[str, Tensors]] | None:
@@ -221,6 +220,22 @@ class RunFolder:
 
     def _file(self, kind: str, step: int) -> Path:
         return self.checkpoints / f"{kind}-{step:06d}.safetensors"
+
+    def _needed_by(self, step: int) -> set[str]:
+        """Names of a step's checkpoint and of its best weights; a damaged one names none."""
+        path = self._file("step", step)
+        try:
+            with safe_open(path, framework="pt") as file:
+                best = json.loads((file.metadata() or {})["journal"])["best_step"]
+        except (OSError, SafetensorError, KeyError, ValueError):
+            best = None
+        return {path.name} if best is None else {path.name, self._file("best", best).name}
+
+    def _drop_but(self, needed: set[str]) -> None:
+        for pattern in ("step-*.safetensors", "best-*.safetensors"):
+            for old in self.checkpoints.glob(pattern):
+                if old.name not in needed:
+                    old.unlink()
 
     def _fingerprint(self) -> str:
         """A hash of the config as it was written when the run started: a field that it has got
