@@ -221,8 +221,10 @@ def _are_plain_and_alike(parts: Sequence[nn.Module | None], gate: Tensor, x: Ten
     if learning and (x.requires_grad or gate.requires_grad):
         return False
     weights = [gate]
+    if _has_any_global_hook():
+        return False
     for part in parts:
-        if part is None or type(part) not in _PLAIN_PARTS or _is_hooked(part):
+        if part is None or type(part) not in _PLAIN_PARTS or _has_hooks(part):
             return False
         weights += [weight for weight in part._parameters.values() if weight is not None]
     dtype, device = x.dtype, x.device

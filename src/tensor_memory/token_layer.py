@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +32,7 @@ def tensor_token(
     """x (B, 1, d) and a state whose rows stand together -> x̂ and the state after."""
     config, waiting, weights = memory.config, state.aligned, _weights(memory)
     assert waiting is not None
-    h = F.layer_norm(x[:, 0], norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+    h = _normed(norm, x)
     every_token = config.reads == "token"
     if every_token or not waiting:
         head = "coordinate" if config.share_coordinates else "read_coordinate"
@@ -122,10 +123,10 @@ def place_token(
 ) -> tuple[Tensor, PlaceState]:
     """x (B, 1, d), and where (B, 1, n) or (B, 1, H, n) if places are given -> x̂ and the state."""
     config, values = memory.config, state.values
-    B, H, C = len(x), config.heads, config.channels
+    B, H, C = x.shape[0], config.heads, config.channels
     weights = _weights(memory)
-    h = F.layer_norm(x[:, 0], norm.normalized_shape, norm.weight, norm.bias, norm.eps)
-    base = state.origin[:, None]  # (B, 1 or H, n)
+    h = _normed(norm, x)
+    base = state.origin.unsqueeze(1)  # (B, 1 or H, n)
     if where is not None:
         base = base + (where[:, 0] if where.ndim == 4 else where)
     write_at = read_at = base.expand(B, H, config.axes)
@@ -139,16 +140,16 @@ def place_token(
     rate = F.linear(h, weights["rate"], memory.rate.bias).sigmoid_()
     content = F.linear(h, weights["content"]).view(B * H, 1, C)
 
-    after = (values.view(B, H, -1) * keep[..., None]).view(B * H, -1, C)  # αS, (B·H, V, C)
+    after = (values.view(B, H, -1) * keep.unsqueeze(-1)).view(B * H, -1, C)  # αS, (B·H, V, C)
     if config.rule == "delta":
         content = content - torch.bmm(wrote.view(B * H, 1, -1), after)
-    after.addcmul_((wrote * rate[..., None]).view(B * H, -1, 1), content)  # + β φ vᵀ
+    after.addcmul_((wrote * rate.unsqueeze(-1)).view(B * H, -1, 1), content)  # + β φ vᵀ
     read = torch.bmm(read_from.view(B * H, 1, -1), after).view(B, H, C)
     assert memory.norm.eps is not None
     scale = read.square().mean(-1, keepdim=True).add_(memory.norm.eps).rsqrt_()
     read = read.mul_(scale).mul_(weights["norm"]).view(B, -1)  # F.rms_norm takes three times this
     m = F.linear(read.mul_(F.silu(F.linear(h, weights["gate"]))), weights["output"])
-    out = torch.addcmul(x, gate.sigmoid(), m[:, None])
+    out = torch.addcmul(x, gate.sigmoid(), m.unsqueeze(1))
     return out, state.with_values(after.view(values.shape))
 
 
@@ -163,10 +164,18 @@ def _address(memory: PlaceMemory, places: Tensor) -> Tensor:
     # All axes at once, coordinate 0 first: (B, H, n, G).
     half = 0.5 * (size - 1)
     at = (places * half).add_(half).clamp_(0, size - 1)
-    distance = at[..., None] - _voxels(size, at.dtype)
+    distance = at.unsqueeze(-1) - _voxels(size, at.dtype)
     # exp(−½d²) over its norm is the root of a softmax of −d².
-    parts = distance.div_(width[:, None, None]).square_().neg_().softmax(-1).sqrt_()
+    parts = distance.div_(width.view(-1, 1, 1)).square_().neg_().softmax(-1).sqrt_()
     return outer(parts.unbind(2)[::-1])
+
+
+def _normed(norm: nn.LayerNorm, x: Tensor) -> Tensor:
+    """x (B, 1, d) -> (B, d)."""
+    weights: Any = norm._parameters
+    return torch.layer_norm(
+        x.squeeze(1), norm.normalized_shape, weights["weight"], weights["bias"], norm.eps
+    )
 
 
 def _weights(memory: nn.Module) -> dict[str, Tensor]:

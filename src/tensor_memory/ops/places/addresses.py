@@ -76,7 +76,7 @@ def outer(parts: Sequence[Tensor]) -> Tensor:
     """The address φ: factors (..., G) of every axis -> (..., V), the last axis fastest."""
     address = parts[0]
     for part in parts[1:]:
-        address = (address[..., None] * part[..., None, :]).flatten(-2)
+        address = (address.unsqueeze(-1) * part.unsqueeze(-2)).flatten(-2)
     return address
 
 
