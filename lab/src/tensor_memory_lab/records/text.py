@@ -93,7 +93,7 @@ def field_text(name: str, value: Any) -> str:
     >>> field_text("model.memory_layers", (0, 1)), field_text("model.memory.grid", (4, 4))
     ('0+1', '4×4')
     """
-    if name.endswith("_layers") and isinstance(value, tuple | list):
+    if "layers" in name and isinstance(value, tuple | list):
         return "+".join(map(str, value))
     return value_text(value)
 
