@@ -9,13 +9,14 @@ Letters: T chunks kept, B rows, n axes, C channels, Q reads and M writes per chu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tensor_memory.config import MemoryConfig
+from tensor_memory.inspect.history import History
 from tensor_memory.inspect.replay import SteeredChunks
 from tensor_memory.ops.scan.memory_scan import memory_scan
 from tensor_memory.tensor import TensorMemory
@@ -24,7 +25,7 @@ PER_CHUNK = ("read_at", "write_at", "spread", "content", "writes", "resets")
 
 
 @dataclass(frozen=True, eq=False)
-class ChunkHistory:
+class ChunkHistory(History):
     """What went into one layer's recurrence. Index t of row b is its chunk `first[b]` + t."""
 
     read_at: Tensor
@@ -65,16 +66,6 @@ class ChunkHistory:
 
     bias: Tensor
     """(4C)."""
-
-    def arrays(self) -> dict[str, Tensor]:
-        """Every array by name."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if value is not None}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return sum(array.nbytes for array in self.arrays().values())
 
     def select(self, rows: slice) -> ChunkHistory:
         """Some rows alone, which are counted anew."""

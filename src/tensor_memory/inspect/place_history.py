@@ -10,18 +10,19 @@ Letters: T positions kept, B rows, H heads, n axes, C channels, E events of a ki
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tensor_memory.config import PlaceConfig
+from tensor_memory.inspect.history import History
 from tensor_memory.ops.places.inputs import PlaceInputs
 
 
 @dataclass(frozen=True, eq=False)
-class PlaceHistory:
+class PlaceHistory(History):
     """What went into one layer's recurrence. Index t of row b is its position `first[b]` + t.
 
     Of a stream longer than `record` keeps the beginning is forgotten, and the state that it left
@@ -72,16 +73,6 @@ class PlaceHistory:
 
     entry_state: Tensor
     """(E, H, *grid, C) the state before that token."""
-
-    def arrays(self) -> dict[str, Tensor]:
-        """Every array by name."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if value is not None}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return sum(array.nbytes for array in self.arrays().values())
 
     def check(self, config: PlaceConfig) -> None:
         """Raise unless this can be a history of that memory: files come from anywhere."""
