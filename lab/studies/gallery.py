@@ -124,7 +124,7 @@ def main(argv: list[str] | None = None) -> int:
             recording.save_page(page, title=TITLES[name])
             photograph(name, images, page)
     if options.walk is not None:
-        photograph("walk", images, options.walk)
+        photograph("walk", images.parent, options.walk)
     return 0
 
 
