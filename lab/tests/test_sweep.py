@@ -159,12 +159,14 @@ def test_what_is_finished_is_not_run_again_and_its_result_is_copied(capsys):
 
 def test_a_result_of_an_older_version_counts_as_the_run_it_is_of(capsys):
     old = record(sign())
-    del old["config"]["speed"]  # a field that has come since, and is at its default
+    del old["config"]["precision"]  # a field that has come since, and is at its default
     append("kept.jsonl", old)
     assert main(["sweep", SIGN, "--results", "kept.jsonl", "--dry-run"]) == 0
     assert "\nfinished " in capsys.readouterr().out
-    assert main(["sweep", SIGN, "--results", "kept.jsonl", "--dry-run", "--speed", "eager"]) == 0
-    assert "\nnew " in capsys.readouterr().out
+    for changed, state in (("--speed eager", "finished"), ("--precision bf16", "new")):
+        again = ["sweep", SIGN, "--results", "kept.jsonl", "--dry-run", *changed.split()]
+        assert main(again) == 0
+        assert f"\n{state} " in capsys.readouterr().out
 
 
 def test_a_result_that_is_cut_short_is_named_before_a_sweep_goes_on(capsys):

@@ -3,6 +3,7 @@
 The tests marked gpu run on a CUDA device alone. A CPU goes through everything but the capture.
 """
 
+import functools
 import gc
 import warnings
 import weakref
@@ -79,6 +80,16 @@ def test_a_graph_gives_the_numbers_of_eager_steps(tmp_path, device, name):
     assert_same_numbers(*records, dtype)
     for name, tensor in weights[0].items():
         assert_same(weights[1][name], tensor, dtype)
+
+
+def test_a_graph_of_a_compiled_step_drops_and_gives_the_same(tmp_path, device, monkeypatch):
+    if device == "cpu":  # the stand-in needs no compiler's code
+        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    config = tiny_run(**VARIANTS["dropout"])
+    eager = run(tmp_path / "eager", replace(config, speed="eager"), device)
+    compiled = run(tmp_path / "compiled", replace(config, speed="compile"), device)
+    assert compiled["speed"] == "compiled, graph"
+    assert_same_numbers(eager, compiled)
 
 
 @pytest.mark.parametrize("name", ["dropout", "carried"])

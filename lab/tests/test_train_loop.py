@@ -283,7 +283,8 @@ def test_a_compiled_run_gives_the_same_numbers(tmp_path, monkeypatch):
     # Tracing is what the loop could get wrong; what a compiler makes of it is torch's affair.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     compiled = run(tmp_path / "compiled", tiny_run(speed="compile"))
-    assert (plain["speed"], compiled["speed"]) == ("eager", "compile")
+    assert plain["speed"] == "eager"
+    assert compiled["speed"] == "compiled, eager (a CUDA graph needs a CUDA device, got cpu)"
     assert compiled["curve"] == plain["curve"]
 
 

@@ -94,7 +94,7 @@ class RunConfig(Generic[T, M]):
     """bf16: products under autocast, weights and accumulations stay float32."""
     speed: Literal["auto", "eager", "graph", "compile"] = "auto"
     """How a step is launched; changes no number beyond rounding. auto: a CUDA graph where one
-    can be captured, else eager."""
+    can be captured, else eager. compile: the same of a compiled forward pass and loss."""
 
     def __post_init__(self) -> None:
         _check_choice("precision", self.precision, ("float32", "bf16"))

@@ -54,7 +54,7 @@ class RunFlags(Generic[T, M]):
     """bf16: products under autocast, weights and accumulations stay float32."""
     speed: Literal["auto", "eager", "graph", "compile"] = "auto"
     """How a step is launched; changes no number beyond rounding. auto: a CUDA graph where one can
-    be captured, else eager."""
+    be captured, else eager. compile: the same of a compiled forward pass and loss."""
     settings: Annotated[RunSettings, tyro.conf.arg(name="")] = field(default_factory=RunSettings)
 
 

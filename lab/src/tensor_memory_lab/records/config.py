@@ -142,13 +142,14 @@ def current(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def config_hash(config: RunConfig[Any, Any]) -> str:
-    """Eight hex digits of everything in a config but its seed and where its data lies."""
+    """Eight hex digits of everything in a config but its seed, speed and where its data lies."""
     return plain_hash(config_dict(config))
 
 
 def plain_hash(config: Mapping[str, Any]) -> str:
     """`config_hash` of a config that is a dict already, such as a record's."""
-    values = without_places({name: value for name, value in config.items() if name != "seed"})
+    chosen = {name: value for name, value in config.items() if name not in ("seed", "speed")}
+    values = without_places(chosen)
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
 
 

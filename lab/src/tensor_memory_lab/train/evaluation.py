@@ -44,7 +44,7 @@ class Evaluator:
         self.accelerator, self.device = accelerator, accelerator.device
         self.size = config.budget.evaluation_batch_size or config.budget.batch_size
         self._graphed: Graphed | None = None
-        graph = config.speed in ("auto", "graph") and not task.carries
+        graph = config.speed != "eager" and not task.carries
         if graph and why_not_graph(self.device, accelerator.num_processes) is None:
             self._graphed = Graphed(
                 lambda batch: self._measure(batch, None)[0], shapes=shapes_of(task)

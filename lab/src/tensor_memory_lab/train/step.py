@@ -130,10 +130,14 @@ class Step:
         self.loss_sum = torch.zeros((), device=self.device)
         self._number = 0
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._loss = torch.compile(self.loss) if config.speed == "compile" else self.loss
+        self._loss = self.loss
+        if config.speed == "compile":
+            # Each shape of a batch for itself, as each has a graph of its own; dropout as without.
+            same_draws = {"fallback_random": True}
+            self._loss = torch.compile(self.loss, dynamic=False, options=same_draws)
         self._graphed: Graphed | None = None
         self._reason = why_not_graph(self.device, accelerator.num_processes)
-        if config.speed in ("auto", "graph") and self._reason is None:
+        if config.speed != "eager" and self._reason is None:
             required = config.speed == "graph"
             self._graphed = Graphed(
                 self._run, before=self._prepare, required=required, shapes=shapes_of(task)
@@ -144,9 +148,10 @@ class Step:
     @property
     def described(self) -> str:
         """How steps are launched, and why not otherwise."""
-        if self._graphed is not None:
-            return self._graphed.described
-        return f"eager ({self._reason})" if self.config.speed == "auto" else self.config.speed
+        launched = "eager" if self._graphed is None else self._graphed.described
+        if self._graphed is None and self.config.speed != "eager":
+            launched = f"eager ({self._reason})"
+        return f"compiled, {launched}" if self.config.speed == "compile" else launched
 
     def __call__(self, number: int, batch: Batch) -> None:
         """Optimiser step number `number`, counted from 0."""
