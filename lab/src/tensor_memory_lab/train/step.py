@@ -133,8 +133,7 @@ class Step:
         self._loss = self.loss
         if config.speed == "compile":
             # Each shape of a batch for itself, as each has a graph of its own; dropout as without.
-            same_draws = {"fallback_random": True}
-            self._loss = torch.compile(self.loss, dynamic=False, options=same_draws)
+            self._loss = torch.compile(self.loss, dynamic=False, options={"fallback_random": True})
         self._graphed: Graphed | None = None
         self._reason = why_not_graph(self.device, accelerator.num_processes)
         if config.speed != "eager" and self._reason is None:
