@@ -21,7 +21,6 @@ from tensor_memory.config import PlaceConfig
 from tensor_memory.ops import why_not
 from tensor_memory.ops.autograd import is_plain_eager
 from tensor_memory.ops.inputs import products_dtype
-from tensor_memory.ops.places.place_scan import PLACES
 from tensor_memory.place import PlaceMemory
 from tensor_memory.place_state import PlaceState
 from tensor_memory.state import MemoryState, trusted
@@ -148,7 +147,7 @@ def _place_layer(
         base = base.float()
     products = products_dtype(x)
     options = layer.LayerOptions(*eps, config.rule, config.wrap, layer.Drop(*drop), products)
-    out, values = layer.place_layer(PLACES, x, base, held, reset, named, options)
+    out, values = layer.place_layer(x, base, held, reset, named, options)
     return out, state.with_values(values)
 
 

@@ -24,6 +24,7 @@ CONFIGS = {
         grid=(5,), channels=2, kernel="linear", share_places=True
     ),
     "three axes, offset": PlaceConfig(grid=(2, 3, 2), channels=2, heads=2, places="offset"),
+    "more channels than the token is wide": PlaceConfig(grid=(3,), channels=40, heads=1),
     "four axes": PlaceConfig(grid=(2, 2, 3, 2), channels=2, rule="delta", kernel="linear"),
 }
 each_config = pytest.mark.parametrize(

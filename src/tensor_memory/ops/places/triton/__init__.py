@@ -60,6 +60,19 @@ def backward(
     products: torch.dtype,
 ) -> PlaceInputs:
     """The gradients in the places of the inputs."""
+    found = backward_in_parts(grad_reads, grad_state, inputs, kept, products=products)
+    return found if found.width is None else found._replace(width=found.width.sum(0))
+
+
+def backward_in_parts(
+    grad_reads: Tensor,
+    grad_state: Tensor | None,
+    inputs: PlaceInputs,
+    kept: list[Tensor],
+    *,
+    products: torch.dtype,
+) -> PlaceInputs:
+    """`backward`, with the width's gradient in parts (programs, H) that are still to be summed."""
     return _way(inputs).backward(grad_reads, grad_state, inputs, kept, products=products)
 
 

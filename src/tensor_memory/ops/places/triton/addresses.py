@@ -191,8 +191,9 @@ def address_backward_kernel(
         by_0 = along(given * (f1 * (f2 * f3)), 0)
         by_w += store_gradient(by_places, by_0, slope0, wider0, token, real, 0, n)
     if GAUSSIAN:
-        part = (program * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2)
-        tl.store(by_width + part + tl.program_id(2), tl.sum(tl.where(real, by_w, 0.0)))
+        part = (program // H * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2)
+        part = (part + tl.program_id(2)) * H + program % H
+        tl.store(by_width + part, tl.sum(tl.where(real, by_w, 0.0)))
 
 
 def make_addresses(
@@ -218,12 +219,15 @@ def _warps(plan: Plan) -> int:
 def addresses_backward(
     inputs: PlaceInputs, plan: Plan, by_phi: Tensor, by_psi: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """What write_at, read_at and width receive; `by_psi` is None where they share places."""
+    """What write_at, read_at and width receive, the width in parts (programs, H).
+
+    `by_psi` is None where they share places.
+    """
     B, N, H, _ = inputs.content.shape
     by_write_at = torch.empty_like(inputs.write_at)
     by_read_at = None if by_psi is None else torch.empty_like(inputs.asked_at)
     grid = (B * H, blocks(N, plan["T"]), 1 if by_psi is None else 2)
-    by_width = inputs.write_at.new_empty(B, H, *grid[1:])
+    by_width = inputs.write_at.new_empty(B * grid[1] * grid[2], H)
     plan.bound(address_backward_kernel, warps=_warps(plan))(
         grid,
         (
@@ -232,4 +236,4 @@ def addresses_backward(
         ),
         (N,),
     )  # fmt: skip
-    return by_write_at, by_read_at, None if inputs.width is None else by_width.sum((0, 2, 3))
+    return by_write_at, by_read_at, None if inputs.width is None else by_width

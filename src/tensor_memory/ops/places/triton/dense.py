@@ -462,7 +462,7 @@ def backward(
     *,
     products: torch.dtype,
 ) -> PlaceInputs:
-    """The gradients in the places of the inputs."""
+    """The gradients in the places of the inputs; the width's in parts (programs, H)."""
     before, written, solved = Kept(*kept)
     N, plan = inputs.content.shape[1], make_plan(inputs, products)
     phi, psi = make_addresses(inputs, plan, before.dtype)  # again: keeping them takes much memory

@@ -20,23 +20,20 @@ import triton.language as tl
 from torch import Tensor
 
 from tensor_memory.config import Rule
-from tensor_memory.ops.autograd import (
-    Options,
-    Recurrence,
-    by_name,
-    no_autocast,
-    refuse_second_derivative,
-)
+from tensor_memory.ops.autograd import by_name, no_autocast, refuse_second_derivative
 from tensor_memory.ops.gated_sum import Drop, add_each, each_backward
 from tensor_memory.ops.inputs import prepared
 from tensor_memory.ops.launch import BoundKernel, bind, blocks, or_else
 from tensor_memory.ops.layer_norm import layer_norm, layer_norm_backward
+from tensor_memory.ops.places import triton as backend
 from tensor_memory.ops.places.inputs import PlaceInputs
 from tensor_memory.ops.places.triton.addresses import tanh
 from tensor_memory.ops.places.triton.token import PlaceWeights
 
 TOKENS = 64
 """Per program."""
+SUM_ROWS, SUM_COLUMNS = 128, 32
+"""That a program of `sums_kernel` takes at once."""
 
 
 @triton.jit
@@ -185,6 +182,36 @@ def readout_backward_kernel(
     tl.store(by_reads + at, (given - normed * along) * inverse, mask=exist)
 
 
+@triton.jit(do_not_specialize=["norm_rows", "bias_rows", "readout_rows", "width_rows"])
+def sums_kernel(
+    by_norm, by_bias, by_readout, by_width, width, sums,
+    norm_rows, bias_rows, readout_rows, width_rows,
+    NORM: tl.constexpr, BIAS: tl.constexpr, READOUT: tl.constexpr, H: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The rows of four matrices summed, some columns of one of them, to one vector of all sums.
+
+    That of by_width is multiplied by the width: it is for its logarithm.
+    """
+    matrix, column = tl.program_id(1), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    parts, rows, count, first = by_norm, norm_rows, NORM, 0
+    if matrix == 1:
+        parts, rows, count, first = by_bias, bias_rows, BIAS, NORM
+    if matrix == 2:
+        parts, rows, count, first = by_readout, readout_rows, READOUT, NORM + BIAS
+    if matrix == 3:
+        parts, rows, count, first = by_width, width_rows, H, NORM + BIAS + READOUT
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, rows, ROWS):
+        row = start + tl.arange(0, ROWS)
+        own = (row < rows)[:, None] & (column < count)[None, :]
+        total += tl.load(parts + row[:, None] * count + column[None, :], mask=own, other=0.0)
+    found = tl.sum(total, axis=0)
+    if matrix == 3:
+        found *= tl.load(width + column, mask=column < count, other=0.0)
+    tl.store(sums + first + column, found, mask=column < count)
+
+
 class LayerOptions(NamedTuple):
     """What a layer does, beside what it learns."""
 
@@ -199,7 +226,7 @@ class LayerOptions(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """What the backward needs, but for inputs and results of the recurrence and the weights."""
+    """What the backward needs, but for inputs and results of the recurrence."""
 
     x: Tensor
     statistics: Tensor
@@ -212,13 +239,18 @@ class _Saved(NamedTuple):
     """(R, d) all weights of the heads, in the type of products; W_out too"""
     output: Tensor
     seeds: Tensor
+    norm: Tensor
+    norm_bias: Tensor
+    residual_gate: Tensor
+    rate_bias: Tensor
+    keep_bias: Tensor
+    read_norm: Tensor
 
 
 INPUTS = len(PlaceInputs._fields) - len(PlaceInputs.CHOICES)
 
 
 def place_layer(
-    recurrence: Recurrence,
     x: Tensor,
     base: Tensor | None,
     state: Tensor,
@@ -229,22 +261,21 @@ def place_layer(
     """x (B, N, d), base (B, N, H, n) to which places are added -> x̂ (B, N, d), the state after."""
     tensors = (x, base, state, resets, *weights)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return _PlaceLayer.apply(recurrence, options, *tensors)  # type: ignore[return-value]
-    return _run(recurrence, x, base, state, resets, weights, options, keep=False)[0]
+        return _PlaceLayer.apply(options, *tensors)  # type: ignore[return-value]
+    return _run(x, base, state, resets, weights, options, keep=False)[0]
 
 
 class _PlaceLayer(torch.autograd.Function):
-    """Recurrence, options, x, base, state, resets and `PlaceWeights` -> x̂, state."""
+    """Options, x, base, state, resets and `PlaceWeights` -> x̂, state."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        ctx.recurrence, ctx.options, *tensors = arguments
+    def forward(ctx: Any, options: LayerOptions, *tensors: Any) -> tuple[Tensor, Tensor]:
         weights = PlaceWeights._make(tensors[4:])
-        results, saved, inputs, kept = _run(
-            ctx.recurrence, *tensors[:4], weights, ctx.options, keep=True
-        )
-        ctx.save_for_backward(*saved, *inputs[:INPUTS], *weights, *kept)
+        results, ctx.launches, saved, inputs, kept = _run(*tensors[:4], weights, options, keep=True)
+        ctx.save_for_backward(*saved, *inputs[:INPUTS], *kept)
         ctx.set_materialize_grads(False)
+        ctx.options, ctx.dtype = options, weights.content.dtype
+        ctx.rows = [weight.shape[0] for weight in _head_weights(weights)]
         return results
 
     @staticmethod
@@ -255,7 +286,6 @@ class _PlaceLayer(torch.autograd.Function):
 
 
 def _run(
-    recurrence: Recurrence,
     x: Tensor,
     base: Tensor | None,
     state: Tensor,
@@ -264,84 +294,79 @@ def _run(
     options: LayerOptions,
     *,
     keep: bool,
-) -> tuple[tuple[Tensor, Tensor], _Saved, PlaceInputs, list[Tensor]]:
-    """The layer forward."""
+) -> tuple[tuple[Tensor, Tensor], _Launches, _Saved, PlaceInputs, list[Tensor]]:
+    """The layer forward: the results, and what the backward needs."""
     x, state = x.contiguous(), state.contiguous()
     # Autocast is left on: it takes time to leave, and every product here has its type.
-    heads = torch.cat(list(_head_weights(weights).values())).to(options.products)
+    heads = torch.cat(_head_weights(weights)).to(options.products)
     output = prepared(weights.output, options.products)
-    normed, statistics = _normed(x, weights, options)
+    normed, statistics = _normed(x, weights.norm, weights.norm_bias, options)
     said = torch.mm(normed, heads.t())
     do = _launches_of(weights, said, state, base is not None)
     inputs = _heads(do, said, x.shape[:2], base, state, resets, weights, options)
-    backend = recurrence.backend("triton")
     reads, after, kept = backend.forward(inputs, keep=keep, products=options.products)
     readout = _readout(do, reads, said, weights, options)
     m = torch.mm(readout, output.t())
     out, seeds = add_each(x, m, weights.residual_gate, options.drop)
-    saved = _Saved(x, statistics, said, reads, readout, heads, output, seeds)
-    return (out, after), saved, inputs, kept
+    saved = _Saved(
+        x, statistics, said, reads, readout, heads, output, seeds, weights.norm, weights.norm_bias,
+        weights.residual_gate, weights.rate_bias, weights.keep_bias, weights.read_norm,
+    )  # fmt: skip
+    return (out, after), do, saved, inputs, kept
 
 
 def _run_backward(ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None) -> tuple[Any, ...]:
     """The gradients of what `_PlaceLayer.forward` was given."""
-    options = ctx.options
+    options, do = ctx.options, ctx.launches
     saved, rest = by_name(ctx.saved_tensors, _Saved)
-    inputs = PlaceInputs(*rest[:INPUTS], options.rule, options.wrap)
-    weights, kept = by_name(rest[INPUTS:], PlaceWeights)
+    inputs, kept = PlaceInputs(*rest[:INPUTS], options.rule, options.wrap), rest[INPUTS:]
     x, said, products = saved.x, saved.said, options.products
-    do = _launches_of(weights, said, inputs.state)
     grad_out = torch.zeros_like(x) if grad_out is None else grad_out.contiguous()
+    grad_state = None if grad_state is None else grad_state.contiguous()
     # Through the gated sum and the readout.
-    by_m = each_backward(grad_out, weights.residual_gate, saved.seeds, options.drop, products)
+    by_m = each_backward(grad_out, saved.residual_gate, saved.seeds, options.drop, products)
     by_output = torch.mm(by_m.t(), saved.readout)
     by_said = torch.empty_like(said)
-    by_reads, by_readout_parts = _readout_backward(
-        do, torch.mm(by_m, saved.output), saved.reads, said, by_said, weights, options
+    by_reads, by_readout = _readout_backward(
+        do, torch.mm(by_m, saved.output), saved, by_said, options
     )
     # Through the recurrence and the heads.
-    found = ctx.recurrence.run_backward(
-        (by_reads, grad_state), inputs, kept, Options(0, products, "triton")
-    )
-    by_bias = _heads_backward(do, said, found, by_said, weights)
+    found = backend.backward_in_parts(by_reads, grad_state, inputs, kept, products=products)
+    by_bias = _heads_backward(do, saved, found, by_said)
     # Through the norm, where what came past it joins.
-    normed, _ = _normed(x, weights, options)
-    by_heads = torch.mm(by_said.t(), normed).to(weights.content.dtype)
+    normed, _ = _normed(x, saved.norm, saved.norm_bias, options)
+    by_heads = torch.mm(by_said.t(), normed).to(ctx.dtype)
     by_x, by_norm = layer_norm_backward(
-        x, weights.norm, saved.statistics, torch.mm(by_said, saved.heads), grad_out
+        x, saved.norm, saved.statistics, torch.mm(by_said, saved.heads), grad_out
     )
-    heads = _head_weights(weights)
-    by_weight = dict(zip(heads, by_heads.split([w.shape[0] for w in heads.values()]), strict=True))
-    by_readout = by_readout_parts.sum(0)
-    by_weight["norm"], by_weight["norm_bias"] = by_norm.sum(0)
-    by_weight["rate_bias"], by_weight["keep_bias"] = by_bias.sum(0)
-    by_weight |= {
-        "residual_gate": by_readout[-1:].view(weights.residual_gate.shape),
-        "log_width": None if found.width is None else found.width * inputs.width,
-        "read_norm": by_readout[:-1],
-        "output": by_output,
-    }
     by_base = None
-    if ctx.needs_input_grad[3]:
+    if ctx.needs_input_grad[2]:
         by_base = found.write_at if found.read_at is None else found.write_at + found.read_at
-    by_weights = (
-        None if weight is None else prepared(by_weight[name], weight.dtype)
-        for name, weight in weights._asdict().items()
+    *places, rate, keep, content, gate = by_heads.split_with_sizes(ctx.rows)
+    write_place, read_place = (*places, None, None)[:2]
+    norm, norm_bias, rate_bias, keep_bias, read_norm, residual_gate, log_width = _sums(
+        do, by_norm, by_bias, by_readout, found.width, inputs.width
     )
-    return None, None, by_x, by_base, found.state, None, *by_weights
+    # Autograd brings a gradient to the type of its weight, where that is another.
+    by_weights = PlaceWeights(
+        norm, norm_bias, residual_gate, write_place, read_place, content, rate, rate_bias, keep,
+        keep_bias, log_width, gate, read_norm, by_output,
+    )  # fmt: skip
+    return None, by_x, by_base, found.state, None, *by_weights
 
 
-def _normed(x: Tensor, weights: PlaceWeights, options: LayerOptions) -> tuple[Tensor, Tensor]:
+def _normed(
+    x: Tensor, norm: Tensor, norm_bias: Tensor, options: LayerOptions
+) -> tuple[Tensor, Tensor]:
     """(B·N, d), and what the norm's backward needs."""
     tokens = x.view(-1, x.shape[-1])
-    return layer_norm(tokens, weights.norm, weights.norm_bias, options.epsilon, options.products)
+    return layer_norm(tokens, norm, norm_bias, options.epsilon, options.products)
 
 
-def _head_weights(weights: PlaceWeights) -> dict[str, Tensor]:
+def _head_weights(weights: PlaceWeights) -> list[Tensor]:
     """In the order of the columns of the heads' product."""
-    names = ("write_place", "read_place", "rate", "keep", "content", "gate")
-    found = {name: getattr(weights, name) for name in names}
-    return {name: weight for name, weight in found.items() if weight is not None}
+    places = [w for w in (weights.write_place, weights.read_place) if w is not None]
+    return [*places, weights.rate, weights.keep, weights.content, weights.gate]
 
 
 class _Launches(NamedTuple):
@@ -349,29 +374,35 @@ class _Launches(NamedTuple):
     heads_backward: BoundKernel
     readout: BoundKernel
     readout_backward: BoundKernel
+    sums: BoundKernel
+    sum_programs: int
+    sum_sizes: tuple[int, ...]
+    """Of norm, its bias, the biases of rate and keep, the norm of reads, γ and the width."""
 
 
 @functools.lru_cache(maxsize=64)
 def _launches(
-    H: int, C: int, n: int, R: int, learned: bool, same: bool, gaussian: bool, based: bool
+    d: int, H: int, C: int, n: int, R: int, learned: bool, same: bool, gaussian: bool, based: bool
 ) -> _Launches:
     """The kernels around a memory of these sizes."""
     sizes = {"H": H, "C": C, "CP": triton.next_power_of_2(C), "R": R, "T": TOKENS}
     said = sizes | {"n": n, "LEARNED": learned, "SAME": same}
+    summed = {"NORM": 2 * d, "BIAS": 2 * H, "READOUT": C + 1, "H": H}
     return _Launches(
         bind(heads_kernel, **said, GAUSSIAN=gaussian, HAS_BASE=based),
         bind(heads_backward_kernel, **said),
         bind(readout_kernel, **sizes),
         bind(readout_backward_kernel, **sizes),
+        bind(sums_kernel, **summed, ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS),
+        blocks(max(summed.values()), SUM_COLUMNS),
+        (d, d, H, H, C, 1, H if gaussian else 0),
     )
 
 
-def _launches_of(
-    weights: PlaceWeights, said: Tensor, state: Tensor, based: bool = False
-) -> _Launches:
+def _launches_of(weights: PlaceWeights, said: Tensor, state: Tensor, based: bool) -> _Launches:
     gaussian = weights.log_width is not None
     learned, same = weights.write_place is not None, weights.read_place is None
-    sizes = state.shape[1], state.shape[-1], state.ndim - 3, said.shape[1]
+    sizes = len(weights.norm), state.shape[1], state.shape[-1], state.ndim - 3, said.shape[1]
     return _launches(*sizes, learned, same, gaussian, based)
 
 
@@ -402,16 +433,15 @@ def _heads(
     )  # fmt: skip
 
 
-def _heads_backward(
-    do: _Launches, said: Tensor, found: PlaceInputs, by_said: Tensor, weights: PlaceWeights
-) -> Tensor:
+def _heads_backward(do: _Launches, saved: _Saved, found: PlaceInputs, by_said: Tensor) -> Tensor:
     """Fills `by_said` but for the gate's columns; parts (programs, 2, H) for rate and keep."""
-    H, programs = found.rate.shape[2], blocks(said.shape[0], TOKENS)
+    said, H = saved.said, found.rate.shape[2]
+    programs = blocks(said.shape[0], TOKENS)
     by_bias = found.rate.new_empty(programs, 2, H)
     do.heads_backward(
         (programs, H),
         (
-            said, weights.rate_bias, weights.keep_bias, found.write_at,
+            said, saved.rate_bias, saved.keep_bias, found.write_at,
             or_else(found.read_at, found.write_at), found.rate, found.log_keep, found.content,
             by_said, by_bias,
         ),
@@ -435,18 +465,35 @@ def _readout(
 
 
 def _readout_backward(
-    do: _Launches, by_out: Tensor, reads: Tensor, said: Tensor, by_said: Tensor,
-    weights: PlaceWeights, options: LayerOptions,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    do: _Launches, by_out: Tensor, saved: _Saved, by_said: Tensor, options: LayerOptions
+) -> tuple[Tensor, Tensor]:
     """What reads receive, and parts for the norm's weight and γ; fills the gate's columns."""
-    tokens, (H, C) = said.shape[0], reads.shape[2:]
+    reads, tokens = saved.reads, saved.said.shape[0]
+    H, C = reads.shape[2:]
     programs, by_reads = blocks(tokens, TOKENS), torch.empty_like(reads)
     parts = reads.new_empty(programs * H, C + 1)
     do.readout_backward(
         (programs, H),
         (
-            reads, said, weights.read_norm, weights.residual_gate, by_out, by_reads, by_said, parts
+            reads, saved.said, saved.read_norm, saved.residual_gate, by_out, by_reads, by_said,
+            parts,
         ),
         (tokens, float(options.read_epsilon)),
     )  # fmt: skip
     return by_reads, parts
+
+
+def _sums(
+    do: _Launches, by_norm: Tensor, by_bias: Tensor, by_readout: Tensor, by_width: Tensor | None,
+    width: Tensor | None,
+) -> list[Tensor | None]:  # fmt: skip
+    """What the small weights receive, of parts by program, in the order of `sum_sizes`."""
+    sums = by_norm.new_empty(sum(do.sum_sizes))
+    matrices = [by_norm, by_bias, by_readout, or_else(by_width, by_norm)]
+    do.sums(
+        (do.sum_programs, 3 if by_width is None else 4),
+        (*matrices, or_else(width, by_norm), sums),
+        tuple(len(matrix) for matrix in matrices),
+    )
+    *found, log_width = sums.split_with_sizes(do.sum_sizes)
+    return [*found, None if by_width is None else log_width]
