@@ -1,18 +1,10 @@
 """How far a write reaches before training, and the figure of it."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 
+import decay
 from tensor_memory_lab.recipes import find_recipe
 from tensor_memory_lab.records import read_records
-
-ROOT = Path(__file__).parents[2]
-STUDY = ROOT / "lab" / "studies" / "decay.py"
-spec = importlib.util.spec_from_file_location("study_decay", STUDY)
-decay = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(decay)
 
 
 def test_a_write_fades_with_the_starting_forget_gate():

@@ -1,6 +1,5 @@
 """The gallery of docs/guide/inspect.md: made by one command, shown in full, and true."""
 
-import importlib
 import re
 import shutil
 import subprocess
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import gallery
 from tensor_memory import Recording
 from tensor_memory_lab.commands.arguments import parse_run
 from tensor_memory_lab.recipes import find_recipe
@@ -17,17 +17,11 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
 
-@pytest.fixture
-def gallery(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "lab" / "studies")
-    return importlib.import_module("gallery")
-
-
 def drawn(images: Path) -> set[str]:
     return {str(path.relative_to(images)) for path in images.rglob("*.png")}
 
 
-def test_one_command_trains_records_and_draws(gallery, tmp_path, monkeypatch, capsys):
+def test_one_command_trains_records_and_draws(tmp_path, monkeypatch, capsys):
     short = "--budget.steps 1 --budget.evaluate-every 1 --task.valid-rows 4 --task.test-rows 8"
     recipe = f"{gallery.RECIPES['binding']} {short} --quiet"
     monkeypatch.setitem(gallery.RECIPES, "binding", recipe)
@@ -66,7 +60,7 @@ def test_every_committed_picture_is_shown_and_every_shown_one_is_there():
 
 
 @pytest.mark.parametrize("name", ["binding", "language"])
-def test_the_recordings_are_of_what_the_gallery_trains(gallery, name):
+def test_the_recordings_are_of_what_the_gallery_trains(name):
     recipe, *flags = gallery.RECIPES[name].split()
     config, _ = parse_run(find_recipe(recipe), flags)
     for layer in Recording.load(DOCS / "recordings" / f"{name}.safetensors").layers:

@@ -56,19 +56,6 @@ def task(folder) -> Maze:
     return config_for(folder).build(0)
 
 
-def same(a, b) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def test_a_batch_is_a_function_of_its_number_and_of_the_seed_in_training_alone(folder, task):
-    again, other = config_for(folder).build(0), config_for(folder).build(1)
-    for split in ("train", "valid", "test"):
-        assert same(task.batch(split, 1, 3), again.batch(split, 1, 3))
-        assert same(task.batch(split, 1, 3), other.batch(split, 1, 3)) == (split != "train")
-    with pytest.raises(IndexError, match="batch 2 of 4 rows: test has 8"):
-        task.batch("test", 2, 4)
-
-
 def test_layouts_of_splits_are_different_and_kept(folder, task):
     known = task.layouts("train")
     assert len({layout.tobytes() for layout in known}) == len(known) == 8 + 6 + 12

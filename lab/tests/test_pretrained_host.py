@@ -2,10 +2,7 @@
 
 import argparse
 import copy
-import importlib.util
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,13 +10,8 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import save_file
 
+import pretrained_host as study
 from tensor_memory_lab.records import read_records
-
-STUDY = Path(__file__).parents[1] / "studies" / "pretrained_host.py"
-spec = importlib.util.spec_from_file_location("study_pretrained_host", STUDY)
-study = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = study
-spec.loader.exec_module(study)
 
 WORDS, WINDOW, SEGMENT = 50, 4, 8
 SMALL = {

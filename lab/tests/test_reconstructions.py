@@ -1,13 +1,12 @@
 """Reconstructions as pictures: what is pasted, what is a model's, in which column."""
 
-import importlib.util
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 
+from reconstructions import main, picture, reconstruct
 from tensor_memory import MemoryConfig
 from tensor_memory_lab.models.image import ImageModelConfig
 from tensor_memory_lab.recipes.images import cub
@@ -16,16 +15,6 @@ from tensor_memory_lab.run_config import BudgetConfig
 from tensor_memory_lab.tasks.masked_images import MaskedImagesConfig
 from tensor_memory_lab.train import RunOptions, train
 from vision_data import write_cub, write_ucf
-
-STUDY = Path(__file__).parents[1] / "studies" / "reconstructions.py"
-spec = importlib.util.spec_from_file_location("study_reconstructions", STUDY)
-reconstructions = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(reconstructions)
-main, picture, reconstruct = (
-    reconstructions.main,
-    reconstructions.picture,
-    reconstructions.reconstruct,
-)
 
 
 @pytest.fixture(scope="module")

@@ -1,21 +1,10 @@
 """What fills the cells of a memory whose forget gate starts open, and what keeps them free."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
+import saturation
 from tensor_memory_lab.records import read_records
-
-ROOT = Path(__file__).parents[2]
-spec = importlib.util.spec_from_file_location(
-    "study_saturation", ROOT / "lab" / "studies" / "saturation.py"
-)
-saturation = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = saturation
-spec.loader.exec_module(saturation)
 
 
 @pytest.mark.parametrize(

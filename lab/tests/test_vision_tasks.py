@@ -1,10 +1,14 @@
-"""Masked images and clips as tasks: batches by number, one draw per clip, what is blanked."""
+"""Masked images and clips as tasks: one draw per clip, what is blanked; batches by number.
+
+The last also of walks, over images and through mazes.
+"""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
+from maze_data import write_layouts
 from tensor_memory_lab.tasks import Task
 from tensor_memory_lab.tasks.images import (
     DEVIATION,
@@ -15,7 +19,9 @@ from tensor_memory_lab.tasks.images import (
     split_images,
 )
 from tensor_memory_lab.tasks.masked_images import MaskedImagesConfig
+from tensor_memory_lab.tasks.maze import MazeConfig
 from tensor_memory_lab.tasks.video import BLANK, VideoTaskConfig
+from tensor_memory_lab.tasks.world import WorldConfig
 from tolerances import assert_same
 from vision_data import number_of, write_cub, write_ucf
 
@@ -45,7 +51,21 @@ def actions(tmp_path_factory):
     )
 
 
-@pytest.fixture(params=["birds", "actions"])
+@pytest.fixture(scope="module")
+def world(birds):
+    places = {"data_dir": birds.data_dir, "cache_dir": birds.cache_dir}
+    return WorldConfig(**places, side=32, patch=4, glimpses=60, valid_rows=6, test_rows=6)
+
+
+@pytest.fixture(scope="module")
+def maze(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mazes")
+    write_layouts(folder, 9, 26)
+    sizes = {"side": 9, "steps": 90, "layouts": 12, "valid_rows": 6, "test_rows": 8}
+    return MazeConfig(cache_dir=str(folder), **sizes)
+
+
+@pytest.fixture(params=["birds", "actions", "world", "maze"])
 def config(request):
     return request.getfixturevalue(request.param)
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import world_pictures as study
 from tensor_memory import MemoryConfig, PlaceConfig, find_leak
 from tensor_memory_lab.models.peers import PEERS, PeerConfig
 from tensor_memory_lab.models.world import METHODS, WorldModel, WorldModelConfig
@@ -55,26 +54,6 @@ def config_for(birds, **changes) -> WorldConfig:
 @pytest.fixture(scope="module")
 def task(birds) -> World:
     return config_for(birds).build(0)
-
-
-def same(a, b) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def test_a_batch_is_a_function_of_its_number_and_of_the_seed_in_training_alone(birds, task):
-    again, other = config_for(birds).build(0), config_for(birds).build(1)
-    for split in ("train", "valid", "test"):
-        assert same(task.batch(split, 1, 3), again.batch(split, 1, 3))
-        assert same(task.batch(split, 1, 3), other.batch(split, 1, 3)) == (split != "train")
-    assert not same(task.batch("train", 0, 3), task.batch("train", 1, 3))
-
-
-def test_walks_that_are_measured_do_not_depend_on_the_batch_size(task):
-    whole, (first, second) = task.batch("test", 0, 6), (task.batch("test", i, 4) for i in (0, 1))
-    assert all(torch.equal(torch.cat([first[n], second[n]]), whole[n]) for n in whole)
-    assert task.batches("test", 4) == 2
-    with pytest.raises(IndexError, match="batch 2 of 4 rows: test has 6"):
-        task.batch("test", 2, 4)
 
 
 def test_a_walk_keeps_its_stride_and_turns_back_at_the_walls():
@@ -310,13 +289,12 @@ def test_two_steps_of_every_method(birds, tmp_path, method):
     assert record["finished"]
     if method == "place":
         drawn = ["--output", str(tmp_path / "world.png"), "--after", "3", "9"]
-        assert load_study().main([str(tmp_path), *drawn]) == 0
+        assert study.main([str(tmp_path), *drawn]) == 0
         assert (tmp_path / "world.png").stat().st_size > 0
 
 
 @torch.no_grad()
 def test_a_picture_asks_everywhere_and_no_question_is_remembered(birds, tmp_path):
-    study = load_study()
     task = config_for(birds).build(0)
     torch.manual_seed(0)
     model = WorldModel(WorldModelConfig(method="place", **SMALL), values=48, glimpses=60).eval()
@@ -337,16 +315,6 @@ def test_a_picture_asks_everywhere_and_no_question_is_remembered(birds, tmp_path
     assert torch.allclose(rows["place"][1][:, :4, -4:], corner.clamp(0, 1), atol=1e-5)
     page = study.picture(whole, poses, rows, after=(5, 70), patch=4, scale=1)
     assert page.size == (2 * 36 - 4, 3 * (36 + 14) - 4)
-
-
-def load_study():
-    path = Path(__file__).parents[1] / "studies" / "world_pictures.py"
-    spec = importlib.util.spec_from_file_location("study_world_pictures", path)
-    assert spec is not None
-    assert spec.loader is not None
-    study = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(study)
-    return study
 
 
 def test_methods_of_the_recipe_hold_the_same_bytes_in_two_layers():
