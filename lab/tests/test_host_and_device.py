@@ -18,10 +18,9 @@ from tensor_memory_lab.models.language import LanguageMethod, LanguageModelConfi
 from tensor_memory_lab.models.toy import ToyModelConfig
 from tensor_memory_lab.models.video import VideoModelConfig
 from tensor_memory_lab.tasks.binding import BindingConfig
-from tensor_memory_lab.tasks.language import LanguageTask, LanguageTaskConfig
 from tensor_memory_lab.tasks.masked_images import MaskedImagesConfig
-from tensor_memory_lab.tasks.text import Corpus, Vocabulary
 from tensor_memory_lab.tasks.video import VideoTaskConfig
+from tiny_text import text_task
 
 MEMORY = MemoryConfig(channels=4, grid=(3, 3, 3), chunk_size=4)
 PASSAGES = (
@@ -114,10 +113,7 @@ def actions(tmp_path_factory, vision_data):
 
 
 def text(**options):
-    splits = {s: torch.arange(400, dtype=torch.int32) % 9 for s in ("train", "valid", "test")}
-    words = ("<eos>", "<unk>", *map(str, range(7)))
-    config = LanguageTaskConfig(corpus="any", length=12, **options)
-    return LanguageTask(config, Corpus(Vocabulary(words), splits), 0)
+    return text_task(torch.arange(400, dtype=torch.int32) % 9, 9, length=12, **options)
 
 
 @pytest.mark.parametrize("carried", [False, True])

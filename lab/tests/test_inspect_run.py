@@ -12,6 +12,7 @@ from tensor_memory_lab.recipes import find_recipe
 from tensor_memory_lab.recipes.windowed import demo
 from tensor_memory_lab.records import config as stored_configs
 from tensor_memory_lab.train import RunOptions, load_run, train
+from tiny_text import write_text
 from vision_data import write_cub, write_ucf
 
 SMALL = MemoryConfig(channels=4, grid=(3, 3, 3), chunk_size=2)
@@ -37,10 +38,7 @@ def binding(tmp_path_factory):
 @pytest.fixture(scope="module")
 def language(tmp_path_factory):
     folder = tmp_path_factory.mktemp("language")
-    data = folder / "data"
-    data.mkdir()
-    for split in ("train", "valid", "test"):
-        (data / f"{split}.txt").write_text(" the cat sat on the mat . \n" * 40)
+    data = write_text(folder / "data")
     config = find_recipe("language-carried")()
     memory = MemoryConfig(channels=4, grid=(3, 3), chunk_size=4)
     config = replace(

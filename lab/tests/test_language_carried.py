@@ -5,16 +5,14 @@ import math
 import pytest
 import torch
 from accelerate import Accelerator
-from torch import nn
 
 from tensor_memory import MemoryConfig
 from tensor_memory_lab.models.language import LanguageModel, LanguageModelConfig
 from tensor_memory_lab.run_config import BudgetConfig, RunConfig
-from tensor_memory_lab.tasks.language import LanguageTask, LanguageTaskConfig
-from tensor_memory_lab.tasks.text import Corpus, Vocabulary
 from tensor_memory_lab.train.batches import training_batches
 from tensor_memory_lab.train.evaluation import Evaluator
 from tensor_memory_lab.train.step import Step, make_optimizer
+from tiny_text import loud, text_task
 
 WORDS, N, ROWS = 11, 6, 3
 CPU = torch.device("cpu")
@@ -26,24 +24,18 @@ CARRIES = [
 
 def made(method, *, tokens=70):
     """A config, its task of random words, and a model that uses what it carries."""
+    torch.manual_seed(0)
+    task = text_task(torch.randint(WORDS, (tokens,)), WORDS, length=N, carried=True)
     config = RunConfig(
         recipe="language-carried",
-        task=LanguageTaskConfig(corpus="any", length=N, carried=True),
+        task=task.config,
         model=LanguageModelConfig(
             method=method, dim=8, layers=2, heads=2, dropout=0.0, window=3, slots=2, cache=3,
             memory=MemoryConfig(channels=4, grid=(3, 3), chunk_size=2),
         ),
         budget=BudgetConfig(steps=9, batch_size=ROWS),
     )  # fmt: skip
-    torch.manual_seed(0)
-    words = ("<eos>", "<unk>", *(str(i) for i in range(2, WORDS)))
-    splits = {split: torch.randint(WORDS, (tokens,)) for split in ("train", "valid", "test")}
-    task = LanguageTask(config.task, Corpus(Vocabulary(words), splits), 0)
-    model = config.model.build(task)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim > 1 and "memory" not in name:
-            nn.init.normal_(parameter, std=0.5)
-    return config, task, model
+    return config, task, loud(config.model.build(task))
 
 
 @pytest.mark.parametrize("method", CARRIES)

@@ -9,7 +9,6 @@ from typing import get_args
 
 import pytest
 import torch
-from torch import nn
 
 from tensor_memory import MemoryConfig
 from tensor_memory_lab.cli import main
@@ -23,6 +22,7 @@ from tensor_memory_lab.models.language import (
     LanguageModelConfig,
 )
 from tensor_memory_lab.tasks.text import Vocabulary
+from tiny_text import loud, write_text
 from tolerances import assert_same
 
 METHODS = get_args(LanguageMethod)
@@ -54,10 +54,7 @@ def decoder(method, *, carried, positions="learned"):
     )
     torch.manual_seed(0)
     model = LanguageModel(config, WORDS, LENGTH, carried)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim > 1 and "memory" not in name:
-            nn.init.normal_(parameter, std=0.5)
-    return model.double().eval()
+    return loud(model).double().eval()
 
 
 def teacher_forced(model, ids):
@@ -165,10 +162,7 @@ def test_senseless_options_are_refused(options, message):
 def run(tmp_path_factory):
     """A finished run whose data is gone."""
     folder = tmp_path_factory.mktemp("language")
-    data = folder / "data"
-    data.mkdir()
-    for split in ("train", "valid", "test"):
-        (data / f"{split}.txt").write_text(" the cat sat on the mat . \n" * 60)
+    data = write_text(folder / "data")
     flags = (
         f"--task.data-dir {data} --task.corpus any --task.length 16 --model.dim 16 "
         "--model.layers 2 --model.heads 2 --model.memory.grid 3 3 --model.memory.channels 4 "

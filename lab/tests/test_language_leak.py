@@ -1,32 +1,21 @@
 """Tokens scored with and without their future, a text nobody can predict, and what it shows."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from tensor_memory import MemoryConfig
 from tensor_memory_lab.models.language import LanguageModel, LanguageModelConfig
 from tensor_memory_lab.tasks.dice import DiceConfig
-from tensor_memory_lab.tasks.language import (
-    PLACES,
-    LanguageTask,
-    LanguageTaskConfig,
-    places,
-)
-from tensor_memory_lab.tasks.text import Corpus, Vocabulary
+from tensor_memory_lab.tasks.language import PLACES, LanguageTaskConfig, places
+from tiny_text import loud, text_task
 
-ROOT = Path(__file__).parents[2]
 SPLITS = ("test", "test@window", "test@prefix")
 
 
-def text_task(tokens=203, length=20, **options):
-    words = ("<eos>", "<unk>", *(str(number) for number in range(2, 211)))
-    splits = {split: torch.arange(tokens) for split in ("train", "valid", "test")}
-    config = LanguageTaskConfig(corpus="any", length=length, leak=True, **options)
-    return LanguageTask(config, Corpus(Vocabulary(words), splits), 0)
+def leaky_text():
+    return text_task(torch.arange(203), 211, length=20, leak=True)
 
 
 def dice_task(**options):
@@ -46,7 +35,7 @@ def test_scored_places_are_spread_over_the_window(length):
     assert all(part * i - 1 < place < part * (i + 1) for i, place in enumerate(found))
 
 
-@pytest.mark.parametrize("task", [text_task(), dice_task()], ids=["text", "dice"])
+@pytest.mark.parametrize("task", [leaky_text(), dice_task()], ids=["text", "dice"])
 def test_the_same_tokens_are_scored_with_the_future_and_without(task):
     assert task.test_splits == SPLITS
     assert task.metric == "score"
@@ -69,14 +58,14 @@ def test_the_same_tokens_are_scored_with_the_future_and_without(task):
 
 
 def test_what_may_see_the_future_has_no_perplexity():
-    assert text_task().finish({"loss": math.log(7)}) == pytest.approx(
+    assert leaky_text().finish({"loss": math.log(7)}) == pytest.approx(
         {"loss": math.log(7), "score": 7}
     )
     with pytest.raises(ValueError, match=r"task.leak: expected windows that start empty.*carried"):
         LanguageTaskConfig(leak=True, carried=True)
 
 
-def model_of(method, task, std=0.5):
+def model_of(method, task):
     config = LanguageModelConfig(
         method=method, dim=8, layers=2, heads=2, dropout=0.0, window=4,
         memory=MemoryConfig(channels=4, grid=(3, 3), chunk_size=3),
@@ -85,10 +74,7 @@ def model_of(method, task, std=0.5):
     torch.manual_seed(0)
     facts = task.facts()
     model = LanguageModel(config, facts["vocabulary"], facts["window"])
-    for name, parameter in model.named_parameters():
-        if parameter.ndim > 1 and "memory" not in name:
-            nn.init.normal_(parameter, std=std)
-    return model.double().eval()
+    return loud(model).double().eval()
 
 
 @torch.no_grad()

@@ -6,7 +6,6 @@ import statistics
 
 import pytest
 import torch
-from torch import nn
 
 from tensor_memory import MemoryConfig
 from tensor_memory_lab.cli import main
@@ -14,31 +13,25 @@ from tensor_memory_lab.language_runs import loss_by_position, window_losses
 from tensor_memory_lab.models.language import LanguageModel, LanguageModelConfig
 from tensor_memory_lab.records import read_records
 from tensor_memory_lab.run_config import RunConfig
-from tensor_memory_lab.tasks.language import LanguageTask, LanguageTaskConfig
-from tensor_memory_lab.tasks.text import Corpus, Vocabulary
+from tiny_text import loud, text_task, write_text
 from tolerances import assert_same
 
 WORDS, N = 11, 6
 
 
 def made(method, *, carried=True, tokens=45, length=N):
+    torch.manual_seed(0)
+    task = text_task(torch.randint(WORDS, (tokens,)), WORDS, length=length, carried=carried)
     config = RunConfig(
         recipe="language",
-        task=LanguageTaskConfig(corpus="any", length=length, carried=carried),
+        task=task.config,
         model=LanguageModelConfig(
             method=method, dim=8, layers=2, heads=2, dropout=0.1, window=3,
             memory=MemoryConfig(channels=4, grid=(3, 3), chunk_size=4),
         ),
     )  # fmt: skip
-    torch.manual_seed(0)
     model = LanguageModel(config.model, WORDS, length, carried=True)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim > 1 and "memory" not in name:
-            nn.init.normal_(parameter, std=0.5)
-    words = ("<eos>", "<unk>", *(str(i) for i in range(2, WORDS)))
-    splits = {s: torch.randint(WORDS, (tokens,)) for s in ("train", "valid", "test")}
-    task = LanguageTask(config.task, Corpus(Vocabulary(words), splits), 0)
-    return config, task, model.double().eval()
+    return config, task, loud(model).double().eval()
 
 
 @pytest.mark.parametrize("method", ["tensor-local", "linear", "xl", "local"])
@@ -126,10 +119,7 @@ def test_a_device_that_is_not_there_is_told(capsys, command):
 
 
 def test_the_command_measures_draws_and_records(tmp_path, capsys):
-    data = tmp_path / "data"
-    data.mkdir()
-    for split in ("train", "valid", "test"):
-        (data / f"{split}.txt").write_text(" the cat sat on the mat . \n" * 60)
+    data = write_text(tmp_path / "data")
     flags = (
         f"--task.data-dir {data} --task.corpus any --task.length 16 --model.dim 16 "
         "--model.layers 2 --model.heads 2 --model.memory.grid 3 3 --model.memory.channels 4 "

@@ -12,14 +12,8 @@ from hypothesis import strategies as st
 
 from tensor_memory_lab.commands.arguments import parse_run
 from tensor_memory_lab.recipes import find_recipe
-from tensor_memory_lab.tasks.language import LanguageTask, LanguageTaskConfig
-from tensor_memory_lab.tasks.text import (
-    WIKITEXT_2,
-    Corpus,
-    Vocabulary,
-    _require_wikitext,
-    read_corpus,
-)
+from tensor_memory_lab.tasks.text import WIKITEXT_2, Vocabulary, _require_wikitext, read_corpus
+from tiny_text import text_task
 
 LINES = " \n = A title = \n \n the cat sat on the <unk> mat . \n"
 
@@ -32,10 +26,8 @@ def write(folder, **parts):
 
 def counting_task(count, *, length=4, seed=0, **options):
     """Token number t of every split is t, so that a window shows where it was cut."""
-    words = tuple(["<eos>", "<unk>", *map(str, range(2, count))])
-    splits = {s: torch.arange(count, dtype=torch.int32) for s in ("train", "valid", "test")}
-    config = LanguageTaskConfig(corpus="any", length=length, **options)
-    return LanguageTask(config, Corpus(Vocabulary(words), splits), seed)
+    tokens = torch.arange(count, dtype=torch.int32)
+    return text_task(tokens, count, length=length, seed=seed, **options)
 
 
 def test_the_standard_protocol_ends_every_line_and_the_papers_does_not(tmp_path):

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from typing import get_args
 
@@ -18,8 +19,7 @@ from tensor_memory_lab.models.language import (
     LanguageModel,
     LanguageModelConfig,
 )
-from tensor_memory_lab.tasks.language import LanguageTask, LanguageTaskConfig
-from tensor_memory_lab.tasks.text import Corpus, Vocabulary
+from tiny_text import loud, text_task
 from tolerances import assert_same
 
 METHODS = get_args(LanguageMethod)
@@ -48,10 +48,7 @@ def config(method, **options):
 
 def tiny(method, *, carried=False, std=0.3, **options):
     model = LanguageModel(config(method, **options), WORDS, LENGTH, carried)
-    for name, parameter in model.named_parameters():  # large enough for a dependence to be seen
-        if parameter.ndim > 1 and "memory" not in name:
-            nn.init.normal_(parameter, std=std)
-    return model
+    return loud(model, std)
 
 
 def batch(rows=3, length=LENGTH):
@@ -118,13 +115,7 @@ def test_the_context_of_a_prediction_is_told(method, carried, context):
 
 
 def test_what_sees_the_future_is_not_built_for_a_task_of_perplexity():
-    splits = {s: torch.arange(40) for s in ("train", "valid", "test")}
-    words = ("<eos>", "<unk>", *map(str, range(38)))
-
-    def task(**options):
-        given = LanguageTaskConfig(corpus="any", length=8, **options)
-        return LanguageTask(given, Corpus(Vocabulary(words), splits), 0)
-
+    task = partial(text_task, torch.arange(40), 40, length=8)
     with pytest.raises(ValueError, match=r"so it has no perplexity; expected a task with leak=Tr"):
         config("tensor-depth").build(task())
     assert config("tensor-depth").build(task(leak=True)).labels()["non_causal"]
