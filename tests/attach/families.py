@@ -3,84 +3,13 @@
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import transformers
-from hosts import VOCABULARY, WIDTH
+from hosts import SIZES, VOCABULARY, WIDTH, host_of
 from torch import Tensor, nn
-
-_SMALL: dict[str, Any] = dict(
-    vocab_size=VOCABULARY,
-    max_position_embeddings=128,
-    bos_token_id=None,
-    eos_token_id=None,
-    pad_token_id=None,
-    hidden_size=WIDTH,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    intermediate_size=24,
-    sliding_window=6,
-    # GPT-2 and its kin
-    n_embd=WIDTH,
-    n_layer=2,
-    n_head=2,
-    n_positions=128,
-    n_inner=24,
-    # experts
-    num_experts=4,
-    num_local_experts=4,
-    n_routed_experts=4,
-    num_experts_per_tok=2,
-    n_shared_experts=1,
-    moe_intermediate_size=24,
-    shared_expert_intermediate_size=24,
-    shared_intermediate_size=24,
-    first_k_dense_replace=1,
-    n_group=1,
-    topk_group=1,
-    # attention of low rank
-    q_lora_rank=8,
-    kv_lora_rank=8,
-    qk_nope_head_dim=8,
-    qk_rope_head_dim=8,
-    v_head_dim=8,
-    # linear attention, Mamba
-    linear_num_key_heads=2,
-    linear_num_value_heads=2,
-    linear_key_head_dim=8,
-    linear_value_head_dim=8,
-    state_size=4,
-    ssm_state_size=4,
-    mamba_d_state=4,
-    mamba_d_head=16,
-    mamba_n_heads=2,
-    mamba_n_groups=1,
-    mamba_num_heads=2,
-    mamba_head_dim=16,
-    n_groups=1,
-    chunk_size=4,
-    mamba_chunk_size=4,
-    # encoders and decoders
-    d_model=WIDTH,
-    encoder_layers=2,
-    decoder_layers=2,
-    encoder_attention_heads=2,
-    decoder_attention_heads=2,
-    encoder_ffn_dim=24,
-    decoder_ffn_dim=24,
-    decoder_start_token_id=0,
-    # images
-    image_size=8,
-    patch_size=4,
-)
-"""Sizes by the names that configs have for them; each host takes those it knows."""
 
 DECODER, ENCODER, BOTH = "decoder", "encoder", "encoder and decoder"
 IMAGE, VIDEO, SPEECH = "image", "video", "speech"
@@ -158,29 +87,8 @@ def build(family: Family) -> nn.Module:
 @functools.cache
 def _build(name: str) -> nn.Module:
     family = FAMILIES[name]
-    with _without_kernels():
-        kind: Any = getattr(transformers, family.model)
-    config = small(kind.config_class, family.config)
     torch.manual_seed(0)
-    return kind(config).to(family.dtype).eval()
-
-
-@contextmanager
-def _without_kernels() -> Iterator[None]:
-    """Let transformers import a host without fla, whose kernels need a GPU and no float64."""
-    found = sys.modules.get("fla")
-    sys.modules["fla"] = None  # type: ignore[assignment]
-    yield
-    if found is None:
-        del sys.modules["fla"]
-    else:
-        sys.modules["fla"] = found
-
-
-def small(kind: Any, options: Mapping[str, Any]) -> Any:
-    """A config of this class with the small sizes that it knows."""
-    known = {f.name for f in fields(kind)}
-    return kind(**{k: v for k, v in _SMALL.items() if k in known} | dict(options))
+    return host_of(family.model, **family.config).to(family.dtype).eval()
 
 
 EAGER = dict(experts_implementation="eager")  # the grouped product knows no float64
@@ -196,7 +104,7 @@ WAVE: dict[str, Any] = dict(
 )
 
 AXES: dict[str, Any] = {
-    name: _SMALL[name]
+    name: SIZES[name]
     for name in (
         "vocab_size",
         "hidden_size",

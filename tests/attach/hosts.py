@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
@@ -15,25 +17,73 @@ from tensor_memory import MemoryConfig
 
 SMALL = MemoryConfig(channels=4, grid=(3, 3), chunk_size=3)
 WIDTH, VOCABULARY, TOKENS = 16, 30, 11
-
-_SIZES: dict[str, Any] = dict(
+SIZES: dict[str, Any] = dict(
+    vocab_size=VOCABULARY,
+    max_position_embeddings=128,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=None,
     hidden_size=WIDTH,
     num_hidden_layers=2,
     num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
     intermediate_size=24,
+    sliding_window=6,
+    # GPT-2 and its kin
+    n_embd=WIDTH,
+    n_layer=2,
+    n_head=2,
+    n_positions=128,
+    n_inner=24,
+    # experts
+    num_experts=4,
+    num_local_experts=4,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    n_shared_experts=1,
+    moe_intermediate_size=24,
+    shared_expert_intermediate_size=24,
+    shared_intermediate_size=24,
+    first_k_dense_replace=1,
+    n_group=1,
+    topk_group=1,
+    # attention of low rank
+    q_lora_rank=8,
+    kv_lora_rank=8,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=8,
+    v_head_dim=8,
+    # linear attention, Mamba
+    linear_num_key_heads=2,
+    linear_num_value_heads=2,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    state_size=4,
+    ssm_state_size=4,
+    mamba_d_state=4,
+    mamba_d_head=16,
+    mamba_n_heads=2,
+    mamba_n_groups=1,
+    mamba_num_heads=2,
+    mamba_head_dim=16,
+    n_groups=1,
+    chunk_size=4,
+    mamba_chunk_size=4,
+    # encoders and decoders
+    d_model=WIDTH,
+    encoder_layers=2,
+    decoder_layers=2,
+    encoder_attention_heads=2,
+    decoder_attention_heads=2,
+    encoder_ffn_dim=24,
+    decoder_ffn_dim=24,
+    decoder_start_token_id=0,
+    # images
+    image_size=8,
+    patch_size=4,
 )
-_TEXT: dict[str, Any] = dict(
-    vocab_size=VOCABULARY, bos_token_id=None, eos_token_id=None, pad_token_id=None
-)
-_DECODER = _SIZES | _TEXT | dict(num_key_value_heads=1, max_position_embeddings=4096)
-_ENCODER = _SIZES | _TEXT | dict(pad_token_id=0, max_position_embeddings=64)
-BOTH: dict[str, Any] = dict(vocab_size=VOCABULARY, d_model=WIDTH) | {
-    f"{half}_{name}": size
-    for half in ("encoder", "decoder")
-    for name, size in (("layers", 2), ("attention_heads", 2), ("ffn_dim", 24))
-}
-"""Sizes of an encoder and decoder as BART names them."""
-_IMAGE: dict[str, Any] = dict(image_size=8, patch_size=4)
+"""Sizes by the names that configs have for them; each host takes those it knows."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +100,16 @@ class Host:
         return self.build().double().eval()
 
 
-def ids() -> Tensor:
-    return torch.randint(1, VOCABULARY, (2, TOKENS))
+def ids(rows: int = 2, length: int = TOKENS) -> Tensor:
+    return torch.randint(1, VOCABULARY, (rows, length))
+
+
+def prompts() -> tuple[Tensor, Tensor]:
+    """Two rows of 7 ids and their mask; the second row is padded on its left."""
+    tokens = ids(2, 7)
+    mask = torch.ones_like(tokens)
+    mask[1, :3] = 0
+    return tokens, mask
 
 
 def read(output: Any) -> Tensor:
@@ -62,27 +120,47 @@ def read(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
+def host_of(model: str, **config: Any) -> Any:
+    """A new random host of a class of transformers, of the small sizes that its config knows."""
+    with _without_kernels():
+        kind: Any = getattr(transformers, model)
+    known = {f.name for f in fields(kind.config_class)}
+    sizes = {name: size for name, size in SIZES.items() if name in known}
+    return kind(kind.config_class(**sizes | config))
+
+
+def new_host(model: str, **config: Any) -> Any:
+    """The same in float64, in evaluation mode."""
+    return host_of(model, **config).double().eval()
+
+
+@contextmanager
+def _without_kernels() -> Iterator[None]:
+    """Let transformers import a host without fla, whose kernels need a GPU and no float64."""
+    found = sys.modules.get("fla")
+    sys.modules["fla"] = None  # type: ignore[assignment]
+    yield
+    if found is None:
+        del sys.modules["fla"]
+    else:
+        sys.modules["fla"] = found
+
+
 def gpt2(**options: Any) -> nn.Module:
-    config = dict(n_embd=WIDTH, n_layer=2, n_head=2, n_positions=4096) | _TEXT | options
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**config))
+    return host_of("GPT2LMHeadModel", **dict(n_positions=4096) | options)
 
 
 def llama(**options: Any) -> nn.Module:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_DECODER | options))
+    return host_of("LlamaForCausalLM", **dict(max_position_embeddings=4096) | options)
 
 
 def mistral(window: int | None = 8, **options: Any) -> nn.Module:
-    config = transformers.MistralConfig(**_DECODER | dict(sliding_window=window) | options)
-    return transformers.MistralForCausalLM(config)
+    sizes = dict(sliding_window=window, max_position_embeddings=4096)
+    return host_of("MistralForCausalLM", **sizes | options)
 
 
 def bert(**options: Any) -> nn.Module:
-    config = transformers.BertConfig(**_ENCODER | options)
-    return transformers.BertModel(config, add_pooling_layer=False)
-
-
-def _vit() -> nn.Module:
-    return transformers.ViTModel(transformers.ViTConfig(**_SIZES | _IMAGE), add_pooling_layer=False)
+    return host_of("BertModel", **dict(pad_token_id=0) | options)
 
 
 def encoder(*, batch_first: bool = True) -> nn.Module:
@@ -154,6 +232,17 @@ class Custom(nn.Module):
         return self.head(x)
 
 
+class Repeats(torch.utils.data.Dataset):
+    """Rows of ids to learn, for the Trainer of transformers."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = (torch.arange(6) + index) % VOCABULARY
+        return {"input_ids": tokens, "labels": tokens}
+
+
 def embeddings() -> Tensor:
     return torch.randn(2, TOKENS, WIDTH, dtype=torch.float64)
 
@@ -171,7 +260,7 @@ HOSTS = {
     "llama": Host(llama, ids, _row("model.layers"), causal=True),
     "mistral": Host(mistral, ids, _row("model.layers"), causal=True),
     "bert": Host(bert, ids, _row("encoder.layer"), causal=False),
-    "vit": Host(_vit, _images, _row("layers"), causal=False),
+    "vit": Host(lambda: host_of("ViTModel"), _images, _row("layers"), causal=False),
     "timm": Host(TimmViT, _images, _row("blocks"), causal=False, bidirectional_is_known=False),
     "encoder": Host(
         encoder, embeddings, _row("layers"), causal=False, bidirectional_is_known=False

@@ -12,7 +12,7 @@ import peft
 import pytest
 import torch
 import transformers
-from hosts import SMALL, VOCABULARY, llama
+from hosts import SMALL, Repeats, ids, llama
 from torch import Tensor, nn
 
 from tensor_memory import attach, detach, load_memory, memory_disabled, save_memory
@@ -46,10 +46,6 @@ def adapted(kind: str, host: nn.Module | None = None) -> Any:
     return peft.get_peft_model(host, ADAPTERS[kind](), autocast_adapter_dtype=False).eval()
 
 
-def text(rows: int = 1, length: int = 7) -> Tensor:
-    return torch.randint(1, VOCABULARY, (rows, length))
-
-
 def memory_tensors(model: Any) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.tensor_memory.named_parameters()}
 
@@ -71,7 +67,7 @@ def learn(model: Any, tokens: Tensor) -> None:
 
 @every_adapter
 def test_a_memory_on_an_adapted_host_is_saved_with_the_adapter(kind: str, tmp_path: Path) -> None:
-    model, tokens = adapted(kind), text()
+    model, tokens = adapted(kind), ids(1, 7)
     attach(model, SMALL)
     disturb(model)
     expected = model(tokens).logits
@@ -112,15 +108,6 @@ def test_an_adapter_that_is_read_again_has_its_memory_again(tmp_path: Path) -> N
         assert torch.equal(tensor, saved[name])
 
 
-class Repeats(torch.utils.data.Dataset):
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tokens = (torch.arange(6) + index) % VOCABULARY
-        return {"input_ids": tokens, "labels": tokens}
-
-
 def train(model: nn.Module, folder: Path, resume: Path | None = None) -> None:
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
@@ -150,7 +137,7 @@ def test_trainer_resumes_adapter_and_memory(tmp_path: Path) -> None:
 
 
 def test_adapters_of_transformers_itself_are_saved_with_the_memory(tmp_path: Path) -> None:
-    model, tokens = base(), text()
+    model, tokens = base(), ids(1, 7)
     model.add_adapter(ADAPTERS["lora"]())
     attach(model, SMALL)
     expected = model(tokens).logits
@@ -167,7 +154,7 @@ def test_adapters_of_transformers_itself_are_saved_with_the_memory(tmp_path: Pat
 def test_the_host_that_comes_out_of_its_adapter_owns_the_memory(
     kind: str, method: str, tmp_path: Path
 ) -> None:
-    model, tokens = adapted(kind), text()
+    model, tokens = adapted(kind), ids(1, 7)
     attachment = attach(model, SMALL)
     expected = model(tokens).logits
     host = getattr(model, method)()
@@ -195,7 +182,7 @@ def test_the_host_that_comes_out_of_its_adapter_owns_the_memory(
 
 
 def test_a_copy_of_an_adapted_host_saves_and_merges_its_own_memory(tmp_path: Path) -> None:
-    model, tokens = adapted("lora"), text()
+    model, tokens = adapted("lora"), ids(1, 7)
     attach(model, SMALL)
     copied = copy.deepcopy(model)
     disturb(copied)
@@ -209,7 +196,7 @@ def test_a_copy_of_an_adapted_host_saves_and_merges_its_own_memory(tmp_path: Pat
 
 @every_adapter
 def test_an_adapted_host_trains_memory_and_adapter(kind: str) -> None:
-    model, tokens = adapted(kind), text(2)
+    model, tokens = adapted(kind), ids(2, 7)
     adapter = {name for name, p in model.named_parameters() if p.requires_grad}
     attach(model, SMALL)
     memory = memory_tensors(model)
@@ -224,7 +211,7 @@ def test_an_adapted_host_trains_memory_and_adapter(kind: str) -> None:
 
 @every_adapter
 def test_a_memory_that_an_adapter_froze_is_told_once(kind: str) -> None:
-    host, tokens = base(), text(2)
+    host, tokens = base(), ids(2, 7)
     attachment = attach(host, SMALL)
     model = adapted(kind, host)
     before = memory_tensors(host)
@@ -245,7 +232,7 @@ def test_a_memory_that_an_adapter_froze_is_told_once(kind: str) -> None:
 def test_a_memory_frozen_on_purpose_is_not_told() -> None:
     model = adapted("lora")
     attach(model, SMALL).requires_grad_(False)
-    learn(model, text(2))
+    learn(model, ids(2, 7))
 
 
 def test_a_memory_that_an_adapter_around_its_host_leaves_out_is_told(tmp_path: Path) -> None:
@@ -266,7 +253,7 @@ def test_a_memory_that_an_adapter_around_its_host_leaves_out_is_told(tmp_path: P
 @every_adapter
 @pytest.mark.filterwarnings("ignore:Position ids are not supported")  # PEFT's own, in generate()
 def test_an_adapted_host_generates_as_by_full_recomputation(kind: str) -> None:
-    model, tokens = adapted(kind), text(2, 6)
+    model, tokens = adapted(kind), ids(2, 6)
     attach(model, SMALL, gate_init=3.0)
     options = dict(attention_mask=torch.ones_like(tokens), max_new_tokens=12, do_sample=False)
     made = model.generate(input_ids=tokens, pad_token_id=0, **options)

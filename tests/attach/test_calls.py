@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hosts import SMALL, VOCABULARY, WIDTH, llama
+from hosts import SMALL, WIDTH, ids, llama
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
@@ -17,10 +17,6 @@ from transformers import DynamicCache
 
 from tensor_memory import attach, memory_disabled
 from tolerances import assert_same
-
-
-def text(rows: int, length: int) -> Tensor:
-    return torch.randint(1, VOCABULARY, (rows, length))
 
 
 def host() -> Any:
@@ -38,7 +34,7 @@ def fail(*_: object) -> None:
 
 
 def test_a_call_cut_short_by_ctrl_c_leaves_the_next_one_clean() -> None:
-    model, tokens = host(), text(2, 7)
+    model, tokens = host(), ids(2, 7)
     mask = torch.ones_like(tokens)
     mask[0, :4] = 0
     before = model(tokens).logits
@@ -62,7 +58,7 @@ def host_states(model: Any, tokens: Tensor) -> Tensor:
 def test_calls_in_two_threads_do_not_mix() -> None:
     """Both threads stop inside their call until the other is inside its own."""
     model = host()
-    tokens = [text(2, 12), text(2, 12)]
+    tokens = [ids(2, 12), ids(2, 12)]
     masks = [torch.ones_like(tokens[0]), torch.ones_like(tokens[1])]
     masks[0][:, :6] = 0
     alone = [model(t, attention_mask=m).logits for t, m in zip(tokens, masks, strict=True)]
@@ -84,7 +80,7 @@ def test_calls_in_two_threads_do_not_mix() -> None:
 
 
 def test_a_model_copied_inside_a_stream_is_in_no_stream() -> None:
-    model, tokens = host(), text(2, 7)
+    model, tokens = host(), ids(2, 7)
     with torch.no_grad():
         fresh = model(tokens, use_cache=False).logits
         with model.tensor_memory.stream() as s:
@@ -101,7 +97,7 @@ def test_a_model_copied_inside_a_stream_is_in_no_stream() -> None:
 @pytest.mark.parametrize("where", ["model.layers.1.mlp", "lm_head"])
 def test_a_call_that_fails_inside_a_stream_can_be_made_again(where: str) -> None:
     """In a block, or after the part of the host that holds the blocks has returned."""
-    model, tokens = host(), text(2, 10)
+    model, tokens = host(), ids(2, 10)
     with torch.no_grad():
         with model.tensor_memory.stream():
             model(tokens[:, :5], use_cache=False)
@@ -118,7 +114,7 @@ def test_a_call_that_fails_inside_a_stream_can_be_made_again(where: str) -> None
 
 
 def test_a_cache_half_filled_by_a_call_that_failed_is_refused() -> None:
-    model, tokens = host(), text(2, 10)
+    model, tokens = host(), ids(2, 10)
     cache = model(tokens[:, :5]).past_key_values
     handle = model.model.layers[1].mlp.register_forward_hook(fail)
     with pytest.raises(RuntimeError, match="planted"):
@@ -129,7 +125,7 @@ def test_a_cache_half_filled_by_a_call_that_failed_is_refused() -> None:
 
 
 def test_a_stream_refuses_a_cache_whose_tokens_it_has_not_seen() -> None:
-    model, tokens = host(), text(2, 12)
+    model, tokens = host(), ids(2, 12)
     stream = model.tensor_memory.stream
     off, of_another = DynamicCache(config=model.config), DynamicCache(config=model.config)
     with memory_disabled(model):
@@ -147,7 +143,7 @@ def test_a_stream_refuses_a_cache_whose_tokens_it_has_not_seen() -> None:
 
 
 def test_a_stream_s_older_state_does_not_continue_a_cache_that_went_on() -> None:
-    model, tokens = host(), text(1, 9)
+    model, tokens = host(), ids(1, 9)
     cache = DynamicCache(config=model.config)
     with model.tensor_memory.stream() as s:
         model(tokens[:, :5], past_key_values=cache)
@@ -172,7 +168,7 @@ def test_rows_of_a_cache_do_not_move_without_their_memory(operation: str, argume
     model = host()
     cache = DynamicCache(config=model.config)
     with model.tensor_memory.stream():
-        model(text(2, 6), past_key_values=cache)
+        model(ids(2, 6), past_key_values=cache)
         before = cache.layers[0].keys
         with pytest.raises(ValueError, match=rf"attach: {operation} changes a cache whose"):
             getattr(cache, operation)(argument)
@@ -180,7 +176,7 @@ def test_rows_of_a_cache_do_not_move_without_their_memory(operation: str, argume
 
 
 def test_a_refused_call_leaves_the_cache_as_it_was() -> None:
-    model, tokens = host(), text(2, 9)
+    model, tokens = host(), ids(2, 9)
     cache = model(tokens[:, :6]).past_key_values
     with model.tensor_memory.stream(), pytest.raises(ValueError, match="cache carries a state"):
         model(tokens[:, 6:], past_key_values=cache)
@@ -217,7 +213,7 @@ def test_a_whole_host_checkpointed_inside_a_stream_is_refused(
 
 
 def test_a_mask_of_pairs_does_not_drop_the_padding_silently() -> None:
-    model, tokens = host(), text(2, 6)
+    model, tokens = host(), ids(2, 6)
     mask = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
     blocks = create_block_mask(lambda b, h, q, k: q >= k, None, None, 6, 6, device="cpu")
     for given, got in (

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-import transformers
-from hosts import HOSTS, SMALL, WIDTH, Host, bert, encoder, for_hosts, ids, llama, read
+from hosts import HOSTS, SMALL, WIDTH, Host, bert, encoder, for_hosts, ids, llama, new_host, read
 from torch import nn
 
 from tensor_memory import attach, detach, find_leak
@@ -61,9 +60,8 @@ def test_a_user_who_says_causal_is_believed() -> None:
 
 
 def test_a_decoder_that_also_looks_at_all_of_an_encoder_is_causal() -> None:
-    config = transformers.BartConfig(d_model=WIDTH, encoder_layers=1, decoder_layers=1)
     with pytest.raises(ValueError, match=LEAK):
-        attach(transformers.BartModel(config), SMALL, scope="depth", layers="decoder.layers.*")
+        attach(new_host("BartModel"), SMALL, scope="depth", layers="decoder.layers.*")
 
 
 def test_a_bert_built_as_a_decoder_is_causal() -> None:
@@ -74,17 +72,7 @@ def test_a_bert_built_as_a_decoder_is_causal() -> None:
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_a_causal_mask_seen_only_in_the_call_is_refused_there(attention: str) -> None:
     # CLIP's text model says is_causal=False on its attention and hands it a causal mask
-    config = transformers.CLIPTextConfig(
-        hidden_size=WIDTH,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        vocab_size=30,
-        eos_token_id=29,
-        max_position_embeddings=16,
-        attn_implementation=attention,
-    )
-    model = transformers.CLIPTextModel(config).eval()
+    model = new_host("CLIPTextModel", eos_token_id=29, attn_implementation=attention)
     attach(model, SMALL, scope="depth")
     with pytest.raises(ValueError, match=f"called with a causal mask, and .*{LEAK}"):
         model(ids())

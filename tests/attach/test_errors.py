@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from hosts import SMALL, WIDTH, TimmViT, bert, encoder, ids, llama
+from hosts import SMALL, WIDTH, TimmViT, bert, encoder, ids, llama, new_host
 from torch import Tensor, nn
 
 from tensor_memory import attach, detach, memory_disabled
@@ -102,10 +101,8 @@ def test_blocks_that_are_never_called_are_not_found(kind: str, feed: str) -> Non
 
 
 def test_a_stage_that_returns_another_width_is_named() -> None:
-    config = transformers.SwinConfig(
-        image_size=16, patch_size=2, embed_dim=8, depths=[1, 1], num_heads=[2, 2], window_size=4
-    )
-    model: Any = transformers.SwinModel(config).eval()
+    sizes = dict(image_size=16, patch_size=2, embed_dim=8, window_size=4)
+    model = new_host("SwinModel", depths=[1, 1], num_heads=[2, 2], **sizes).float()
     attach(model, SMALL, share_weights=False)
     with pytest.raises(
         ValueError,
@@ -118,11 +115,8 @@ def test_a_stage_that_returns_another_width_is_named() -> None:
 
 
 def test_rows_inside_a_list_of_lists_are_several() -> None:
-    config = transformers.FunnelConfig(
-        vocab_size=30, block_sizes=[1, 1], d_model=WIDTH, n_head=2, d_head=8, d_inner=24
-    )
     refused(
-        transformers.FunnelBaseModel(config),
+        new_host("FunnelBaseModel", block_sizes=[1, 1], d_head=8, d_inner=24),
         ValueError,
         r"several rows .*'encoder\.blocks\.0\.\*', 'encoder\.blocks\.1\.\*'",
     )
@@ -176,10 +170,7 @@ def test_naming_a_list_of_blocks_says_how_to_name_the_blocks() -> None:
 
 
 def test_several_rows_of_blocks_ask_for_a_choice() -> None:
-    config = transformers.T5Config(
-        d_model=WIDTH, d_kv=8, d_ff=24, num_layers=2, num_heads=2, vocab_size=30
-    )
-    model = transformers.T5ForConditionalGeneration(config)
+    model = new_host("T5ForConditionalGeneration", num_layers=2)
     refused(model, ValueError, r"several rows .* one of 'encoder\.block\.\*', 'decoder\.block\.\*'")
     attachment = attach(model, SMALL, layers="decoder.block.*")
     assert attachment.paths == ["decoder.block.0", "decoder.block.1"]

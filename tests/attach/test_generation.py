@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hosts import SMALL, VOCABULARY, WIDTH, gpt2, ids, llama, mistral
+from hosts import SMALL, VOCABULARY, gpt2, ids, llama, mistral, new_host, prompts
 from torch import Tensor, nn
 
 from tensor_memory import MemoryConfig, attach, detach, memory_disabled
@@ -29,14 +29,6 @@ def host(build: Build, chunk: int = 3, **options: Any) -> Any:
     model = build().double().eval()
     attach(model, MemoryConfig(channels=4, grid=(3, 3), chunk_size=chunk), **options)
     return model
-
-
-def prompts() -> tuple[Tensor, Tensor]:
-    """Two rows of 7 ids and their mask; the second row is padded on its left."""
-    tokens = torch.randint(1, VOCABULARY, (2, 7))
-    mask = torch.ones_like(tokens)
-    mask[1, :3] = 0
-    return tokens, mask
 
 
 def generate(model: Any, tokens: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
@@ -276,20 +268,16 @@ def test_a_paged_cache_that_comes_another_way_is_refused() -> None:
 
 def test_a_past_that_cannot_carry_the_memory_is_refused_outside_a_stream() -> None:
     """Reformer hands its past on in a class of its own."""
-    config = transformers.ReformerConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
+    model = new_host(
+        "ReformerModelWithLMHead",
         attn_layers=["local", "local"],
         is_decoder=True,
         axial_pos_embds=False,
-        num_attention_heads=2,
         attention_head_size=8,
         feed_forward_size=24,
         local_attn_chunk_length=4,
-        max_position_embeddings=64,
-        eos_token_id=None,
+        pad_token_id=0,
     )
-    model: Any = transformers.ReformerModelWithLMHead(config).double().eval()
     attachment = attach(model, SMALL, gate_init=3.0)
     tokens = ids()[:, :9]
 

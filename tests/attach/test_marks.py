@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hosts import BOTH, SMALL, VOCABULARY, WIDTH, Custom, encoder, ids, mistral
+from families import AXES, WAVE
+from hosts import SMALL, VOCABULARY, WIDTH, Custom, encoder, ids, mistral, new_host
 from torch import Tensor, nn
 
 from tensor_memory import Attachment, attach
@@ -153,51 +154,29 @@ def test_one_row_of_a_mask_serves_all_rows_and_another_number_does_not() -> None
         model(text, MASK.expand(3, 8))
 
 
-SPEECH: dict[str, Any] = dict(
-    hidden_size=WIDTH,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    intermediate_size=24,
-    conv_dim=(8, 8),
-    conv_stride=(2, 2),
-    conv_kernel=(4, 2),
-    num_feat_extract_layers=2,
-    num_conv_pos_embeddings=4,
-    num_conv_pos_embedding_groups=2,
-    feat_extract_norm="layer",
-    do_stable_layer_norm=False,
-    apply_spec_augment=False,
+SPEECH: dict[str, Any] = WAVE | dict(feat_extract_norm="layer", do_stable_layer_norm=False)
+HEARD: dict[str, Any] = dict(
+    input_feat_per_channel=6, conv_channels=8, max_source_positions=40, pad_token_id=1
 )
-
-
-def speech_to_text() -> Any:
-    config = transformers.Speech2TextConfig(
-        **BOTH, input_feat_per_channel=6, conv_channels=8, max_source_positions=40
-    )
-    return transformers.Speech2TextModel(config).get_encoder()
 
 
 @pytest.mark.parametrize(
-    ("build", "layers", "per_token"),
+    ("name", "config", "per_token"),
     [
-        (lambda: transformers.Wav2Vec2Model(transformers.Wav2Vec2Config(**SPEECH)), "auto", 4),
-        (
-            lambda: transformers.SEWModel(transformers.SEWConfig(**SPEECH, squeeze_factor=2)),
-            "auto",
-            8,
-        ),
-        (speech_to_text, "auto", 4),
+        ("Wav2Vec2Model", SPEECH, 4),
+        ("SEWModel", SPEECH | dict(squeeze_factor=2), 8),
+        ("Speech2TextModel", HEARD, 4),
     ],
-    ids=["Wav2Vec2", "SEW", "Speech2Text"],
 )
 def test_a_mask_that_the_host_shortens_is_found_as_its_blocks_see_it(
-    build: Any, layers: Any, per_token: int
+    name: str, config: dict[str, Any], per_token: int
 ) -> None:
     """Wav2Vec2 shortens it outside its encoder, the others inside, where blocks get 4-D masks."""
-    model = build().double().eval()
-    seen = watch(attach(model, SMALL, layers=layers))
+    model = new_host(name, **config)
     wave = torch.randn(2, 66, dtype=torch.float64)
-    wave = wave[..., None].expand(-1, -1, 6) if "Speech2Text" in type(model).__name__ else wave
+    if config is HEARD:
+        model, wave = model.get_encoder(), wave[..., None].expand(-1, -1, 6)
+    seen = watch(attach(model, SMALL))
     mask = torch.ones(2, 66, dtype=torch.long)
     mask[1, 34:] = 0
     model(wave, attention_mask=mask)
@@ -211,10 +190,7 @@ def test_a_mask_that_the_host_shortens_is_found_as_its_blocks_see_it(
 
 
 def test_a_mask_that_the_host_shortens_and_does_not_hand_on_is_refused() -> None:
-    config = transformers.FunnelConfig(
-        vocab_size=VOCABULARY, block_sizes=[1, 1], d_model=WIDTH, n_head=2, d_head=8, d_inner=24
-    )
-    model: Any = transformers.FunnelBaseModel(config).double().eval()
+    model = new_host("FunnelBaseModel", block_sizes=[1, 1], d_head=8, d_inner=24)
     attach(model, SMALL, layers="encoder.blocks.*.*")
     text = torch.randint(1, VOCABULARY, (2, 8))
     model(text)
@@ -297,15 +273,7 @@ def test_images_in_one_row_of_a_vision_tower_do_not_see_each_other() -> None:
 
 
 def test_images_in_one_row_are_told_apart_by_a_mask_of_pairs() -> None:
-    config = transformers.PixtralVisionConfig(
-        hidden_size=WIDTH,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=8,
-        patch_size=4,
-    )
-    model: Any = transformers.PixtralVisionModel(config).double().eval()
+    model = new_host("PixtralVisionModel")
     attach(model, SMALL, gate_init=3.0)
     pixels = torch.randn(2, 3, 8, 8, dtype=torch.float64)
     both = model(pixels).last_hidden_state
@@ -331,19 +299,7 @@ def test_images_in_one_row_that_nothing_tells_apart_are_refused() -> None:
 
 def test_packed_rows_of_three_axes_do_not_see_each_other() -> None:
     """Qwen2-VL: text alone, whose three axes are equal."""
-    config = transformers.Qwen2VLConfig(
-        text_config=dict(
-            hidden_size=WIDTH,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            intermediate_size=24,
-            vocab_size=VOCABULARY,
-            rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[1, 1, 2]),
-        ),
-        vision_config=VISION,
-    )
-    model: Any = transformers.Qwen2VLForConditionalGeneration(config).double().eval()
+    model = new_host("Qwen2VLForConditionalGeneration", text_config=AXES, vision_config=VISION)
     seen = watch(attach(model, SMALL, layers="model.language_model.layers.*"))
     text = torch.randint(1, VOCABULARY, (1, 8))
     model(text, position_ids=torch.tensor(ONE).expand(3, 1, 8))
@@ -370,7 +326,7 @@ def test_the_first_real_token_of_a_call_starts_no_document() -> None:
 
 def test_an_encoder_whose_config_is_the_whole_host_s_sees_its_mask() -> None:
     """BART's encoder says of itself, by that config, that it is an encoder and a decoder."""
-    model: Any = transformers.BartModel(transformers.BartConfig(**BOTH)).double().eval()
+    model = new_host("BartModel", pad_token_id=1)
     seen = watch(attach(model, SMALL, layers="encoder.layers.*"))
     text = ids()
     mask = torch.ones_like(text)

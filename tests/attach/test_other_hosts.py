@@ -10,7 +10,8 @@ import accelerate.hooks
 import pytest
 import torch
 import transformers
-from hosts import BOTH, SMALL, VOCABULARY, WIDTH, encoder, ids, llama
+from families import EAGER, MIXED
+from hosts import SMALL, VOCABULARY, WIDTH, encoder, ids, llama, new_host
 from torch import Tensor, nn
 
 from tensor_memory import attach, memory_disabled
@@ -18,15 +19,7 @@ from tolerances import assert_same
 
 
 def test_a_block_used_twice_in_depth_keeps_a_state_for_each_use() -> None:
-    config = transformers.AlbertConfig(
-        embedding_size=8,
-        hidden_size=WIDTH,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        intermediate_size=24,
-        vocab_size=VOCABULARY,
-    )
-    model: Any = transformers.AlbertModel(config, add_pooling_layer=False).double().eval()
+    model = new_host("AlbertModel", num_hidden_layers=3, pad_token_id=0)
     attachment = attach(model, SMALL)
     (path,) = attachment.paths
     first, second = ids(), ids()
@@ -40,17 +33,10 @@ def test_a_block_used_twice_in_depth_keeps_a_state_for_each_use() -> None:
 
 
 def t5() -> Any:
-    config = transformers.T5Config(
-        d_model=WIDTH,
-        d_kv=8,
-        d_ff=24,
-        num_layers=2,
-        num_heads=2,
-        vocab_size=VOCABULARY,
-        decoder_start_token_id=0,
-        eos_token_id=None,
+    ends = dict(decoder_start_token_id=0, pad_token_id=0)
+    return new_host(
+        "T5ForConditionalGeneration", num_layers=2, num_heads=2, d_kv=8, d_ff=24, **ends
     )
-    return transformers.T5ForConditionalGeneration(config).double().eval()
 
 
 @pytest.mark.parametrize("beams", [1, 3])
@@ -149,15 +135,12 @@ def test_source_and_target_of_a_torch_transformer_have_their_own_masks() -> None
 
 def test_a_host_that_puts_tokens_first_is_refused_before_it_mixes_rows() -> None:
     """A call of as many rows as tokens would not show it."""
-    config = transformers.XLNetConfig(
-        vocab_size=VOCABULARY, d_model=WIDTH, n_layer=2, n_head=2, d_inner=24
-    )
-    model: Any = transformers.XLNetModel(config).double().eval()
+    model = new_host("XLNetModel", d_inner=24)
     with pytest.raises(
         ValueError, match=r"layer.0' is one of a host \(xlnet\) .* attach with batch_first=False"
     ):
         attach(Holder(model), SMALL)
-    fsmt = transformers.FSMTModel(transformers.FSMTConfig(langs=["en", "de"], **BOTH))
+    fsmt = new_host("FSMTModel", langs=["en", "de"], pad_token_id=1)
     with pytest.raises(ValueError, match=r"a host \(fsmt\) that puts tokens first"):
         attach(fsmt, SMALL, layers="encoder.layers.*")
     attach(model, SMALL, gate_init=3.0, batch_first=False)
@@ -282,15 +265,7 @@ def test_a_mask_that_the_host_turned_into_scores_is_not_taken_the_wrong_way_roun
     padded: bool,
 ) -> None:
     """Longformer hands its blocks' module 0 for a real token, and fills its rows to 12 tokens."""
-    config = transformers.LongformerConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=24,
-        attention_window=4,
-    )
-    model: Any = transformers.LongformerModel(config, add_pooling_layer=False).double().eval()
+    model = new_host("LongformerModel", attention_window=4, pad_token_id=1)
     attachment = attach(model, SMALL, gate_init=3.0)
     tokens = ids()[:, :12]
     mask = torch.ones_like(tokens)
@@ -335,19 +310,7 @@ def test_a_text_s_mask_is_not_taken_for_an_image_s(words: int) -> None:
 
 
 def hybrid(kinds: tuple[str, ...]) -> Any:
-    config = transformers.Lfm2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=24,
-        num_hidden_layers=len(kinds),
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        layer_types=list(kinds),
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    return transformers.Lfm2ForCausalLM(config).double().eval()
+    return new_host("Lfm2ForCausalLM", num_hidden_layers=len(kinds), layer_types=list(kinds))
 
 
 @pytest.mark.parametrize("own_cache", [False, True])
@@ -367,23 +330,7 @@ def test_a_host_whose_first_layer_does_not_attend_generates_exactly(own_cache: b
 
 def test_a_host_whose_first_layer_leaves_its_place_in_the_cache_empty_generates_exactly() -> None:
     """MiniMax keeps the state of linear layers beside the cache's layers, which all count."""
-    config = transformers.MiniMaxConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        num_local_experts=2,
-        block_size=4,
-        layer_types=["linear_attention", "full_attention"],
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-        experts_implementation="eager",
-    )
-    model: Any = transformers.MiniMaxForCausalLM(config).double().eval()
+    model = new_host("MiniMaxForCausalLM", **EAGER, block_size=4, layer_types=MIXED)
     attach(model, SMALL, gate_init=3.0)
     options: dict[str, Any] = dict(max_new_tokens=20, do_sample=False, pad_token_id=0)
     tokens = ids()
@@ -392,8 +339,8 @@ def test_a_host_whose_first_layer_leaves_its_place_in_the_cache_empty_generates_
 
 
 def test_a_host_that_drops_whole_layers_trains() -> None:
-    config = transformers.M2M100Config(**BOTH, decoder_layerdrop=0.5)
-    model: Any = transformers.M2M100ForConditionalGeneration(config).train()
+    config = dict(decoder_layerdrop=0.5, pad_token_id=0)
+    model = new_host("M2M100ForConditionalGeneration", **config).train()
     attachment = attach(model, SMALL, layers="model.decoder.layers.*")
     ran = set()
     for seed in range(20):  # among these the first layer is dropped, the second, both and none
@@ -419,15 +366,8 @@ def test_a_memory_on_a_part_of_a_block_generates_exactly(layers: str) -> None:
         model(tokens[:, :1], past_key_values=filled)
 
 
-def mamba() -> Any:
-    config = transformers.MambaConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=2, state_size=4
-    )
-    return transformers.MambaForCausalLM(config).double().eval()
-
-
 def test_a_cache_none_of_whose_layers_counts_its_tokens_carries_the_memory() -> None:
-    model = mamba().requires_grad_(False)  # so that its cache can be copied
+    model = new_host("MambaForCausalLM").requires_grad_(False)  # so that its cache can be copied
     attach(model, SMALL, gate_init=3.0).requires_grad_(False)
     tokens = ids()
     whole = model(tokens, use_cache=False).logits
@@ -449,7 +389,7 @@ def test_a_static_cache_serves_a_mixed_row_and_not_one_without_attention() -> No
     attach(model, SMALL, gate_init=3.0)
     fixed = model.generate(tokens, cache_implementation="static", **options)
     assert torch.equal(fixed, model.generate(tokens, use_cache=False, **options))
-    model = mamba()
+    model = new_host("MambaForCausalLM")
     attach(model, SMALL)
     with pytest.raises(ValueError, match=r"got one of a host without attention.* use the default"):
         model.generate(tokens, cache_implementation="static", **options)
@@ -457,7 +397,7 @@ def test_a_static_cache_serves_a_mixed_row_and_not_one_without_attention() -> No
 
 @pytest.mark.parametrize("first", ["with the memory", "without it"])
 def test_a_cache_that_does_not_count_and_went_on_without_the_memory_is_refused(first: str) -> None:
-    model, tokens = mamba(), ids()
+    model, tokens = new_host("MambaForCausalLM"), ids()
     attach(model, SMALL)
     if first == "without it":
         with memory_disabled(model):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hosts import VOCABULARY, llama, mistral
+from hosts import llama, mistral, prompts
 from torch import Tensor
 from transformers.generation.configuration_utils import CompileConfig
 
@@ -30,13 +30,6 @@ def host(config: Any, build: Any = llama, **options: Any) -> Any:
     model = build(**options).double().eval()
     attach(model, config, gate_init=3.0)
     return model
-
-
-def prompts() -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(1, VOCABULARY, (2, 7))
-    mask = torch.ones_like(tokens)
-    mask[1, :3] = 0
-    return tokens, mask
 
 
 def generate(model: Any, tokens: Tensor, mask: Tensor | None = None, **options: Any) -> Any:

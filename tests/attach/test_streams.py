@@ -10,16 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from hosts import SMALL, VOCABULARY, WIDTH, Custom, encoder, llama, mistral
+from hosts import SMALL, VOCABULARY, WIDTH, Custom, encoder, ids, llama, mistral
 from torch import Tensor
 from transformers import DynamicCache
 
 from tensor_memory import MemoryState, attach, detach, find_leak
 from tolerances import assert_same
-
-
-def text(rows: int, length: int) -> Tensor:
-    return torch.randint(1, VOCABULARY, (rows, length))
 
 
 def window_1() -> torch.nn.Module:
@@ -34,7 +30,7 @@ def pieces(tokens: Tensor, sizes: list[int]) -> list[Tensor]:
 def test_a_stream_continues_where_the_last_call_ended() -> None:
     model = window_1()
     attachment = attach(model, SMALL)
-    tokens = text(2, 20)
+    tokens = ids(2, 20)
     whole = model(tokens, use_cache=False).logits
     with attachment.stream():
         parts = [model(part, use_cache=False).logits for part in pieces(tokens, [1, 4, 2, 9])]
@@ -44,7 +40,7 @@ def test_a_stream_continues_where_the_last_call_ended() -> None:
 def test_outside_a_stream_each_call_starts_empty() -> None:
     model = window_1()
     attachment = attach(model, SMALL)
-    tokens = text(1, 9)
+    tokens = ids(1, 9)
     fresh = model(tokens, use_cache=False).logits
     with attachment.stream():
         model(tokens, use_cache=False)
@@ -55,7 +51,7 @@ def test_outside_a_stream_each_call_starts_empty() -> None:
 def test_a_stream_shows_resets_and_detaches_its_state() -> None:
     model = window_1()
     attachment = attach(model, SMALL)
-    tokens = text(2, 10)
+    tokens = ids(2, 10)
     with attachment.stream() as s:
         assert s.state == {}
         model(tokens, use_cache=False)
@@ -82,7 +78,7 @@ def test_a_stream_shows_resets_and_detaches_its_state() -> None:
 def test_a_stream_can_start_from_a_state_kept_earlier() -> None:
     model = window_1()
     attachment = attach(model, SMALL)
-    tokens = text(1, 12)
+    tokens = ids(1, 12)
     with attachment.stream() as first:
         model(tokens[:, :7], use_cache=False)
     kept = first.state
@@ -95,7 +91,7 @@ def test_a_stream_can_start_from_a_state_kept_earlier() -> None:
 def test_a_prompt_is_read_once_and_continued_many_times() -> None:
     model = window_1()
     attachment = attach(model, SMALL)
-    prompt, questions = text(1, 8), text(3, 5)
+    prompt, questions = ids(1, 8), ids(3, 5)
     whole = model(torch.cat([prompt.expand(3, -1), questions], 1), use_cache=False).logits[:, 8:]
     with attachment.stream() as s:
         model(prompt, use_cache=False)
@@ -113,7 +109,7 @@ def test_a_prompt_is_read_once_and_continued_many_times() -> None:
 def test_a_restored_stream_goes_on_with_the_cache_of_its_snapshot_alone() -> None:
     model = llama().double().eval()
     attachment = attach(model, SMALL)
-    prompt, questions = text(2, 6), text(2, 4)
+    prompt, questions = ids(2, 6), ids(2, 4)
     cache = DynamicCache(config=model.config)
     whole = model(torch.cat([prompt, questions], 1)).logits[:, 6:]
     with attachment.stream() as s, torch.no_grad():
@@ -148,7 +144,7 @@ def test_a_memory_taken_off_its_model_opens_no_stream() -> None:
     with pytest.raises(RuntimeError, match=match), attachment.stream():
         pass
     with attach(model, SMALL).stream() as s:
-        model(text(1, 4), use_cache=False)
+        model(ids(1, 4), use_cache=False)
     assert s.nbytes > 0
 
 
@@ -175,7 +171,7 @@ def test_a_cache_filled_in_a_stream_is_refused_outside_until_it_is_emptied() -> 
     model = llama().double().eval()
     attachment = attach(model, SMALL)
     cache = DynamicCache(config=model.config)
-    tokens = text(2, 6)
+    tokens = ids(2, 6)
     with attachment.stream():
         model(tokens, past_key_values=cache)
     with pytest.raises(ValueError, match="filled inside a stream"):
@@ -189,7 +185,7 @@ def test_a_cache_filled_in_a_stream_is_refused_outside_until_it_is_emptied() -> 
 def test_the_attention_mask_becomes_the_memory_s_mask(side: str) -> None:
     model = window_1()
     attach(model, SMALL)
-    tokens = text(2, 9)
+    tokens = ids(2, 9)
     mask = torch.ones_like(tokens)
     real = slice(4, 9) if side == "left" else slice(0, 5)
     mask[1] = 0
@@ -215,7 +211,7 @@ def test_the_padding_mask_of_a_torch_encoder_becomes_the_memory_s_mask() -> None
 def test_a_positional_attention_mask_is_seen_too() -> None:
     model = Custom().double().eval()
     attach(model, SMALL)
-    tokens = text(1, 8)
+    tokens = ids(1, 8)
     mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
     masked = model(tokens, mask)
     assert_same(masked, model(tokens, attention_mask=mask))
@@ -226,13 +222,13 @@ def test_a_mask_too_narrow_for_the_tokens_is_an_error() -> None:
     model = Custom().double().eval()
     attach(model, SMALL)
     with pytest.raises(ValueError, match=r"attention_mask: expected .* columns, .* got \(1, 5\)"):
-        model(text(1, 8), torch.ones(1, 5))
+        model(ids(1, 8), torch.ones(1, 5))
 
 
 def test_packed_documents_do_not_see_each_other() -> None:
     model = window_1()
     attach(model, SMALL)
-    tokens = text(2, 12)
+    tokens = ids(2, 12)
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6], [*range(12)]])
     packed = model(tokens, position_ids=positions, use_cache=False).logits
     alone = model(tokens[:1, 5:], use_cache=False).logits
@@ -245,7 +241,7 @@ def test_a_document_of_one_token_is_not_seen_by_the_next(padded: bool) -> None:
     """Its position and the next document's first are both 0; with padding, they stand apart."""
     model = window_1()
     attach(model, SMALL)
-    tokens = text(1, 8)
+    tokens = ids(1, 8)
     positions = torch.tensor([[0, 1, 0, 1, 2, 3, 4, 5] if padded else [0, 0, 1, 2, 3, 4, 5, 6]])
     mask = torch.tensor([[1, 0, 1, 1, 1, 1, 1, 1]]) if padded else None
     packed = model(tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits
@@ -256,7 +252,7 @@ def test_a_document_of_one_token_is_not_seen_by_the_next(padded: bool) -> None:
 def test_a_call_never_starts_a_document_by_itself() -> None:
     model = window_1()
     attachment = attach(model, SMALL)
-    tokens = text(1, 12)
+    tokens = ids(1, 12)
     whole = model(tokens, use_cache=False).logits
     with attachment.stream():
         model(tokens[:, :6], position_ids=torch.arange(6)[None], use_cache=False)
@@ -269,7 +265,7 @@ def test_a_call_never_starts_a_document_by_itself() -> None:
 def test_positions_of_padding_start_no_document() -> None:
     model = window_1()
     attach(model, SMALL)
-    tokens = text(1, 10)
+    tokens = ids(1, 10)
     mask = torch.tensor([[1, 1, 1, 1, 0, 0, 1, 1, 1, 1]])
     positions = torch.tensor([[0, 1, 2, 3, 1, 1, 4, 5, 6, 7]])  # as generate() fills them
     padded = model(tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits
@@ -281,7 +277,7 @@ def test_positions_of_padding_start_no_document() -> None:
 def test_a_sliding_window_host_streams_as_in_one_pass(owner: str) -> None:
     model = mistral(window=8).double().eval()
     attachment = attach(model, SMALL)
-    tokens = text(1, 400)
+    tokens = ids(1, 400)
     cache = DynamicCache(config=model.config)
     sizes = [1, 7, 64, 3, 30, 1, 1, 100, 17]
     with torch.no_grad():
@@ -308,7 +304,7 @@ def test_a_long_stream_holds_no_more_than_a_short_one() -> None:
         done = 0
         while done < 12_000:
             size = int(torch.randint(1, largest, (1,), generator=generator))
-            model(text(1, size), past_key_values=cache, use_cache=True, logits_to_keep=1)
+            model(ids(1, size), past_key_values=cache, use_cache=True, logits_to_keep=1)
             done += size
             memory.add(s.nbytes)
             kept |= {layer.keys.shape[-2] for layer in cache.layers}
@@ -333,8 +329,8 @@ def resident_bytes() -> int:
 
 def test_the_window_of_one_leaves_the_memory_as_the_only_path() -> None:
     model = window_1()
-    assert not find_leak(model, text(1, 8))
-    tokens = text(1, 8)
+    assert not find_leak(model, ids(1, 8))
+    tokens = ids(1, 8)
     changed = tokens.clone()
     changed[:, 0] = (changed[:, 0] + 1) % VOCABULARY
     assert torch.equal(model(tokens).logits[:, 1:], model(changed).logits[:, 1:])

@@ -12,16 +12,12 @@ import peft
 import pytest
 import torch
 import transformers
-from hosts import SMALL, VOCABULARY, WIDTH, TimmViT, bert, encoder, gpt2, llama
+from hosts import SMALL, WIDTH, Repeats, TimmViT, bert, encoder, gpt2, ids, llama
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tensor_memory import attach, detach, load_memory, save_memory
 from tolerances import assert_same
-
-
-def text(rows: int = 2, length: int = 10) -> Tensor:
-    return torch.randint(1, VOCABULARY, (rows, length))
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -46,7 +42,7 @@ def test_gradient_checkpointing_changes_no_gradient(
     for part in model.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
-    tokens, mask = text(), torch.ones(2, 10, dtype=torch.long)
+    tokens, mask = ids(2, 10), torch.ones(2, 10, dtype=torch.long)
     mask[1, :4] = 0
 
     def step() -> dict[str, Tensor]:
@@ -61,7 +57,7 @@ def test_gradient_checkpointing_changes_no_gradient(
 def test_a_checkpointed_stream_advances_once_per_call() -> None:
     model: Any = llama().double().train()
     attachment = attach(model, SMALL)
-    first, second = text(), text()
+    first, second = ids(2, 10), ids(2, 10)
 
     def step() -> tuple[list[Tensor], dict[str, Tensor]]:
         with attachment.stream() as s:
@@ -149,7 +145,7 @@ def test_an_input_moved_to_where_another_call_s_lay_is_not_taken_for_that_one() 
 def test_autocast_runs_the_memory_in_bfloat16_near_float32() -> None:
     model: Any = llama().eval()
     attachment = attach(model, SMALL)
-    tokens = text()
+    tokens = ids(2, 10)
     exact = model(tokens).logits
     with torch.autocast("cpu", torch.bfloat16):
         output = model(tokens)
@@ -165,7 +161,7 @@ def test_a_compiled_host_is_one_graph_and_computes_the_same(build: Callable[...,
     model = build(num_hidden_layers=1).double().eval()  # tracing takes seconds a layer
     model.config.use_cache = False
     attach(model, SMALL)
-    tokens = text()
+    tokens = ids(2, 10)
     expected = model(tokens)[0]
     compiled: Any = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True)
     output = compiled(tokens)[0]
@@ -183,7 +179,7 @@ def test_a_compiled_host_follows_the_mask_and_carries_its_state(owner: str) -> N
     torch._dynamo.reset()
     model: Any = llama(num_hidden_layers=1).double().eval()
     attachment = attach(model, SMALL)
-    tokens, mask = text(), torch.ones(2, 10, dtype=torch.long)
+    tokens, mask = ids(2, 10), torch.ones(2, 10, dtype=torch.long)
     mask[0, :3] = 0
 
     def run(model: Any) -> list[Tensor]:
@@ -201,15 +197,6 @@ def test_a_compiled_host_follows_the_mask_and_carries_its_state(owner: str) -> N
     for one, other in zip(got, expected, strict=True):
         assert_same(one, other)
     torch._dynamo.reset()
-
-
-class Repeats(torch.utils.data.Dataset):
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tokens = (torch.arange(6) + index) % VOCABULARY
-        return {"input_ids": tokens, "labels": tokens}
 
 
 def trainer(model: nn.Module, folder: Path, steps: int) -> transformers.Trainer:
@@ -247,7 +234,7 @@ def test_the_trainer_trains_saves_and_resumes_an_attached_host(tmp_path: Path) -
 
 def test_a_host_saved_with_its_memory_loads_without_it(tmp_path: Path) -> None:
     model: Any = llama().eval()
-    tokens = text()
+    tokens = ids(2, 10)
     bare = model(tokens).logits
     attach(model, SMALL)
     with_memory = model(tokens).logits
@@ -264,7 +251,7 @@ def test_a_host_with_lora_carries_a_memory_and_generates(tmp_path: Path) -> None
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     model: Any = peft.get_peft_model(base, config).eval()
     lora = {name for name, p in model.named_parameters() if p.requires_grad}
-    tokens = text(1, 6)
+    tokens = ids(1, 6)
     bare = model(tokens).logits
 
     attachment = attach(model, SMALL)
@@ -293,7 +280,7 @@ def test_a_memory_that_peft_replaced_by_a_copy_is_told() -> None:
         match=r"LlamaForCausalLM.tensor_memory .* got ModulesToSaveWrapper, whose weights no call"
         r" would use or train; detach, wrap the model first",
     ):
-        model(text(1, 6))
+        model(ids(1, 6))
 
 
 def test_an_adapter_that_the_recurrence_would_pass_over_is_refused() -> None:
@@ -301,19 +288,19 @@ def test_an_adapter_that_the_recurrence_would_pass_over_is_refused() -> None:
     attach(base, SMALL)
     everything = peft.LoraConfig(r=2, target_modules="all-linear", exclude_modules=".*mix")
     model: Any = peft.get_peft_model(base, everything)
-    model(text(1, 6)).logits.sum().backward()
+    model(ids(1, 6)).logits.sum().backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
     base = llama().eval()
     attach(base, SMALL)
     model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules="all-linear"))
     with pytest.raises(TypeError, match=r"mix: expected an nn.Linear, .*; leave 'mix' out of"):
-        model(text(1, 6))
+        model(ids(1, 6))
 
 
 def test_a_host_wrapped_since_can_be_detached_through_its_wrapper() -> None:
     base: Any = llama().double().eval()
-    tokens = text(1, 6)
+    tokens = ids(1, 6)
     bare = base(tokens).logits
     attach(base, SMALL)
     config = peft.LoraConfig(r=2, target_modules=["q_proj"])
@@ -325,7 +312,7 @@ def test_a_host_wrapped_since_can_be_detached_through_its_wrapper() -> None:
 
 def test_hidden_states_asked_for_include_the_memory() -> None:
     model: Any = llama().double().eval()
-    tokens = text()
+    tokens = ids(2, 10)
     model(tokens, output_hidden_states=True)
     attach(model, SMALL)
     seen = []
