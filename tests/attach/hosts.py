@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -241,6 +242,22 @@ class Repeats(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         tokens = (torch.arange(6) + index) % VOCABULARY
         return {"input_ids": tokens, "labels": tokens}
+
+
+def trainer(model: nn.Module, folder: Path) -> transformers.Trainer:
+    """Four steps on these rows, with a checkpoint after two."""
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder),
+        max_steps=4,
+        save_steps=2,
+        per_device_train_batch_size=4,
+        report_to=[],
+        use_cpu=True,
+        learning_rate=1e-2,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    return transformers.Trainer(model=model, args=arguments, train_dataset=Repeats())
 
 
 def embeddings() -> Tensor:

@@ -11,8 +11,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-import transformers
-from hosts import SMALL, Repeats, ids, llama
+from hosts import SMALL, ids, llama, trainer
 from torch import Tensor, nn
 
 from tensor_memory import attach, detach, load_memory, memory_disabled, save_memory
@@ -108,30 +107,15 @@ def test_an_adapter_that_is_read_again_has_its_memory_again(tmp_path: Path) -> N
         assert torch.equal(tensor, saved[name])
 
 
-def train(model: nn.Module, folder: Path, resume: Path | None = None) -> None:
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder),
-        max_steps=4,
-        save_steps=2,
-        per_device_train_batch_size=4,
-        report_to=[],
-        use_cpu=True,
-        learning_rate=1e-2,
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-    )
-    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Repeats())
-    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
-
-
 def test_trainer_resumes_adapter_and_memory(tmp_path: Path) -> None:
     start = adapted("lora")
     attach(start, SMALL)
     whole, resumed = copy.deepcopy(start), copy.deepcopy(start)
-    train(whole, tmp_path / "whole")
+    trainer(whole, tmp_path / "whole").train()
     gates = [model.tensor_memory.layers[0].gate for model in (start, whole)]
     assert not torch.equal(*gates)
-    train(resumed, tmp_path / "resumed", tmp_path / "whole" / "checkpoint-2")
+    half_way = str(tmp_path / "whole" / "checkpoint-2")
+    trainer(resumed, tmp_path / "resumed").train(resume_from_checkpoint=half_way)
     for name, parameter in whole.named_parameters():
         assert torch.equal(parameter, resumed.get_parameter(name)), name
 

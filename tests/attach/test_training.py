@@ -12,7 +12,7 @@ import peft
 import pytest
 import torch
 import transformers
-from hosts import SMALL, WIDTH, Repeats, TimmViT, bert, encoder, gpt2, ids, llama
+from hosts import SMALL, WIDTH, TimmViT, bert, encoder, gpt2, ids, llama, trainer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -199,35 +199,20 @@ def test_a_compiled_host_follows_the_mask_and_carries_its_state(owner: str) -> N
     torch._dynamo.reset()
 
 
-def trainer(model: nn.Module, folder: Path, steps: int) -> transformers.Trainer:
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder),
-        max_steps=steps,
-        save_steps=2,
-        per_device_train_batch_size=4,
-        report_to=[],
-        use_cpu=True,
-        learning_rate=1e-2,
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-    )
-    return transformers.Trainer(model=model, args=arguments, train_dataset=Repeats())
-
-
 def test_the_trainer_trains_saves_and_resumes_an_attached_host(tmp_path: Path) -> None:
     start: Any = llama()
     attach(start, SMALL, freeze_host=True)
     host = {name: p.clone() for name, p in start.named_parameters() if not p.requires_grad}
 
     whole = copy.deepcopy(start)
-    trainer(whole, tmp_path / "whole", 4).train()
+    trainer(whole, tmp_path / "whole").train()
     assert not torch.equal(whole.tensor_memory.layers[0].gate, start.tensor_memory.layers[0].gate)
     for name, before in host.items():
         assert torch.equal(whole.get_parameter(name), before)
 
     resumed = copy.deepcopy(start)
     checkpoint_2 = tmp_path / "whole" / "checkpoint-2"
-    trainer(resumed, tmp_path / "resumed", 4).train(resume_from_checkpoint=str(checkpoint_2))
+    trainer(resumed, tmp_path / "resumed").train(resume_from_checkpoint=str(checkpoint_2))
     for name, parameter in whole.named_parameters():
         assert torch.equal(parameter, resumed.get_parameter(name)), name
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-import transformers
+from hosts import SMALL, bert, gpt2
 from torch import nn
 
 from memories import DIM, OPTIONS, make_memory, make_tokens
@@ -23,24 +23,9 @@ from tensor_memory import (
 )
 from tensor_memory.inspect.store import LayerStore
 
-SMALL = MemoryConfig(channels=4, grid=(3, 3), chunk_size=3)
-NO_ENDS = dict(vocab_size=30, bos_token_id=None, eos_token_id=None, pad_token_id=None)
-
-
-def gpt2():
-    config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=64, **NO_ENDS)
-    return transformers.GPT2LMHeadModel(config).double().eval()
-
-
-def bert():
-    config = transformers.BertConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24
-    )
-    return transformers.BertModel(config, add_pooling_layer=False).double().eval()
-
 
 def make_host(**options):
-    host = gpt2()
+    host = gpt2().double().eval()
     attachment = attach(host, SMALL, **options)
     with torch.no_grad():  # weights that make the memory count
         for parameter in attachment.parameters():
@@ -232,7 +217,7 @@ def test_batches_that_start_afresh_become_new_rows_of_every_layer():
 
 
 def test_a_state_threaded_through_depth_gives_every_layer_the_same_rows():
-    host = bert()
+    host = bert().double().eval()
     attach(host, SMALL, scope="depth")
     with record(host) as recording:
         for _ in range(2):

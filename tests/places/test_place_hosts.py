@@ -1,5 +1,6 @@
 """The place memory in a residual, on a host, in generation and in files."""
 
+import hosts
 import pytest
 import torch
 
@@ -21,13 +22,8 @@ SMALL = PlaceConfig(grid=(4, 4), channels=4, heads=2)
 
 @pytest.fixture
 def llama():
-    transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=2,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).eval()
+    return hosts.llama().eval()
 
 
 def test_a_residual_takes_a_place_memory_and_its_places():
@@ -41,7 +37,7 @@ def test_a_residual_takes_a_place_memory_and_its_places():
 
 
 def test_attaching_and_detaching_leaves_no_trace(llama):
-    ids = torch.randint(50, (2, 9))
+    ids = torch.randint(30, (2, 9))
     before, keys = llama(ids).logits, list(llama.state_dict())
     attachment = attach(llama, SMALL, zero_init=True)
     assert isinstance(attachment.memory, PlaceMemory)
@@ -53,7 +49,7 @@ def test_attaching_and_detaching_leaves_no_trace(llama):
 
 def test_generation_equals_recomputation_token_by_token(llama):
     attach(llama, SMALL, gate_init=2.0)
-    ids = torch.randint(1, 50, (2, 7))
+    ids = torch.randint(1, 30, (2, 7))
     made = llama.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
     for t in range(7, 13):
         logits = llama(made[:, :t], use_cache=False).logits[:, -1]
@@ -62,11 +58,11 @@ def test_generation_equals_recomputation_token_by_token(llama):
 
 def test_a_host_with_a_place_memory_stays_causal(llama):
     attach(llama, SMALL, gate_init=2.0)
-    assert not find_leak(llama, torch.randint(50, (2, 12)))
+    assert not find_leak(llama, torch.randint(30, (2, 12)))
 
 
 def test_the_memory_is_saved_loaded_and_switched_off(llama, tmp_path):
-    ids = torch.randint(50, (2, 9))
+    ids = torch.randint(30, (2, 9))
     bare = llama(ids).logits
     attach(llama, SMALL)
     with_memory = llama(ids).logits

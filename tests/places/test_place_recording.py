@@ -6,6 +6,7 @@ import numpy as np
 import place_oracle
 import pytest
 import torch
+from hosts import ids, llama
 from hypothesis import given
 from hypothesis import strategies as st
 from test_place_memory import DIM, at, calls, marks
@@ -307,16 +308,11 @@ def test_both_memories_in_one_model_are_recorded_side_by_side(tmp_path):
 
 
 def test_generating_records_what_one_pass_over_the_same_tokens_records():
-    transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=2,
-    )  # fmt: skip
-    host = transformers.LlamaForCausalLM(config).double().eval()
+    host = llama().double().eval()
     line = PlaceConfig.map(1, grid=(5,), channels=3, heads=2)
     attach(host, line, where=lambda position_ids: position_ids[..., None] / 16 - 1, gate_init=3.0)
-    prompt = torch.randint(1, 50, (2, 5))
+    prompt = ids(2, 5)
     with record(host, dtype=torch.float64) as streamed:
         out = host.generate(prompt, max_new_tokens=7, do_sample=False, pad_token_id=0)
     with record(host, dtype=torch.float64) as whole:
