@@ -24,7 +24,7 @@ from tensor_memory_lab.bench import (
     train_step,
 )
 from tensor_memory_lab.bench.place_shapes import PlaceShape
-from tensor_memory_lab.bench.shapes import PUBLISHED, ScanShape, draw_inputs, work
+from tensor_memory_lab.bench.shapes import PUBLISHED, ScanShape, work
 from tensor_memory_lab.models.video import VideoModel
 
 CPU = torch.device("cpu")
@@ -408,19 +408,19 @@ def test_a_file_in_the_way_of_the_record_is_told_before_any_work(tmp_path, capsy
 
 
 def test_every_output_and_gradient_is_compared_and_blocks_of_rows_change_nothing(monkeypatch):
-    inputs = draw_inputs(TINY, CPU, seed=0)
-    whole = shapes._expected(inputs, TINY)
+    inputs = TINY.draw(CPU, seed=0)
+    whole = TINY.expected(inputs)
     gradients = {f"grad_{name}" for name in inputs.arguments}
     assert whole.keys() == {"reads", "hidden", "cell"} | gradients
     monkeypatch.setattr(shapes, "REFERENCE_VALUES", 1)
-    parts = shapes._expected(inputs, TINY)
+    parts = TINY.expected(inputs)
     for name, value in whole.items():
         assert value.dtype == torch.float64
         torch.testing.assert_close(parts[name], value, rtol=1e-12, atol=1e-12)
 
 
 def test_coordinates_keep_away_from_the_kinks_of_the_interpolation():
-    at = draw_inputs(PUBLISHED["binding"], CPU, seed=0).arguments["read_at"]
+    at = PUBLISHED["binding"].draw(CPU, seed=0).arguments["read_at"]
     position = (at + 1) / 2 * (PUBLISHED["binding"].grid[0] - 1)
     assert (at.abs() < 1).all()
     assert ((position - position.round()).abs() > 0.04).all()

@@ -1,6 +1,5 @@
 """A number's origin is recorded where it is known and null where it is not."""
 
-import json
 import subprocess
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 
 import tensor_memory
 from tensor_memory_lab.provenance import provenance, write_record
-from tensor_memory_lab.records import read
+from tensor_memory_lab.records import read_records
 
 IDENTITY = ["-c", "user.name=test", "-c", "user.email=test@example.org"]
 
@@ -99,16 +98,10 @@ def test_a_gpu_is_named_only_where_it_was_measured_on(monkeypatch):
 
 
 def test_a_record_holds_what_was_run_what_came_out_and_where(tmp_path):
-    path = tmp_path / "record.json"
-    study = tmp_path / "study.jsonl"
-    for file in (path, study, study):
-        write_record(file, benchmark="none", config={"a": 1}, seed=3, result={"b": 2})
-    assert len(read(study)) == 2
-    record = json.loads(path.read_text())
-    assert (record["benchmark"], record["config"], record["seed"], record["result"]) == (
-        "none",
-        {"a": 1},
-        3,
-        {"b": 2},
-    )
-    assert set(provenance()) < set(record)
+    what = {"benchmark": "none", "config": {"a": 1}, "seed": 3, "result": {"b": 2}}
+    for _ in range(2):
+        write_record(tmp_path / "study.jsonl", **what)
+    first, second = read_records([tmp_path / "study.jsonl"])
+    assert first == second | {"date": first["date"]}
+    assert what.items() <= first.items()
+    assert set(provenance()) < set(first)

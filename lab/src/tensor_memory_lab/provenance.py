@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import tensor_memory
-from tensor_memory_lab.records import append, write_result
+from tensor_memory_lab.records import append
 
 _PACKAGES = ("torch", "triton", "transformers", "safetensors", "numpy")
 
@@ -47,17 +47,11 @@ def write_record(
     config: dict[str, Any],
     seed: int,
     result: dict[str, Any],
+    device: torch.device | None = None,
 ) -> None:
-    """Write what was run, what came out and where as JSON, whole or not at all.
-
-    A study's file (`.jsonl`) gets one more line; any other file is replaced.
-    """
-    record = {"benchmark": benchmark, "config": config, "seed": seed, "result": result}
-    record = {"kind": "benchmark"} | record | provenance()
-    if Path(path).suffix == ".jsonl":
-        append(path, record)
-    else:
-        write_result(path, record)
+    """Add what was run, what came out and where to a study's file."""
+    record = {"kind": "benchmark", "benchmark": benchmark, "config": config}
+    append(path, record | {"seed": seed, "result": result} | provenance(device))
 
 
 def _commit() -> tuple[str | None, bool | None]:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
+from tensor_memory_lab.choices import check_choices
 from tensor_memory_lab.models import ModelConfig
 from tensor_memory_lab.tasks import TaskConfig
 
@@ -40,7 +41,7 @@ class OptimizerConfig:
             )
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optimizer.betas: expected two numbers in [0, 1), got {self.betas}")
-        _check_choice("optimizer.schedule", self.schedule, ("constant", "cosine"))
+        check_choices(self, "optimizer")
 
 
 @dataclass(frozen=True)
@@ -97,10 +98,4 @@ class RunConfig(Generic[T, M]):
     can be captured, else eager. compile: the same of a compiled forward pass and loss."""
 
     def __post_init__(self) -> None:
-        _check_choice("precision", self.precision, ("float32", "bf16"))
-        _check_choice("speed", self.speed, ("auto", "eager", "graph", "compile"))
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
+        check_choices(self)

@@ -179,6 +179,8 @@ def attached_host(*, quick: bool = False, batch: int = 1, memory: str = "tensor"
 HOSTS = {"language": language_host, "video": video_host}
 
 CONFIGS: dict[str, Any] = {"tensor": MemoryConfig, "place": PlaceConfig}
+CHOICES = ("channels", "grid", "chunk_size", "reads", "heads", "rule", "kernel")
+"""Options that are fields of a config."""
 
 
 def add_memory_options(parser: argparse.ArgumentParser) -> None:
@@ -192,7 +194,7 @@ def add_memory_options(parser: argparse.ArgumentParser) -> None:
 
 def memory_changes(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dict[str, Any]:
     """Fields of the memory's config that were named; one of the other memory is refused."""
-    asked = {name: getattr(options, name, None) for name in ("chunk_size", "reads", "rule")}
+    asked = {name: getattr(options, name, None) for name in CHOICES}
     changes = {name: value for name, value in asked.items() if value is not None}
     known = {field.name for field in fields(CONFIGS[options.memory])}
     for name in changes:

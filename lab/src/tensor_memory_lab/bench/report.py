@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from tensor_memory import backends
-from tensor_memory_lab.provenance import cpu_model, provenance
-from tensor_memory_lab.records import append
+from tensor_memory_lab.provenance import cpu_model, write_record
 from tensor_memory_lab.terminal import print_table
 
 Rows = list[dict[str, str]]
@@ -127,9 +126,8 @@ def finish(
         "quick": options.quick,
     }
     if options.output is not None:
-        record = {"kind": "benchmark", "benchmark": name, "config": common | config}
-        record |= {"seed": options.seed, "result": result} | provenance(device)
-        append(options.output, record)
+        what = {"benchmark": name, "config": common | config, "seed": options.seed}
+        write_record(options.output, **what, result=result, device=device)
         print(f"added to {options.output}")
     for complaint in complaints:
         print(f"{name}: {complaint}", file=sys.stderr)

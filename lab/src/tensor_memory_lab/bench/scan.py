@@ -31,9 +31,7 @@ from tensor_memory_lab.bench.shapes import (
     ScanInputs,
     ScanShape,
     Shape,
-    by_backend,
     check,
-    draw_inputs,
     work,
 )
 from tensor_memory_lab.bench.timing import (
@@ -168,7 +166,7 @@ class Bench:
         backend = self.options.backend
         row = {"shape": shape.to_dict(), "label": shape.label, "backend": backend, "errors": {}}
         with report.recorded(row["errors"], "agreement"):
-            row["agreement"] = check(shape, by_backend(backend), self.device, self.options.seed)
+            row["agreement"] = check(shape, shape.scan(backend), self.device, self.options.seed)
         return row
 
     def _measure(self, row: dict[str, Any], part: Callable[[], None]) -> None:
@@ -180,8 +178,8 @@ class Bench:
 
     def _measure_shape(self, row: dict[str, Any], shape: ScanShape, budget: Budget) -> None:
         """Times, memory and shares of the ceilings."""
-        inputs = draw_inputs(shape, self.device, self.options.seed)
-        timed = calls(by_backend(self.options.backend), inputs, shape)
+        inputs = shape.draw(self.device, self.options.seed)
+        timed = calls(shape.scan(self.options.backend), inputs, shape)
         row |= time_kinds(timed, self.device, budget, row["errors"])
         row["us_per_step"] = {
             kind: {how: t["median"] * 1e3 / shape.steps for how, t in ways.items()}
@@ -200,7 +198,7 @@ class Bench:
 
     def _measure_loops(self, row: dict[str, Any], shape: ScanShape, compiled: bool) -> None:
         """The plain loop, eager and compiled: how many times our time goes into theirs."""
-        inputs = draw_inputs(shape, self.device, self.options.seed)
+        inputs = shape.draw(self.device, self.options.seed)
 
         def compared(scan: Scan) -> dict[str, Any]:
             timed = calls(scan, inputs, shape)
@@ -210,7 +208,7 @@ class Bench:
             return {"ms": ms, "ratio": ratio, "peak_bytes": peaks}
 
         with report.recorded(row["errors"], "plain loop"):
-            row["plain_loop"] = compared(by_backend("reference"))
+            row["plain_loop"] = compared(shape.scan("reference"))
         if not compiled:
             return
         with report.recorded(row["errors"], "compiled plain loop"), warnings.catch_warnings():

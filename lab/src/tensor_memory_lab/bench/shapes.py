@@ -98,16 +98,47 @@ class ScanShape(Shape):
         return asdict(self) | {"grid": list(self.grid), "products": self.dtype_name}
 
     def draw(self, device: torch.device, seed: int) -> ScanInputs:
-        """Random inputs of these sizes."""
-        return draw_inputs(self, device, seed)
+        """Random inputs of the sizes a freshly made memory produces, the same on every device."""
+        generator = torch.Generator().manual_seed(seed)
+        B, S, C, Q, n = self.batch, self.steps, self.channels, self.reads, len(self.grid)
+
+        def normal(*size: int) -> Tensor:
+            return torch.randn(*size, generator=generator)
+
+        arguments = {
+            "read_at": coordinates(self.grid, (B, S, Q), generator),
+            "write_at": coordinates(self.grid, (B, S, 1), generator),
+            "spread": (0.3 * normal(B, S, 1)).exp(),
+            "content": normal(B, S, 1, C).to(self.products),  # as projections under autocast
+            "taps": torch.tensor([0.0, 1.0, 0.0]) + 0.1 * normal(n, 2 * C, 3),
+            "mix": normal(4 * C, 2 * C) / math.sqrt(3 * C),
+            "bias": 0.1 * normal(4 * C),
+            "hidden": normal(B, C, *self.grid).tanh(),
+            "cell": normal(B, C, *self.grid),
+        }
+        grads = [normal(B, S, Q, C), normal(B, C, *self.grid), normal(B, C, *self.grid)]
+        moved = {name: tensor.to(device) for name, tensor in arguments.items()}
+        return ScanInputs(moved, [g.to(device) for g in grads])
 
     def scan(self, backend: str) -> Scan:
         """`memory_scan` by one backend."""
-        return by_backend(backend)
+        return lambda **tensors: memory_scan(**tensors, backend=backend)
 
     def expected(self, inputs: ScanInputs) -> dict[str, Tensor]:
-        """The reference in float64."""
-        return _expected(inputs, self)
+        """The reference in float64, a block of rows at a time: rows share weights alone."""
+        per_row = KEPT_PER_VALUE * self.steps * self.channels * self.voxels
+        block = max(1, REFERENCE_VALUES // per_row)
+        reference, parts = self.scan("reference"), []
+        for at in range(0, self.batch, block):
+            rows = inputs.leaves(dtype=torch.float64, rows=slice(at, at + block))
+            parts.append(rows.with_gradients(self, reference(**rows.arguments)))
+        shared = {f"grad_{name}" for name in inputs.shared}
+        return {
+            name: torch.stack([part[name] for part in parts]).sum(0)
+            if name in shared
+            else torch.cat([part[name] for part in parts])
+            for name in parts[0]
+        }
 
 
 LANGUAGE = ScanShape(32, 32, 32, (8, 8, 8), torch.bfloat16)
@@ -167,7 +198,6 @@ def work(shape: ScanShape) -> dict[str, int]:
         "flops_forward": B * S * per_step,
         "flops_forward_kept": B * S * per_step,
         "flops_forward_backward": 3 * B * S * per_step,
-        "transcendentals_forward": B * S * 5 * C * V,
         "bytes_forward": inputs + outputs,
         "bytes_forward_kept": inputs + outputs + kept,
         "bytes_forward_backward": 3 * inputs + 2 * outputs + 2 * kept,
@@ -217,31 +247,6 @@ def coordinates(grid: Sequence[int], size: tuple[int, ...], generator: torch.Gen
     return (voxel.minimum(spans - 1.0) + inside) / spans * 2 - 1
 
 
-def draw_inputs(shape: ScanShape, device: torch.device, seed: int) -> ScanInputs:
-    """Random inputs of the sizes a freshly made memory produces, the same on every device."""
-    generator = torch.Generator().manual_seed(seed)
-    B, S, C, Q = shape.batch, shape.steps, shape.channels, shape.reads
-    n = len(shape.grid)
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(*size, generator=generator)
-
-    arguments = {
-        "read_at": coordinates(shape.grid, (B, S, Q), generator),
-        "write_at": coordinates(shape.grid, (B, S, 1), generator),
-        "spread": (0.3 * normal(B, S, 1)).exp(),
-        "content": normal(B, S, 1, C).to(shape.products),  # as a projection under autocast gives it
-        "taps": torch.tensor([0.0, 1.0, 0.0]) + 0.1 * normal(n, 2 * C, 3),
-        "mix": normal(4 * C, 2 * C) / math.sqrt(3 * C),
-        "bias": 0.1 * normal(4 * C),
-        "hidden": normal(B, C, *shape.grid).tanh(),
-        "cell": normal(B, C, *shape.grid),
-    }
-    grads = [normal(B, S, Q, C), normal(B, C, *shape.grid), normal(B, C, *shape.grid)]
-    moved = {name: tensor.to(device) for name, tensor in arguments.items()}
-    return ScanInputs(moved, [g.to(device) for g in grads])
-
-
 BOUNDS = {
     torch.float32: {"outputs": 1e-5, "gradients": 1e-4},
     torch.bfloat16: {"outputs": 1e-2, "gradients": 3e-2},
@@ -253,11 +258,6 @@ REFERENCE_VALUES = 2**30
 
 KEPT_PER_VALUE = 30
 """Values the reference keeps per step and state value, roughly."""
-
-
-def by_backend(backend: str) -> Scan:
-    """`memory_scan` by one backend."""
-    return lambda **tensors: memory_scan(**tensors, backend=backend)
 
 
 def check(shape: Shape, scan: Scan, device: torch.device, seed: int) -> dict[str, Any]:
@@ -286,20 +286,3 @@ def rms_ratio(got: Tensor, expected: Tensor) -> float:
     """The error's root mean square over the expected tensor's."""
     error = (got.double() - expected.double()).square().mean().sqrt()
     return (error / expected.double().square().mean().sqrt().clamp(min=1e-300)).item()
-
-
-def _expected(inputs: ScanInputs, shape: ScanShape) -> dict[str, Tensor]:
-    """The reference in float64, a block of rows at a time: rows share weights and nothing else."""
-    per_row = KEPT_PER_VALUE * shape.steps * shape.channels * shape.voxels
-    block = max(1, REFERENCE_VALUES // per_row)
-    parts = []
-    for at in range(0, shape.batch, block):
-        rows = inputs.leaves(dtype=torch.float64, rows=slice(at, at + block))
-        parts.append(rows.with_gradients(shape, by_backend("reference")(**rows.arguments)))
-    shared = {f"grad_{name}" for name in inputs.shared}
-    return {
-        name: torch.stack([part[name] for part in parts]).sum(0)
-        if name in shared
-        else torch.cat([part[name] for part in parts])
-        for name in parts[0]
-    }

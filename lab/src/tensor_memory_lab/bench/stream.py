@@ -14,7 +14,6 @@ import argparse
 import os
 import sys
 import time
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from tensor_memory import (
     TensorMemory,
 )
 from tensor_memory_lab.bench import report
+from tensor_memory_lab.bench.hosts import add_memory_options, memory_changes
 from tensor_memory_lab.progress import progress
 
 STATM = Path("/proc/self/statm")
@@ -37,8 +37,6 @@ KINDS: dict[str, tuple[Any, Any]] = {
     "tensor": (MemoryConfig, TensorMemory),
     "place": (PlaceConfig, PlaceMemory),
 }
-CHOICES = ("channels", "grid", "chunk_size", "reads", "heads", "rule", "kernel")
-"""Options that are fields of a config."""
 
 
 def resident_bytes() -> int:
@@ -119,13 +117,11 @@ def main(argv: list[str]) -> int:
     add("--block", type=int, help="tokens per call (4096; of the place memory 1024)")
     add("--batch", type=int, default=1, help="rows")
     add("--dim", type=int, default=64, help="width of the tokens")
-    add("--memory", choices=("tensor", "place"), default="tensor", help="the paper's, or ours")
+    add_memory_options(parser)
     add("--channels", type=int, help="features per voxel (default: the config's, as of all below)")
     add("--grid", type=int, nargs="+", help="voxels along each axis")
     add("--chunk-size", type=int, help="tokens per write of the tensor memory")
-    add("--reads", help="of the tensor memory: chunk or token")
     add("--heads", type=int, help="of the place memory")
-    add("--rule", help="of the place memory: linear or delta")
     add("--kernel", help="of the place memory: gaussian or linear")
     add("--warm-up", type=int, help="tokens before measuring begins (a tenth, at most 50,000)")
     add("--growth-limit", type=float, default=16.0, help="MiB of resident memory that may be added")
@@ -145,16 +141,10 @@ def main(argv: list[str]) -> int:
         parser.error(
             f"--warm-up: expected fewer than the {options.tokens} --tokens, got {options.warm_up}"
         )
-    chosen = {name: getattr(options, name) for name in CHOICES}
-    chosen = {name: value for name, value in chosen.items() if value is not None}
+    chosen = memory_changes(parser, options)
     kind, module = KINDS[options.memory]
-    foreign = sorted(chosen.keys() - {field.name for field in fields(kind)})
-    if foreign:
-        parser.error(
-            f"--{foreign[0].replace('_', '-')}: not an option of --memory {options.memory}"
-        )
     try:
-        config = kind(**chosen, backend=options.backend)
+        config = kind(**chosen)
         torch.manual_seed(options.seed)
         memory = module(options.dim, config).to(device)
     except ValueError as error:

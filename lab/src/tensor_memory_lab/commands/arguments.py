@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Any
 
 import tyro
 
 from tensor_memory_lab.recipes import Recipe
-from tensor_memory_lab.run_config import BudgetConfig, OptimizerConfig, RunConfig
-
-T = TypeVar("T")
-M = TypeVar("M")
+from tensor_memory_lab.run_config import M, RunConfig, T
 
 
 @dataclass(frozen=True)
@@ -41,24 +38,14 @@ class RunSettings:
 
 
 @dataclass(frozen=True)
-class RunFlags(Generic[T, M]):
-    """The fields of a `RunConfig` but its recipe, which the command names, and the settings."""
+class RunFlags(RunConfig[T, M]):
+    """A `RunConfig`, whose recipe the command names and no flag, and the settings."""
 
-    task: T
-    model: M
-    optimizer: OptimizerConfig
-    budget: BudgetConfig
-    seed: int = 0
-    """Initialisation, dropout and training data; evaluation data never depends on it."""
-    precision: Literal["float32", "bf16"] = "float32"
-    """bf16: products under autocast, weights and accumulations stay float32."""
-    speed: Literal["auto", "eager", "graph", "compile"] = "auto"
-    """How a step is launched; changes no number beyond rounding. auto: a CUDA graph where one can
-    be captured, else eager. compile: the same of a compiled forward pass and loss."""
+    recipe: tyro.conf.Suppress[tyro.conf.Fixed[str]]
     settings: Annotated[RunSettings, tyro.conf.arg(name="")] = field(default_factory=RunSettings)
 
 
-CONFIG_FIELDS = tuple(field.name for field in fields(RunConfig) if field.name != "recipe")
+CONFIG_FIELDS = tuple(field.name for field in fields(RunConfig))
 
 
 def parse_run(recipe: Recipe, arguments: Sequence[str]) -> tuple[RunConfig[Any, Any], RunSettings]:
@@ -84,7 +71,7 @@ def parse_run(recipe: Recipe, arguments: Sequence[str]) -> tuple[RunConfig[Any, 
         config=(tyro.conf.AvoidSubcommands,),
     )
     values = {name: getattr(flags, name) for name in CONFIG_FIELDS}
-    return RunConfig(recipe=config.recipe, **values), flags.settings
+    return RunConfig(**values), flags.settings
 
 
 def _in_full(word: str, task: Any) -> str:

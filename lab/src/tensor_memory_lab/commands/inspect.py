@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from tensor_memory import MemoryResidual, PlaceMemory, Recording, TensorMemory, record
+from tensor_memory_lab.commands.option_types import count
 from tensor_memory_lab.recipes import find_recipe
 from tensor_memory_lab.records import config_dict
 from tensor_memory_lab.tasks import Annotations, Describes
@@ -68,8 +69,8 @@ def record_run(
         )
     if split is None:  # the split called test, or the first of several such as test@25%
         split = "test" if "test" in task.test_splits else task.test_splits[0]
-    count = min(windows, task.batches(split, rows))
-    batches = [task.batch(split, index, rows) for index in range(count)]
+    given = range(min(windows, task.batches(split, rows)))
+    batches = [task.batch(split, index, rows) for index in given]
     carry = None
     with torch.no_grad(), record(model.eval()) as recording:
         for batch in batches:
@@ -105,11 +106,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--figures", type=Path, metavar="FOLDER", help="draw every figure there")
     parser.add_argument("--save", type=Path, metavar="FILE", help="keep the recording there")
     parser.add_argument(
-        "--rows", type=_positive, default=4, metavar="N", help="rows to record (default 4)"
+        "--rows", type=count, default=4, metavar="N", help="rows to record (default 4)"
     )
     parser.add_argument(
         "--windows",
-        type=_positive,
+        type=count,
         default=1,
         metavar="N",
         help="so many, one after the other, where the task carries its state on (default 1)",
@@ -129,9 +130,3 @@ def _parser() -> argparse.ArgumentParser:
         help="your recipe that made the run, where its task or model is a class of your own",
     )
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
-    return int(text)

@@ -10,16 +10,16 @@ from __future__ import annotations
 import math
 import os
 import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tensor_memory_lab.commands.run import run_command
+from tensor_memory_lab.interruption import handled
 
 if TYPE_CHECKING:
     import submitit
@@ -124,7 +124,10 @@ def _submit(job: Job, device: str, threads: int, slurm: str | None) -> submitit.
     # submitit hides all GPUs from a job of this machine unless it counts them itself.
     seen = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES")}
     seen["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))
-    with _ctrl_c_ignored(), environment_variables(SUBMITIT_PREEMPT_SIGNAL="TERM"):
+    # Ctrl-C at a terminal reaches every process there. One started here ignores it until its run
+    # trains and can save itself; the sweep ends the others with SIGTERM.
+    ignored = handled(signal.SIGINT, signal.SIG_IGN)
+    with ignored, environment_variables(SUBMITIT_PREEMPT_SIGNAL="TERM"):
         return local.submit(run_job, arguments, seen)
 
 
@@ -137,20 +140,6 @@ def run_job(arguments: Sequence[str], environment: dict[str, str | None]) -> Non
             os.environ[name] = value
     if status := run_command(arguments):
         raise SystemExit(status)
-
-
-@contextmanager
-def _ctrl_c_ignored() -> Iterator[None]:
-    """Ctrl-C at a terminal reaches every process there. One that is started in here ignores it
-    until its run trains and can save itself; the sweep ends the others with SIGTERM."""
-    if threading.current_thread() is not threading.main_thread():  # which alone gets signals
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _end(running: Sequence[submitit.Job[Any]], slurm: str | None) -> None:

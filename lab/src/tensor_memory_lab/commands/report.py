@@ -18,7 +18,7 @@ from tensor_memory_lab.records.table import (
     select,
     table,
 )
-from tensor_memory_lab.records.text import variant_text
+from tensor_memory_lab.records.text import bound_name, variant_text
 from tensor_memory_lab.terminal import print_table
 
 
@@ -80,7 +80,8 @@ def report_table(
     ]
     bounds = [f"ceiling.{v.rpartition('.')[0]}" for v in shown]
     bounds = [name for name in bounds if name in runs and runs[name].notna().any()][:1]
-    columns += [column({"value": name, "title": _bound(runs)}) for name in bounds]
+    title = bound_name(runs["record"].iloc[0])
+    columns += [column({"value": name, "title": title}) for name in bounds]
     columns += [column(name) for name in ("parameters", "state_bytes", "steps_per_second")]
     return table(runs, columns, rows=[*dict.fromkeys((*by, *_settings(runs))), "label"])
 
@@ -130,10 +131,6 @@ def _title(recipe: str, runs: Frame) -> str:
 
 def _short(value: str, shown: Sequence[str]) -> str:
     return f"{value} " if len(shown) > 1 else ""
-
-
-def _bound(runs: Frame) -> str:
-    return "ceiling" if runs["record"].iloc[0].get("higher_is_better", True) else "floor"
 
 
 def _parser() -> argparse.ArgumentParser:
