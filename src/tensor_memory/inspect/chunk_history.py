@@ -89,38 +89,16 @@ class ChunkHistory(History):
 
     def check(self, config: MemoryConfig) -> None:
         """Raise unless this can be a history of that memory: files come from anywhere."""
-        (T, B), C, n, M = self.writes.shape, config.channels, config.axes, config.write_heads
-        Q = config.read_heads * (config.chunk_size if config.reads == "token" else 1)
-        E = len(self.entry_row)
-        shapes = {
-            "read_at": (T, B, Q, n),
-            "write_at": (T, B, M, n),
-            "spread": (T, B, M),
-            "content": (T, B, M, C),
-            "writes": (T, B),
-            "resets": (T, B),
-            "first": (B,),
-            "count": (B,),
-            "entry_row": (E,),
-            "entry_state": (E, 2, C, *config.grid),
-            "taps": (n, 2 * C, 3),
-            "mix": (4 * C, 2 * C),
-            "bias": (4 * C,),
-        }
-        whole = dict.fromkeys(("first", "count", "entry_row"), torch.int64)
-        whole |= dict.fromkeys(("writes", "resets"), torch.bool)
-        for name, array in self.arrays().items():
-            if tuple(array.shape) != shapes[name]:
-                raise ValueError(f"history: {name} has shape {tuple(array.shape)}")
-            real = array.is_floating_point() if name not in whole else array.dtype == whole[name]
-            if not real:
-                raise ValueError(f"history: {name} holds {array.dtype}")
-        wide = (config.write == "gaussian") == (self.spread is not None)
-        if not wide or (config.mixing == "factorized") != (self.taps is not None):
-            raise ValueError("history: it is one of another memory")
-        limits = ((self.count, T + 1), (self.entry_row, B))
-        if any(bool(((index < 0) | (index >= most)).any()) for index, most in limits):
-            raise ValueError("history: it names rows or chunks that it does not have")
+        (T, B), C, E = self.writes.shape, config.channels, len(self.entry_row)
+        shapes = {name: (T, B, *array.shape[1:]) for name, array in _empty(config).items()}
+        shapes |= {"first": (B,), "count": (B,), "entry_row": (E,)}
+        shapes |= {"entry_state": (E, 2, C, *config.grid), "mix": (4 * C, 2 * C), "bias": (4 * C,)}
+        if config.mixing == "factorized":
+            shapes["taps"] = (config.axes, 2 * C, 3)
+        whole: dict[str, torch.dtype] = {"writes": torch.bool, "resets": torch.bool}
+        whole |= dict.fromkeys(("first", "count", "entry_row"), torch.int64)
+        self.check_arrays(shapes, whole)
+        self.check_indices([(self.count, T + 1), (self.entry_row, B)], "chunks")
 
 
 @dataclass

@@ -93,16 +93,8 @@ def _left_out(history: ChunkHistory, row: int, stop: int) -> Iterator[_Step]:
 
 def trace_chunks(history: ChunkHistory, chunks: Sequence[int] | Tensor, row: int) -> ChunkTrace:
     """Where the reads of some chunks of a row came from."""
-    at = torch.as_tensor(chunks)
-    if at.ndim != 1 or at.is_floating_point() or at.dtype == torch.bool or not at.numel():
-        raise TypeError(f"trace: expected reads as a list of chunk numbers, got {chunks!r:.80}")
-    first, count = int(history.first[row]), int(history.count[row])
-    if at.min() < first or at.max() >= first + count:
-        told = f"{first} to {first + count - 1}" if count else "none"
-        raise ValueError(
-            f"trace: expected chunks that the history of row {row} has, {told}, got {at.tolist()}; "
-            "record with a larger max_tokens to keep more"
-        )
+    at = history.asked_for(chunks, row, "chunks", "chunk numbers")
+    first = int(history.first[row])
     stop = int(at.max()) - first + 1
     wanted = {int(t) - first: index for index, t in enumerate(at.tolist())}
     writes = history.writes[:stop, row].nonzero().flatten()

@@ -6,20 +6,18 @@ Letters: T chunks kept, B rows, n axes, C channels, Q reads and M writes per chu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from tensor_memory.config import GridConfig, MemoryConfig
 from tensor_memory.inspect.chunk_history import ChunkHistory
 from tensor_memory.inspect.chunk_trace import ChunkTrace, follow_chunks, follow_cost, trace_chunks
+from tensor_memory.inspect.history import LayerArrays
 from tensor_memory.inspect.place_lives import WriteLives
 from tensor_memory.ops.scan.reference import gaussian_mask, nearest_mask
 from tensor_memory.wording import counted
-
-if TYPE_CHECKING:
-    import numpy
 
 
 def float_shapes(config: MemoryConfig) -> dict[str, tuple[int, ...]]:
@@ -46,7 +44,7 @@ def float_shapes(config: MemoryConfig) -> dict[str, tuple[int, ...]]:
 
 
 @dataclass(frozen=True, eq=False)
-class GridRecording:
+class GridRecording(LayerArrays):
     """One grid over time: what figures and pages draw.
 
     The first two dimensions of an array are T chunks and B rows. Where `present` is false the row
@@ -120,21 +118,6 @@ class GridRecording:
         return self.chunk.shape[0]
 
     @property
-    def rows(self) -> int:
-        """B, rows."""
-        return self.seen.shape[0]
-
-    @property
-    def dropped(self) -> int:
-        """Chunks of all rows that were seen and not kept."""
-        return int(self.seen.sum()) - int(self.present.sum())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return sum(array.nbytes for array in self.arrays().values())
-
-    @property
     def read_heads(self) -> int:
         """Reads that go on from one token to the next; the others are of other tokens."""
         return self.read_at.shape[2]
@@ -147,11 +130,6 @@ class GridRecording:
     def views(self) -> list[GridRecording]:
         """What is drawn of this layer: itself."""
         return [self]
-
-    def arrays(self) -> dict[str, Tensor]:
-        """Every array by name; no `spread` where a write has no width."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
     def mask(self, chunk: int, row: int = 0) -> Tensor:
         """(M, *grid) float32: the weight each write gave each voxel; NaN where none happened."""
@@ -185,10 +163,6 @@ class GridRecording:
     def _per_chunk(self) -> dict[str, Tensor]:
         return {k: array for k, array in self.arrays().items() if k not in ("chunk", "seen")}
 
-    def to_numpy(self) -> dict[str, numpy.ndarray]:
-        """Every array by name, for a notebook."""
-        return {name: array.numpy() for name, array in self.arrays().items()}
-
 
 @dataclass(frozen=True, eq=False)
 class LayerRecording(GridRecording):
@@ -202,10 +176,6 @@ class LayerRecording(GridRecording):
 
     history: ChunkHistory | None = None
     """The inputs of the recurrence, exactly as they were; None where `record` kept none."""
-
-    @property
-    def nbytes(self) -> int:  # noqa: D102
-        return super().nbytes + (0 if self.history is None else self.history.nbytes)
 
     @property
     def read_heads(self) -> int:  # noqa: D102
@@ -234,12 +204,7 @@ class LayerRecording(GridRecording):
         True
         """
         require_index(row, self.rows, "row")
-        if self.history is None:
-            raise ValueError(
-                "trace: expected a recording with the inputs of the recurrence, got one without; "
-                "record with max_tokens above 0"
-            )
-        return trace_chunks(self.history, chunks, row % self.rows)
+        return trace_chunks(self.traced_history(), chunks, row % self.rows)
 
     def follow(self, row: int, top: int) -> WriteLives | None:
         """What every write of a row gave to each read, `top` of them told; None without history."""

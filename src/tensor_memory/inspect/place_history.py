@@ -19,6 +19,7 @@ from torch import Tensor
 from tensor_memory.config import PlaceConfig
 from tensor_memory.inspect.history import History
 from tensor_memory.ops.places.inputs import PlaceInputs
+from tensor_memory.place_state import rolled
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,34 +77,45 @@ class PlaceHistory(History):
 
     def check(self, config: PlaceConfig) -> None:
         """Raise unless this can be a history of that memory: files come from anywhere."""
-        (T, B), H, n = self.present.shape, config.heads, config.axes
-        floats = {"write_at": (H, n), "content": (H, config.channels), "rate": (H,)}
-        floats |= {"log_keep": (H,)}
-        floats |= {} if self.read_at is None else {"read_at": (H, n)}
-        floats |= {} if self.width is None else {"width": (H,)}
-        shapes = {name: (T, B, *shape) for name, shape in floats.items()}
-        shapes |= {"reset": (T, B), "present": (T, B), "call": (T, B), "first": (B,)}
-        entries = self.entry_at.shape[0]
-        shapes |= {"count": (B,), "moves": (len(self.moves), 3 + n)}
-        shapes |= {"joins": (len(self.joins), 3), "entry_at": (entries, 2)}
-        shapes |= {"entry_state": (entries, H, *config.grid, config.channels)}
-        for name, array in self.arrays().items():
-            if tuple(array.shape) != shapes[name]:
-                raise ValueError(f"history: {name} has shape {tuple(array.shape)}")
-            wanted = torch.bool if name in ("reset", "present") else torch.int64
-            real = name in floats or name == "entry_state"
-            if not (array.is_floating_point() if real else array.dtype == wanted):
-                raise ValueError(f"history: {name} holds {array.dtype}")
-        fits = (config.kernel == "gaussian") == (self.width is not None)
-        if not fits or config.share_places != (self.read_at is None):
-            raise ValueError("history: it is one of another memory")
+        (T, B), E = self.present.shape, len(self.entry_at)
+        whole: dict[str, torch.dtype] = {"reset": torch.bool, "present": torch.bool}
+        whole |= dict.fromkeys(
+            ("call", "first", "count", "moves", "joins", "entry_at"), torch.int64
+        )
+        shapes = {name: (T, B, *shape) for name, shape in _token_shapes(config).items()}
+        shapes |= dict.fromkeys(("reset", "present", "call"), (T, B))
+        shapes |= {"first": (B,), "count": (B,), "moves": (len(self.moves), 3 + config.axes)}
+        shapes |= {"joins": (len(self.joins), 3), "entry_at": (E, 2)}
+        shapes |= {"entry_state": (E, config.heads, *config.grid, config.channels)}
+        self.check_arrays(shapes, whole)
         rows = [self.moves[:, 1], self.joins[:, 1], self.joins[:, 2], self.entry_at[:, 1]]
-        limits = [(row, B) for row in rows] + [(self.count, T + 1)]
-        if any(bool(((index < 0) | (index >= most)).any()) for index, most in limits):
-            raise ValueError("history: it names rows or tokens that it does not have")
+        self.check_indices([*((row, B) for row in rows), (self.count, T + 1)], "tokens")
         row, source = self.joins[:, 1], self.joins[:, 2]
         if any(not torch.equal(of[row], of[source]) for of in (self.first, self.count)):
             raise ValueError("history: it joins rows of different lengths")
+
+
+class Events:
+    """What happened to states before tokens, by position and row."""
+
+    def __init__(self, history: PlaceHistory) -> None:
+        self.entries: dict[tuple[int, int], Tensor] = {}  # (H, V, C) float64
+        for at, state in zip(history.entry_at.tolist(), history.entry_state, strict=True):
+            self.entries[at[0], at[1]] = state.double().flatten(1, -2)
+        self.joins = {(at, row): source for at, row, source in history.joins.tolist()}
+        self.moves: dict[tuple[int, int], list[tuple[bool, list[int]]]] = {}
+        for at, row, empty, *steps in history.moves.tolist():
+            self.moves.setdefault((at, row), []).append((bool(empty), steps))
+        self.positions = {at for at, _ in (*self.entries, *self.joins, *self.moves)}
+
+
+def moved(values: Tensor, config: PlaceConfig, steps: Sequence[int], empty: bool) -> Tensor:
+    """Voxels (H, X, V) as they are after the state moved so many along each axis of the grid."""
+    assert isinstance(config.wrap, tuple)
+    grid = values.unflatten(-1, config.grid)[None]
+    for axis, (step, wraps) in enumerate(zip(steps, config.wrap, strict=True)):
+        grid = rolled(grid, axis + 3, torch.tensor([step]), empty=empty or not wraps)
+    return grid[0].flatten(2)
 
 
 class HistoryStore:
@@ -113,11 +125,8 @@ class HistoryStore:
         self.config, self.max_tokens = config, max_tokens
         self.cut = max(max_tokens // 2, 1)
         """Positions between the states that are saved to begin from."""
-        H, n, C = config.heads, config.axes, config.channels
-        shapes = {"write_at": (H, n), "content": (H, C), "rate": (H,), "log_keep": (H,)}
-        shapes |= {} if config.share_places else {"read_at": (H, n)}
-        shapes |= {} if config.kernel == "linear" else {"width": (H,)}
-        self._arrays = {name: torch.zeros(0, 0, *shape) for name, shape in shapes.items()}
+        shapes = _token_shapes(config).items()
+        self._arrays = {name: torch.zeros(0, 0, *shape) for name, shape in shapes}
         self._arrays |= {name: torch.zeros(0, 0).bool() for name in ("reset", "present")}
         self._arrays["call"] = torch.zeros(0, 0, dtype=torch.long)
         self._first = torch.zeros(0, dtype=torch.long)
@@ -253,6 +262,14 @@ class HistoryStore:
             entry_at=_table([(position, row) for position, row, _ in self._entries], 2),
             entry_state=torch.stack(states) if states else torch.zeros(shape, dtype=dtype),
         )
+
+
+def _token_shapes(config: PlaceConfig) -> dict[str, tuple[int, ...]]:
+    """The floats of a token by name, and their shapes."""
+    H, n = config.heads, config.axes
+    shapes = {"write_at": (H, n), "content": (H, config.channels), "rate": (H,), "log_keep": (H,)}
+    shapes |= {} if config.share_places else {"read_at": (H, n)}
+    return shapes | ({} if config.kernel == "linear" else {"width": (H,)})
 
 
 def _table(events: Sequence[tuple[int, ...]], columns: int) -> Tensor:

@@ -6,21 +6,19 @@ Letters: T tokens kept, B rows, H heads, n axes, C channels.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tensor_memory.config import PlaceConfig
+from tensor_memory.inspect.history import LayerArrays
 from tensor_memory.inspect.layer_recording import GridRecording, require_index
 from tensor_memory.inspect.place_history import PlaceHistory
 from tensor_memory.inspect.place_lives import WriteLives, follow_writes
 from tensor_memory.inspect.place_trace import RecordedTrace, trace_history
 from tensor_memory.ops.places.addresses import factors, outer
-
-if TYPE_CHECKING:
-    import numpy
 
 
 def place_shapes(config: PlaceConfig) -> dict[str, tuple[int, ...]]:
@@ -47,7 +45,7 @@ def place_shapes(config: PlaceConfig) -> dict[str, tuple[int, ...]]:
 
 
 @dataclass(frozen=True, eq=False)
-class PlaceLayerRecording:
+class PlaceLayerRecording(LayerArrays):
     """One layer of a `PlaceMemory`: everything its equations made of each token that was kept.
 
     The first two dimensions of an array are T tokens and B rows. Where `present` is false the row
@@ -112,22 +110,6 @@ class PlaceLayerRecording:
         return self.token.shape[0]
 
     @property
-    def rows(self) -> int:
-        """B, rows."""
-        return self.seen.shape[0]
-
-    @property
-    def dropped(self) -> int:
-        """Tokens of all rows that were seen and not kept."""
-        return int(self.seen.sum()) - int(self.present.sum())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        history = 0 if self.history is None else self.history.nbytes
-        return history + sum(array.nbytes for array in self.arrays().values())
-
-    @property
     def span(self) -> Tensor:
         """(T, B, 2) int64: [start, stop) in the row's stream, one token each."""
         start = self.token[:, None].expand(-1, self.rows)
@@ -137,15 +119,6 @@ class PlaceLayerRecording:
     def norms(self) -> Tensor:
         """(T, B, ...) the norms of everything that is held."""
         return self.state_norm
-
-    def arrays(self) -> dict[str, Tensor]:
-        """Every array by name, the history's apart; no `width` with the linear kernel."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
-
-    def to_numpy(self) -> dict[str, numpy.ndarray]:
-        """Every array by name, for a notebook."""
-        return {name: array.numpy() for name, array in self.arrays().items()}
 
     def head(self, head: int) -> HeadRecording:
         """One head's grid over time."""
@@ -201,12 +174,7 @@ class PlaceLayerRecording:
         True
         """
         require_index(row, self.rows, "row")
-        if self.history is None:
-            raise ValueError(
-                "trace: expected a recording with the inputs of the recurrence, got one without; "
-                "record with max_tokens above 0"
-            )
-        return trace_history(self.history, self.config, reads, row % self.rows, top)
+        return trace_history(self.traced_history(), self.config, reads, row % self.rows, top)
 
     def follow(self, row: int, top: int) -> WriteLives | None:
         """Every write of a row followed forward; None where the history cannot tell.

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from tensor_memory.config import PlaceConfig
-from tensor_memory.inspect.place_history import PlaceHistory
+from tensor_memory.inspect.place_history import Events, PlaceHistory, moved
 from tensor_memory.ops.places.addresses import factors, outer
-from tensor_memory.place_state import rolled
 
 BLOCK = 64
 """Tokens that act at once."""
@@ -86,20 +85,22 @@ def follow_writes(history: PlaceHistory, config: PlaceConfig, row: int, top: int
     write = _addresses(history.write_at, history, config, row, T)  # (H, T, V)
     read_at = history.read_at
     read = write if read_at is None else _addresses(read_at, history, config, row, T)
-    replaced, moves = _events(history, row)
+    events = Events(history)
     # The first C rows are the columns of a state from elsewhere, the others are the writes.
     u = torch.zeros(H, C + T, config.voxels, dtype=torch.float64)
     told = _Told(T, H, min(top, T), first)
     lives = _Lives(T, H, first)
     empty = history.reset[:T, row].tolist()
-    edges = [t for t in range(T) if empty[t] or first + t in replaced or first + t in moves]
+    changed = {at for at, of in (*events.entries, *events.moves) if of == row}
+    edges = [t for t in range(T) if empty[t] or first + t in changed]
     begins: list[int] = sorted({0, *edges}) if T else []
     for begin, end in pairwise([*begins, T]):
-        if first + begin in replaced:
+        at = first + begin, row
+        if at in events.entries:
             u.zero_()
-            u[:, :C] = replaced[first + begin].mT
-        for steps, fills in moves.get(first + begin, ()):
-            u = _rolled(u, config, steps, fills)
+            u[:, :C] = events.entries[at].mT
+        for fills, steps in events.moves.get(at, ()):
+            u = moved(u, config, steps, fills)
         if empty[begin]:
             u.zero_()
         for start in range(begin, end, BLOCK):
@@ -241,25 +242,3 @@ def _addresses(
         found.append(outer(parts)[0])
         start = stop
     return torch.cat(found).transpose(0, 1)
-
-
-def _events(
-    history: PlaceHistory, row: int
-) -> tuple[dict[int, Tensor], dict[int, list[tuple[list[int], bool]]]]:
-    """What happened to the row's state between calls: states that replaced it, and moves."""
-    entries = zip(history.entry_at.tolist(), history.entry_state, strict=True)
-    replaced = {at: state.double().flatten(1, -2) for (at, of), state in entries if of == row}
-    moves: dict[int, list[tuple[list[int], bool]]] = {}
-    for at, of, empty, *steps in history.moves.tolist():
-        if of == row:
-            moves.setdefault(at, []).append((steps, bool(empty)))
-    return replaced, moves
-
-
-def _rolled(values: Tensor, config: PlaceConfig, steps: list[int], empty: bool) -> Tensor:
-    """Voxels (H, X, V) as they are after the state moved."""
-    assert isinstance(config.wrap, tuple)
-    grid = values.unflatten(-1, config.grid)[None]
-    for axis, (step, wraps) in enumerate(zip(steps, config.wrap, strict=True)):
-        grid = rolled(grid, axis + 3, torch.tensor([step]), empty=empty or not wraps)
-    return grid[0].flatten(2)

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from tensor_memory.config import PlaceConfig
-from tensor_memory.inspect.place_history import PlaceHistory
+from tensor_memory.inspect.place_history import Events, PlaceHistory, moved
 from tensor_memory.ops.places.inputs import PlaceInputs
 from tensor_memory.ops.places.shares import block_length, reads_at_once, step_back
-from tensor_memory.place_state import rolled
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +61,7 @@ def trace_history(
     top: int | None,
 ) -> RecordedTrace:
     """The shares of all writes, or of the `top` largest of each head, in reads of one row."""
-    at = _checked(history, reads, row)
+    at = history.asked_for(reads, row, "positions", "token positions")
     if top is not None and (not isinstance(top, int) or isinstance(top, bool) or top < 1):
         raise ValueError(f"top: expected a number of writes, at least 1, or None, got {top!r}")
     R, H, C = len(at), config.heads, config.channels
@@ -72,7 +71,7 @@ def trace_history(
     else:
         writes = _LargestWrites(R, H, min(top, stop - first))
     rest, read = (torch.zeros(R, H, C, dtype=torch.float64) for _ in range(2))
-    events = _Events(history)
+    events = Events(history)
     for which in torch.arange(R).split(reads_at_once(H * config.voxels)):
         for start, rows, block, share, left in _followed(history, config, events, at[which], row):
             read[which] += torch.einsum("rlh,rlhc->rhc", share, block.content)
@@ -86,36 +85,8 @@ def trace_history(
     return replace(trace, others=read - torch.stack(told))
 
 
-def _checked(history: PlaceHistory, reads: Sequence[int] | Tensor, row: int) -> Tensor:
-    at = torch.as_tensor(reads)
-    if at.ndim != 1 or at.is_floating_point() or at.dtype == torch.bool or not at.numel():
-        raise TypeError(f"trace: expected reads as a list of token positions, got {reads!r:.80}")
-    first, count = int(history.first[row]), int(history.count[row])
-    if at.min() < first or at.max() >= first + count:
-        told = f"{first} to {first + count - 1}" if count else "none"
-        raise ValueError(
-            f"trace: expected positions that the history of row {row} has, {told}, got "
-            f"{at.tolist()}; record with a larger max_tokens to keep more"
-        )
-    return at.long()
-
-
-class _Events:
-    """What happened to states before tokens, by position and row."""
-
-    def __init__(self, history: PlaceHistory) -> None:
-        self.entries: dict[tuple[int, int], Tensor] = {}
-        for at, state in zip(history.entry_at.tolist(), history.entry_state, strict=True):
-            self.entries[at[0], at[1]] = state
-        self.joins = {(at, row): source for at, row, source in history.joins.tolist()}
-        self.moves: dict[tuple[int, int], list[tuple[bool, list[int]]]] = {}
-        for at, row, empty, *steps in history.moves.tolist():
-            self.moves.setdefault((at, row), []).append((bool(empty), steps))
-        self.positions = {at for at, _ in (*self.entries, *self.joins, *self.moves)}
-
-
 def _followed(
-    history: PlaceHistory, config: PlaceConfig, events: _Events, reads: Tensor, row: int
+    history: PlaceHistory, config: PlaceConfig, events: Events, reads: Tensor, row: int
 ) -> Iterator[tuple[int, Tensor, PlaceInputs, Tensor, Tensor]]:
     """Reads (R,) of one row back to their beginnings, block by block.
 
@@ -134,17 +105,17 @@ def _followed(
         for r in begun if start in events.positions else ():
             at = start, int(rows[r])
             if at in events.entries:
-                rest[r] = (a[r] @ events.entries[at].double().flatten(1, -2))[:, 0]
+                rest[r] = (a[r] @ events.entries[at])[:, 0]
                 a[r] = 0
             for empty, steps in reversed(events.moves.get(at, [])):
-                a[r] = _moved_back(a[r], config, steps, empty)
+                a[r] = moved(a[r], config, [-step for step in steps], empty)
             before[r] = events.joins.get(at, at[1])
         yield start, rows, block, share[:, 0], rest
         rows = before
 
 
 def _blocks(
-    history: PlaceHistory, events: _Events, row: int, stop: int, address_size: int
+    history: PlaceHistory, events: Events, row: int, stop: int, address_size: int
 ) -> Iterator[tuple[int, int]]:
     """Stretches of positions from the last to the first; events and new widths begin one."""
     first, L = int(history.first[row]), block_length(address_size)
@@ -180,15 +151,6 @@ def _inputs(history: PlaceHistory, config: PlaceConfig, cut: slice, rows: Tensor
         rule=config.rule,
         wrap=config.wrap,
     )
-
-
-def _moved_back(a: Tensor, config: PlaceConfig, steps: list[int], empty: bool) -> Tensor:
-    """An address (H, 1, V) on a state that rolled, as one on the state before."""
-    assert isinstance(config.wrap, tuple)
-    grid = a.unflatten(-1, config.grid)[None]  # (1, H, 1, *grid)
-    for axis, (step, wraps) in enumerate(zip(steps, config.wrap, strict=True)):
-        grid = rolled(grid, axis + 3, torch.tensor([-step]), empty=empty or not wraps)
-    return grid[0].flatten(2)
 
 
 class _AllWrites:
