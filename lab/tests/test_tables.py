@@ -23,7 +23,6 @@ from tensor_memory_lab.records.store import frame, parts
 from tensor_memory_lab.records.table import column, interval, markdown, select, table
 
 ROOT = Path(__file__).parents[2]
-ACCURACY = column("test.accuracy")
 
 
 def cells(records, *columns, **options):

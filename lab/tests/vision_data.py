@@ -62,19 +62,17 @@ def write_video(
     frames: int,
     *,
     codec: str = "mpeg4",
-    gop: int = 12,
     tint: int = 0,
-    still: int | None = None,
 ) -> Path:
-    """A video whose frames show their number, or one number, with few key frames."""
+    """A video whose frames show their number, with few key frames."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=25)
         stream.width, stream.height, stream.pix_fmt = 4 * BLOCK, 2 * BLOCK, "yuv420p"
-        stream.codec_context.gop_size = gop
+        stream.codec_context.gop_size = 12
         stream.bit_rate = 2_000_000
         for number in range(frames):
-            picture = numbered_picture(number if still is None else still, tint)
+            picture = numbered_picture(number, tint)
             for packet in stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")):
                 container.mux(packet)
         for packet in stream.encode():

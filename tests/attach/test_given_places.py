@@ -55,12 +55,11 @@ def poses(rows: int = 2, length: int = TOKENS) -> Tensor:
     return torch.rand(rows, length, 2, dtype=torch.float64) * 2 - 1
 
 
-def by_hand(model: Any, x: Tensor, where: Tensor, mask: Tensor | None = None) -> Tensor:
+def by_hand(model: Any, x: Tensor, where: Tensor) -> Tensor:
     """What the layers of an `nn.TransformerEncoder` and their memories give, one by one."""
-    hidden = None if mask is None else ~mask
     with memory_disabled(model):
         for block, layer in zip(model.layers, model.tensor_memory.layers, strict=True):
-            x, _ = layer(block(x, src_key_padding_mask=hidden), where=where, mask=mask)
+            x, _ = layer(block(x), where=where)
     return x
 
 

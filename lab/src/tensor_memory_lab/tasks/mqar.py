@@ -12,7 +12,6 @@ Letters: R rows, N tokens, P pairs, Q questions.
 from __future__ import annotations
 
 import copy
-import math
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -211,13 +210,3 @@ def distinct(rows: int, count: int, low: int, high: int, random: torch.Generator
         found[:, i] = torch.where(taken, top, drawn)
     order = torch.rand(rows, count, generator=random).argsort(1)
     return low + found.gather(1, order)
-
-
-def steps_per_epoch(batch_size: int, config: MqarConfig | None = None) -> int:
-    """Steps of one pass over the training data.
-
-    >>> steps_per_epoch(256)
-    707
-    """
-    rows = (config or MqarConfig()).train_rows
-    return sum(math.ceil(times * rows / batch_size) for _, _, times in TRAINED)

@@ -28,11 +28,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tensor_memory_lab.choices import check_choices
 from tensor_memory_lab.tasks import Batch, Outputs, Sums
 from tensor_memory_lab.tasks.epochs import epoch_rows, sent
 from tensor_memory_lab.tasks.images import Images, open_images
-from tensor_memory_lab.tasks.synthetic import generator
+from tensor_memory_lab.tasks.synthetic import DrawnConfig, generator
 
 REACH = 8
 """Glimpses back that attention over 16 tokens sees: two tokens each."""
@@ -73,7 +72,7 @@ SETTINGS = {
 
 
 @dataclass(frozen=True)
-class WorldConfig:
+class WorldConfig(DrawnConfig):
     """Which images, what the agent sees of them, how it walks."""
 
     data_dir: str = "CUB_200_2011.zip"
@@ -117,15 +116,13 @@ class WorldConfig:
     """Part of a plain folder that is for testing."""
 
     def __post_init__(self) -> None:
-        check_choices(self, "task")
+        super().__post_init__()
+        self._at_least(1, "glimpses")
         if not 1 <= self.patch < self.side:
             raise ValueError(
                 f"task.patch: expected 1 pixel or more and less than task.side = {self.side}, got "
                 f"{self.patch}"
             )
-        for name in ("glimpses", "valid_rows", "test_rows"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"task.{name}: expected 1 or more, got {getattr(self, name)}")
         for name in self.tests:
             if name not in SETTINGS:
                 raise ValueError(
@@ -320,10 +317,8 @@ class World:
 
     def finish(self, means: dict[str, float]) -> dict[str, float]:
         """PSNR of every error."""
-        names = {name: name.replace("error_", "psnr_") for name in means if name != "loss"}
-        return means | {
-            new: decibels(means[name]) for name, new in ({"loss": "psnr"} | names).items()
-        }
+        told = {name: decibels(error) for name, error in means.items() if name != "loss"}
+        return means | told | {"psnr": decibels(means["loss"])}
 
     def ceiling(self, split: str) -> float | None:
         """Nobody knows. The lookup, which remembers every glimpse, is measured beside a model."""

@@ -77,12 +77,10 @@ class ScanInputs(NamedTuple):
         dtype = self.dtype
         return ScanInputs(*(prepared(t, dtype) for t in self._replace(read_at=read_at)))
 
-    def empty_reads(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Uninitialised reads (B, S, Q, C), in the inputs' type or another."""
+    def empty_reads(self) -> Tensor:
+        """Uninitialised reads (B, S, Q, C)."""
         assert self.read_at is not None, "prepared() gives inputs without reads a read_at"
-        return self.content.new_empty(
-            *self.read_at.shape[:3], self.content.shape[-1], dtype=dtype or self.content.dtype
-        )
+        return self.content.new_empty(*self.read_at.shape[:3], self.content.shape[-1])
 
     def rows(self, rows: slice) -> ScanInputs:
         """The same inputs for some of the rows."""
