@@ -84,32 +84,13 @@ def vision_data():
 
 @pytest.fixture(scope="module")
 def birds(tmp_path_factory, vision_data):
-    folder = tmp_path_factory.mktemp("birds")
-    config = MaskedImagesConfig(
-        data_dir=str(vision_data.write_cub(folder)),
-        cache_dir=str(folder),
-        side=40,
-        crop=32,
-        patch=8,
-    )
-    return config.build(0)
+    return MaskedImagesConfig(**vision_data.tiny_birds(tmp_path_factory.mktemp("birds"))).build(0)
 
 
 @pytest.fixture(scope="module")
 def actions(tmp_path_factory, vision_data):
-    folder = tmp_path_factory.mktemp("actions")
-    config = VideoTaskConfig(
-        data_dir=str(vision_data.write_ucf(folder, groups=3, clips=1, frames=4)),
-        cache_dir=str(folder),
-        classes=vision_data.CLASSES[:2],
-        frames=4,
-        cached_frames=4,
-        height=32,
-        width=64,
-        crop=(16, 32),
-        patch=8,
-    )
-    return config.build(0)
+    folder, classes = tmp_path_factory.mktemp("actions"), vision_data.CLASSES[:2]
+    return VideoTaskConfig(**vision_data.tiny_actions(folder, 4, classes=classes)).build(0)
 
 
 def text(**options):

@@ -13,7 +13,7 @@ from tensor_memory_lab.recipes.windowed import demo
 from tensor_memory_lab.records import config as stored_configs
 from tensor_memory_lab.train import RunOptions, load_run, train
 from tiny_text import write_text
-from vision_data import write_cub, write_ucf
+from vision_data import tiny_actions, tiny_birds
 
 SMALL = MemoryConfig(channels=4, grid=(3, 3, 3), chunk_size=2)
 
@@ -163,16 +163,12 @@ def test_what_a_run_cannot_do_is_told(binding, tmp_path):
 @pytest.mark.parametrize("name", ["ucf101-9", "cub"])
 def test_pictures_are_shown_where_tokens_are_patches(tmp_path, name):
     if name == "cub":
-        data = write_cub(tmp_path / "data", per_class=9)
-        layout = {"side": 40, "crop": 32, "patch": 8}
+        layout = tiny_birds(tmp_path)
         model = {"dim": 16, "decoder_dim": 8, "decoder_heads": 2, "layers": 3}
     else:
-        data = write_ucf(tmp_path / "data", frames=6)
-        layout = {"frames": 2, "cached_frames": 4, "height": 32, "width": 64, "crop": (16, 32)}
-        layout |= {"patch": 8, "classes": ()}
+        layout = tiny_actions(tmp_path, 4) | {"frames": 2}
         model = {"dim": 16, "layers": 2}
     config = find_recipe(name)()
-    layout |= {"data_dir": str(data), "cache_dir": str(tmp_path / "cache")}
     config = replace(
         config,
         task=replace(config.task, **layout),

@@ -14,21 +14,14 @@ from tensor_memory_lab.recipes.video import ucf101_nine
 from tensor_memory_lab.run_config import BudgetConfig
 from tensor_memory_lab.tasks.masked_images import MaskedImagesConfig
 from tensor_memory_lab.train import RunOptions, train
-from vision_data import write_cub, write_ucf
+from vision_data import tiny_actions, tiny_birds
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("birds")
     return replace(
         cub(),
-        task=MaskedImagesConfig(
-            data_dir=str(write_cub(folder / "data", per_class=9)),
-            cache_dir=str(folder / "cache"),
-            side=40,
-            crop=32,
-            patch=8,
-        ),
+        task=MaskedImagesConfig(**tiny_birds(tmp_path_factory.mktemp("birds"))),
         model=ImageModelConfig(
             dim=16,
             heads=2,
@@ -84,20 +77,11 @@ def test_the_command_draws_finished_runs(config, tmp_path, capsys):
 
 
 def test_a_run_of_another_kind_is_refused(tmp_path, capsys):
-    data = write_ucf(tmp_path / "data", groups=3, clips=1, frames=4)
     made = ucf101_nine()
     small = {"dim": 16, "heads": 2, "layers": 1, "method": "frames"}
     config = replace(
         made,
-        task=replace(
-            made.task,
-            data_dir=str(data),
-            cache_dir=str(tmp_path),
-            classes=(),
-            frames=2,
-            cached_frames=2,
-            crop=(32, 32),
-        ),
+        task=replace(made.task, **tiny_actions(tmp_path, 2)),
         model=replace(made.model, **small),
         budget=BudgetConfig(steps=1, batch_size=2, evaluate_every=1, checkpoint_every=1),
         precision="float32",

@@ -11,7 +11,7 @@ from tensor_memory_lab.recipes import find_recipe
 from tensor_memory_lab.recipes.images import cub, cub_published
 from tensor_memory_lab.recipes.video import NINE, ucf101_nine, ucf101_published
 from tensor_memory_lab.train import RunOptions, train
-from vision_data import CLASSES, write_cub, write_ucf
+from vision_data import CLASSES, tiny_actions, tiny_birds
 
 MEMORY = MemoryConfig(channels=4, grid=(3, 3, 3), chunk_size=2)
 
@@ -19,43 +19,28 @@ MEMORY = MemoryConfig(channels=4, grid=(3, 3, 3), chunk_size=2)
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("vision")
-    write_cub(folder / "birds", per_class=9)
-    write_ucf(folder / "actions", frames=6)
-    return folder
+    return tiny_birds(folder), tiny_actions(folder, 4, classes=CLASSES[:2])
 
 
-def two_steps(config, folder, task, model):
+def two_steps(config, task, model):
     budget = replace(config.budget, steps=2, batch_size=4, evaluate_every=1, checkpoint_every=2)
-    config = replace(
+    return replace(
         config,
-        task=replace(config.task, cache_dir=str(folder / "cache"), **task),
+        task=replace(config.task, **task),
         model=replace(config.model, memory=MEMORY, heads=2, **model),
         optimizer=replace(config.optimizer, warmup=1),
         budget=budget,
         precision="float32",
     )
-    return config
 
 
 def image_run(data, **model):
-    layout = {"data_dir": str(data / "birds"), "side": 40, "crop": 32, "patch": 8}
     small = {"dim": 16, "decoder_dim": 8, "decoder_heads": 2, "layers": 3, "window": 3}
-    return two_steps(cub(), data, layout, small | model)
+    return two_steps(cub(), data[0], small | model)
 
 
 def video_run(data, **model):
-    layout = {
-        "data_dir": str(data / "actions"),
-        "classes": CLASSES[:2],
-        "height": 32,
-        "width": 64,
-        "crop": (16, 32),
-        "patch": 8,
-        "frames": 4,
-        "cached_frames": 4,
-    }
-    small = {"dim": 16, "layers": 2}
-    return two_steps(ucf101_nine(), data, layout, small | model)
+    return two_steps(ucf101_nine(), data[1], {"dim": 16, "layers": 2} | model)
 
 
 @pytest.mark.parametrize(

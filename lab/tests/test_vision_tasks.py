@@ -23,32 +23,17 @@ from tensor_memory_lab.tasks.maze import MazeConfig
 from tensor_memory_lab.tasks.video import BLANK, VideoTaskConfig
 from tensor_memory_lab.tasks.world import WorldConfig
 from tolerances import assert_same
-from vision_data import number_of, write_cub, write_ucf
+from vision_data import number_of, tiny_actions, tiny_birds, write_ucf
 
 
 @pytest.fixture(scope="module")
 def birds(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("birds")
-    data = write_cub(folder / "data", per_class=9)
-    return MaskedImagesConfig(
-        data_dir=str(data), cache_dir=str(folder / "cache"), side=40, crop=32, patch=4
-    )
+    return MaskedImagesConfig(**tiny_birds(tmp_path_factory.mktemp("birds"), patch=4))
 
 
 @pytest.fixture(scope="module")
 def actions(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("actions")
-    data = write_ucf(folder / "data", frames=16)
-    return VideoTaskConfig(
-        data_dir=str(data),
-        cache_dir=str(folder / "cache"),
-        frames=8,
-        cached_frames=16,
-        height=32,
-        width=64,
-        crop=(16, 32),
-        patch=8,
-    )
+    return VideoTaskConfig(**tiny_actions(tmp_path_factory.mktemp("actions"), 16) | {"frames": 8})
 
 
 @pytest.fixture(scope="module")

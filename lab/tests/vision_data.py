@@ -2,6 +2,7 @@
 
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
@@ -105,3 +106,17 @@ def write_ucf(folder: Path, *, groups: int = 4, clips: int = 2, frames: int = 12
         (lists / f"trainlist{split:02}.txt").write_text("\n".join(train) + "\n")
         (lists / f"testlist{split:02}.txt").write_text("\n".join(test) + "\n")
     return folder
+
+
+def tiny_birds(folder: Path, **fields: Any) -> dict[str, Any]:
+    """Fields of a task of tiny birds, which are written into the folder."""
+    places = {"data_dir": str(write_cub(folder / "birds", per_class=9)), "cache_dir": str(folder)}
+    return places | {"side": 40, "crop": 32, "patch": 8} | fields
+
+
+def tiny_actions(folder: Path, frames: int, **fields: Any) -> dict[str, Any]:
+    """Fields of a task of tiny actions, all of whose frames are kept."""
+    data = write_ucf(folder / "actions", frames=frames)
+    places = {"data_dir": str(data), "cache_dir": str(folder), "classes": ()}
+    sizes = {"height": 32, "width": 64, "crop": (16, 32), "patch": 8}
+    return places | sizes | {"frames": frames, "cached_frames": frames} | fields
