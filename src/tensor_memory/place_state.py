@@ -22,6 +22,7 @@ from tensor_memory.state import (
     device_and_type,
     readable_bytes,
     require_size,
+    require_tensor,
     row_index,
 )
 
@@ -279,24 +280,7 @@ class PlaceState:
             "scale": (*voxels, 1),
         }
         for name, tensor in _tensors(self).items():
-            expected = shapes[name]
-            if not isinstance(tensor, Tensor) or not is_dense(tensor):
-                raise TypeError(
-                    f"state.{name}: expected a dense tensor of shape {expected}, got "
-                    f"{type(tensor).__name__}; {_REMEDY}"
-                )
-            if tuple(tensor.shape) != expected:
-                raise ValueError(
-                    f"state.{name}: expected shape {expected} for this memory and input "
-                    f"{tuple(x.shape)}, got {tuple(tensor.shape)}; a state continues only the "
-                    "memory and the rows it came from (use select() to reorder or repeat rows, "
-                    "resized() for another grid)"
-                )
-            if tensor.device != x.device:
-                raise ValueError(
-                    f"state.{name}: expected device {x.device} like the input, "
-                    f"got {tensor.device}; move it with state.to({str(x.device)!r})"
-                )
+            require_tensor(name, tensor, shapes[name], x, "resized() for another grid")
         if not isinstance(self.wrap, tuple) or self.wrap != config.wrap:
             raise ValueError(
                 f"state.wrap: expected {config.wrap} like the memory's config, got "

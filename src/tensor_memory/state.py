@@ -195,27 +195,11 @@ class MemoryState:
         }
         for name, (shape, dtype) in expected.items():
             tensor = getattr(self, name)
-            if not isinstance(tensor, Tensor) or not is_dense(tensor):
-                raise TypeError(
-                    f"state.{name}: expected a dense tensor of shape {shape}, got "
-                    f"{type(tensor).__name__}; pass what the previous call returned"
-                )
-            if tensor.shape != shape:
-                raise ValueError(
-                    f"state.{name}: expected shape {shape} for this memory and input "
-                    f"{tuple(x.shape)}, got {tuple(tensor.shape)}; a state continues only the "
-                    "memory and the rows it came from (use select() to reorder or repeat rows, "
-                    "and no state, or a new stream, for new rows)"
-                )
+            require_tensor(name, tensor, shape, x, "and no state, or a new stream, for new rows")
             if tensor.dtype != dtype:
                 raise TypeError(
                     f"state.{name}: expected {dtype} for an input of type {x.dtype}, "
                     f"got {tensor.dtype}; convert it with state.to({x.dtype})"
-                )
-            if tensor.device != x.device:
-                raise ValueError(
-                    f"state.{name}: expected device {x.device} like the input, "
-                    f"got {tensor.device}; move it with state.to({str(x.device)!r})"
                 )
         if not torch.compiler.is_compiling() and not self._is_trusted():
             self._require_possible()
@@ -284,6 +268,26 @@ def trusted(state: MemoryState) -> MemoryState:
     if not torch.compiler.is_compiling():
         object.__setattr__(state, "checked", (state.fill, state.aligned))
     return state
+
+
+def require_tensor(name: str, tensor: Any, shape: tuple[int, ...], x: Tensor, way: str) -> None:
+    """Raise unless a state has this tensor of this shape, on the device of the input `x`."""
+    if not isinstance(tensor, Tensor) or not is_dense(tensor):
+        raise TypeError(
+            f"state.{name}: expected a dense tensor of shape {shape}, got "
+            f"{type(tensor).__name__}; pass what the previous call returned"
+        )
+    if tensor.shape != shape:
+        raise ValueError(
+            f"state.{name}: expected shape {shape} for this memory and input {tuple(x.shape)}, got "
+            f"{tuple(tensor.shape)}; a state continues only the memory and the rows it came from "
+            f"(use select() to reorder or repeat rows, {way})"
+        )
+    if tensor.device != x.device:
+        raise ValueError(
+            f"state.{name}: expected device {x.device} like the input, "
+            f"got {tensor.device}; move it with state.to({str(x.device)!r})"
+        )
 
 
 def require_size(method: str, name: str, size: Any, least: int, what: str) -> None:
