@@ -10,7 +10,7 @@ Letters: B batch, N tokens, W columns of a mask, A axes of position ids.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,22 +108,30 @@ class TokenArguments:
         `around` is what the module outside was given: a mask of floats that a host makes itself, as
         Longformer does, is added to its scores. `names` are kept in `named`.
         """
-        mask = _token_mask(signature, args, kwargs)
+
+        def given(name: str) -> Any:
+            return signature.get(name, args, kwargs)
+
+        mask, pixels = given("attention_mask"), _tensor(given("pixel_values"), (4,))
+        cache = _static_cache(args, kwargs) if _is_of_pairs(mask) else None
+        # With a static cache generate() makes a 4-D mask, which tells too.
+        mask = _tensor(mask, (2,)) if cache is None else real_tokens(mask, cache)
         additive = around is not None and mask is not None and mask.is_floating_point()
         if around is not None and mask is around.attention_mask:
             additive = around.additive
-        tokens = _tokens(signature, args, kwargs)
-        ids = _tensor(signature.get("input_ids", args, kwargs), (2,))
+        tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+        tokens = _tokens((given("input_ids"), given("inputs_embeds"), *tensors))
+        ids = _tensor(given("input_ids"), (2,))
         return cls(
             mask,
-            _padding(signature, args, kwargs),
-            _tensor(signature.get("position_ids", args, kwargs), (1, 2, 3, 4)),
-            lengths_of(lambda name: signature.get(name, args, kwargs)),
-            _tensor(signature.get("seq_idx", args, kwargs), (2,)),
+            _padding(given),
+            _tensor(given("position_ids"), (1, 2, 3, 4)),
+            lengths_of(given),
+            _tensor(given("seq_idx"), (2,)),
             tokens,
             None if ids is None else tuple(ids.shape),
-            _images(signature, args, kwargs),
-            tokens is not None or not any(isinstance(v, Tensor) for v in (*args, *kwargs.values())),
+            0 if pixels is None else len(pixels),
+            tokens is not None or not tensors,
             additive,
             signature.two_sided,
             named=signature.all_of(names, args, kwargs),
@@ -151,15 +159,6 @@ def refuse_4d_mask(signature: Signature, args: tuple[Any, ...], kwargs: dict[str
             "from which the memory cannot tell which tokens are padding; pass the 2-D mask (packed "
             "rows are told apart by position_ids)"
         )
-
-
-def _token_mask(
-    signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor | None:
-    """The 2-D mask of a call; with a static cache also from the 4-D one that generate() makes."""
-    mask = signature.get("attention_mask", args, kwargs)
-    cache = _static_cache(args, kwargs) if _is_of_pairs(mask) else None
-    return _tensor(mask, (2,)) if cache is None else real_tokens(mask, cache)
 
 
 def _is_of_pairs(mask: Any) -> bool:
@@ -306,26 +305,17 @@ def _marks(mask: Tensor) -> Tensor:
     return torch.where((mask == 1).any(), mask != 0, mask >= 0)
 
 
-def _tokens(
-    signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[int, ...] | None:
-    named = [signature.get(name, args, kwargs) for name in ("input_ids", "inputs_embeds")]
-    given = [v for v in (*named, *args, *kwargs.values()) if isinstance(v, Tensor)]
-    if not given or given[0].ndim not in (2, 3):
+def _tokens(values: Iterable[Any]) -> tuple[int, ...] | None:
+    first = next((value for value in values if isinstance(value, Tensor)), None)
+    if first is None or first.ndim not in (2, 3):
         return None
-    return tuple(sorted(given[0].shape[:2]))
+    return tuple(sorted(first.shape[:2]))
 
 
-def _images(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    pixels = _tensor(signature.get("pixel_values", args, kwargs), (4,))
-    return 0 if pixels is None else len(pixels)
-
-
-def _padding(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def _padding(given: ArgumentOf) -> Tensor | None:
     """The mask of an encoder of torch.nn, or of a decoder, or XLNet's."""
     names = ("src_key_padding_mask", "tgt_key_padding_mask", "input_mask")
-    named = (signature.get(name, args, kwargs) for name in names)
-    return next((mask for mask in named if _tensor(mask, (1, 2)) is not None), None)
+    return next((mask for mask in map(given, names) if _tensor(mask, (1, 2)) is not None), None)
 
 
 def _tensor(value: Any, ndims: tuple[int, ...]) -> Tensor | None:

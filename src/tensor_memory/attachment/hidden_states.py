@@ -48,16 +48,11 @@ def put_hidden(output: Any, block: Block, hidden: Tensor) -> Any:
 
 def _place(output: Any, block: Block) -> int | str:
     """Where the hidden states are: an index or a name."""
-    if isinstance(output, Mapping):
-        names = list(output)
-    elif dataclasses.is_dataclass(output):
+    if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
+        return 0
+    names = list(output) if isinstance(output, Mapping) else []
+    if not names and dataclasses.is_dataclass(output):
         names = [field.name for field in dataclasses.fields(output)]
-    elif isinstance(output, tuple | list):
-        if output and isinstance(output[0], Tensor):
-            return 0
-        names = []
-    else:
-        names = []
     tensors = [name for name in names if isinstance(_get(output, name), Tensor)]
     for name in (*_NAMES, *tensors[:1]):
         if name in tensors:
