@@ -120,7 +120,6 @@ def _place_layer(
     held = state.dequantized().values
     assert isinstance(norm, nn.LayerNorm)
     assert isinstance(config.wrap, tuple)
-    assert memory.norm.eps is not None
     weights = _place_weights(memory, norm, gate)
     tensors = (x, held, where, *weights)
     if x.numel() == 0 or not is_plain_eager(tensors) or why_not("triton", x.device) is not None:
@@ -129,10 +128,11 @@ def _place_layer(
         return None
     from tensor_memory.ops.places.triton import layer, token
 
-    eps = (norm.eps, memory.norm.eps)
-    named = token.PlaceWeights(*weights)
-    learning = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    single = x.shape[1] == 1 and reset is None and not learning and not any(drop)
+    read_norm: Any = memory._modules["norm"]
+    eps, named = (norm.eps, read_norm.eps), token.PlaceWeights(*weights)
+    single = (
+        x.shape[1] == 1 and reset is None and not any(drop) and not any(map(_has_grad, tensors))
+    )
     if single and token.serves_token(held):
         if where is not None:
             where = where[:, 0] if where.ndim == 4 else where.expand(-1, config.heads, -1)
@@ -235,8 +235,8 @@ def _are_plain_and_alike(parts: Sequence[nn.Module | None], gate: Tensor, x: Ten
     return True
 
 
-def _has_grad(tensor: Tensor) -> bool:
-    return torch.is_grad_enabled() and tensor.requires_grad
+def _has_grad(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
 
 
 @functools.lru_cache(maxsize=64)

@@ -165,7 +165,7 @@ class PlaceState:
 
     def with_values(self, values: Tensor) -> PlaceState:
         """This state with other values (B, H, *grid, C), quantized where this one is."""
-        state = replace(self, values=values, scale=None)
+        state = PlaceState(values, self.origin, self.wrap)
         return state if self.scale is None else state.quantized(self.values.dtype)
 
     def select(self, rows: Tensor | Sequence[int]) -> PlaceState:

@@ -314,7 +314,7 @@ def is_plain_eager(tensors: Iterable[Tensor | None]) -> bool:
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._are_functorch_transforms_active()
-        or is_transformed()
+        or forward_ad._current_level >= 0
         or any(value is not None and type(value) not in PLAIN for value in tensors)
     )
 

@@ -275,7 +275,6 @@ class _PlaceLayer(torch.autograd.Function):
         ctx.save_for_backward(*saved, *inputs[:INPUTS], *kept)
         ctx.set_materialize_grads(False)
         ctx.options, ctx.dtype = options, weights.content.dtype
-        ctx.rows = [weight.shape[0] for weight in _head_weights(weights)]
         return results
 
     @staticmethod
@@ -342,7 +341,7 @@ def _run_backward(ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None) 
     by_base = None
     if ctx.needs_input_grad[2]:
         by_base = found.write_at if found.read_at is None else found.write_at + found.read_at
-    *places, rate, keep, content, gate = by_heads.split_with_sizes(ctx.rows)
+    *places, rate, keep, content, gate = by_heads.split_with_sizes(do.head_sizes)
     write_place, read_place = (*places, None, None)[:2]
     norm, norm_bias, rate_bias, keep_bias, read_norm, residual_gate, log_width = _sums(
         do, by_norm, by_bias, by_readout, found.width, inputs.width
@@ -374,6 +373,8 @@ class _Launches(NamedTuple):
     heads_backward: BoundKernel
     readout: BoundKernel
     readout_backward: BoundKernel
+    head_sizes: tuple[int, ...]
+    """Rows of the heads' weights, in the order of `_head_weights`."""
     sums: BoundKernel
     sum_programs: int
     sum_sizes: tuple[int, ...]
@@ -387,12 +388,14 @@ def _launches(
     """The kernels around a memory of these sizes."""
     sizes = {"H": H, "C": C, "CP": triton.next_power_of_2(C), "R": R, "T": TOKENS}
     said = sizes | {"n": n, "LEARNED": learned, "SAME": same}
+    places = [H * n] * ((1 if same else 2) if learned else 0)
     summed = {"NORM": 2 * d, "BIAS": 2 * H, "READOUT": C + 1, "H": H}
     return _Launches(
         bind(heads_kernel, **said, GAUSSIAN=gaussian, HAS_BASE=based),
         bind(heads_backward_kernel, **said),
         bind(readout_kernel, **sizes),
         bind(readout_backward_kernel, **sizes),
+        (*places, H, H, H * C, H * C),
         bind(sums_kernel, **summed, ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS),
         blocks(max(summed.values()), SUM_COLUMNS),
         (d, d, H, H, C, 1, H if gaussian else 0),
@@ -414,7 +417,7 @@ def _heads(
     H, *grid, C = state.shape[1:]
     write_at = state.new_empty(*tokens, H, len(grid))
     read_at = None if weights.read_place is None else torch.empty_like(write_at)
-    rate, log_keep = state.new_empty(2, *tokens, H)
+    rate, log_keep = state.new_empty(*tokens, H), state.new_empty(*tokens, H)
     content = said.new_empty(*tokens, H, C)
     width = None if weights.log_width is None else state.new_empty(H)
     base = None if base is None else base.contiguous()
