@@ -2,9 +2,11 @@
 
     python lab/studies/world_pictures.py RUN RUN … --output world.png
 
-RUN is the folder of a finished run of `world` that kept its checkpoints. All runs walk the same way
-over the same image of the test split. After 32, 128 and 1,024 glimpses each is asked for the patch
-at every place of a raster, one question at a time, so that no question changes what is remembered.
+RUN is the folder of a finished run of `world` that kept its checkpoints and was trained with
+--task.elsewhere 0.5: others have never been asked for a place far from the agent. All runs walk the
+same way over the same image of the test split. After 32, 128 and 1,024 glimpses each is asked for
+the patch at every place of a raster, one question at a time, so that no question changes what is
+remembered.
 
 Needs: pip install tensor-memory-lab
 """

@@ -79,15 +79,16 @@ def test_a_glimpse_at_a_corner_is_the_corner_of_the_image():
         assert torch.allclose(seen[:, number], pixels[:, :, y : y + 4, x : x + 4], atol=1e-5)
 
 
-@pytest.mark.parametrize("block", [7, 256])
-def test_revisits_are_what_looking_back_one_by_one_finds(monkeypatch, block):
+@pytest.mark.parametrize(("block", "own"), [(7, True), (256, True), (7, False)])
+def test_revisits_are_what_looking_back_one_by_one_finds(monkeypatch, block, own):
     monkeypatch.setattr("tensor_memory_lab.tasks.world.BLOCK", block)
     torch.manual_seed(0)
-    poses = 2 * torch.rand(2, 40, 2) - 1
-    age, oldest, nearest = revisits(poses, near=0.3)
+    poses, asked = 2 * torch.rand(2, 2, 40, 2) - 1
+    asked = poses if own else asked
+    age, oldest, nearest = revisits(poses, near=0.3, asked=None if own else asked)
     for row in range(2):
         for t in range(1, 40):
-            distance = (poses[row, :t] - poses[row, t]).norm(dim=-1)
+            distance = (poses[row, :t] - asked[row, t]).norm(dim=-1)
             seen = (distance < 0.3).nonzero().flatten().tolist()
             assert age[row, t] == (t - seen[-1] if seen else 0)
             assert oldest[row, t] == (seen[0] if seen else 40)
@@ -99,7 +100,8 @@ def test_the_lookup_is_right_where_an_earlier_glimpse_saw_all_of_it(task):
     batch = task.batch("test", 0, 6)
     twice = {name: torch.cat([x, x], 1) for name, x in batch.items()}  # the same walk again
     age, _, nearest = revisits(twice["poses"], 0.12)
-    again = look_up(twice["seen"], 14 * twice["poses"], nearest)[:, 60:]
+    pixels = 14 * twice["poses"]
+    again = look_up(twice["seen"], pixels, nearest, pixels)[:, 60:]
     assert torch.allclose(again, batch["seen"], atol=1e-5)
     assert age[:, 60:].min() > 0
     means = {k: (s / n).item() for k, (s, n) in measured(task, twice["seen"], **twice).items()}
@@ -110,7 +112,7 @@ def test_the_lookup_moves_what_it_saw_by_the_pixels_between():
     image = to_pixels(torch.randint(256, (1, 3, 16, 16), dtype=torch.uint8))
     poses = torch.tensor([[[0.0, 0.0], [2 / 6, -1 / 6]]])  # two pixels to the right, one up
     seen = glimpses(image, poses, 4)
-    found = look_up(seen, 6 * poses, torch.tensor([[0, 0]])).view(2, 4, 4, 3)[1]
+    found = look_up(seen, 6 * poses, torch.tensor([[0, 0]]), 6 * poses).view(2, 4, 4, 3)[1]
     expected = seen.view(2, 4, 4, 3)[1]
     assert torch.allclose(found[1:, :2], expected[1:, :2], atol=1e-5)
     assert not torch.allclose(found[0], expected[0], atol=1e-2)  # a row that was not seen
@@ -163,6 +165,41 @@ def test_a_drifting_pose_is_told_and_the_true_one_measured(birds):
     wrong = (batch["poses"] - batch["at"]).norm(dim=-1)
     assert wrong[:, 0].max() < 0.3 < wrong[:, -1].max()
     assert batch["at"].abs().max() <= 1
+
+
+def test_questions_elsewhere_are_for_any_place_and_measured_there(birds):
+    task, still = (config_for(birds, elsewhere=share).build(0) for share in (0.5, 0.0))
+    batch = task.batch("test", 0, 6)
+    for name, same in still.batch("test", 0, 6).items():  # the walk is the same
+        assert torch.equal(batch[name], same)
+    moved = (batch["asked"] != batch["poses"]).any(-1)
+    assert 0.4 < moved.float().mean() < 0.6
+    assert torch.equal(batch["target"][~moved], batch["seen"][~moved])
+    expected = glimpses(task.pixels("test", range(6)), batch["asked"], 4)
+    assert torch.equal(batch["target"], expected)
+    far = revisits(batch["poses"], task.config.near, asked=batch["asked"]).age > 40
+    sums = measured(task, batch["target"] + 2 * far[..., None], **batch)
+    assert [x.item() for x in sums["psnr_far"]] == pytest.approx([far.sum().item()] * 2)
+    assert sums["psnr_never"][0] == 0 < sums["psnr_never"][1]
+    lost = config_for(birds, elsewhere=0.5, drift=0.05).build(0).batch("train", 0, 3)
+    slip, told = lost["poses"] - lost["at"], lost["asked"] - lost["sought"]
+    assert torch.allclose(slip, told, atol=1e-6)
+
+
+@torch.no_grad()
+def test_a_question_elsewhere_is_answered_for_its_place_and_before_its_glimpse():
+    torch.manual_seed(0)
+    model = WorldModel(WorldModelConfig(method="place-given", **SMALL), values=12, glimpses=9)
+    poses, asked, other = 2 * torch.rand(3, 2, 9, 2) - 1
+    batch = {"poses": poses, "seen": torch.randn(2, 9, 12), "asked": asked}
+    answers = model(batch)[0]["patches"]
+    elsewhere = torch.cat([asked[:, :5], other[:, 5:6], asked[:, 6:]], 1)
+    later = torch.cat([batch["seen"][:, :5], torch.randn(2, 4, 12)], 1)
+    for changes, first in (({"asked": elsewhere}, 5), ({"seen": later}, 6)):
+        changed = (model(batch | changes)[0]["patches"] != answers).any(-1).any(0)
+        assert changed.nonzero()[0] == first
+    at_poses = model(batch | {"asked": poses})[0]["patches"]
+    assert torch.equal(at_poses, model.predict(poses, batch["seen"]))
 
 
 def test_a_large_world_is_walked_in_steps_of_the_same_pixels(birds):
@@ -237,7 +274,17 @@ def test_missing_images_are_told_with_path_and_layout(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"patch": 64}, {"glimpses": 0}, {"step": 0.0}, {"near": 2.0}, {"layout": "x"}]
+    "wrong",
+    [
+        {"patch": 64},
+        {"glimpses": 0},
+        {"step": 0.0},
+        {"near": 2.0},
+        {"layout": "x"},
+        {"elsewhere": 2.0},
+        {"elsewhere": 0.5, "own": 0.5},
+        {"elsewhere": 0.5, "tests": ("test@blind8",)},
+    ],
 )
 def test_settings_that_make_no_world_are_refused(wrong):
     with pytest.raises(ValueError, match=f"task.{next(iter(wrong))}: expected"):

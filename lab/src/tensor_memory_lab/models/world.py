@@ -1,6 +1,6 @@
 """Models of the remembered world: what an agent will see, from its pose and what it has seen.
 
-Two tokens per glimpse: (pose, ?), at which the patch is predicted, then (pose, patch). Attention
+Two tokens per glimpse: (place, ?), at which a patch is predicted, then (pose, patch). Attention
 sees the last few tokens; whatever else is known of the world must come from the side path.
 
 Letters: B batch, T glimpses, S of them shown, N = 2T tokens, P numbers in a patch, d width.
@@ -199,7 +199,7 @@ class WorldModel(WalkModel):
             with torch.no_grad():
                 answers = self.predict(poses, seen)
             seen = torch.where(batch["own"][..., None], answers.to(seen.dtype), seen)
-        return {"patches": self.predict(poses, seen)}, None
+        return {"patches": self.predict(poses, seen, batch.get("asked"))}, None
 
     def roll_out(self, poses: Tensor, seen: Tensor) -> Tensor:
         """Answers (B, T, P) where only the first S glimpses are seen.
@@ -213,13 +213,15 @@ class WorldModel(WalkModel):
             seen[:, t] = self.predict(poses, seen)[:, t]
         return self.predict(poses, seen)
 
-    def predict(self, poses: Tensor, seen: Tensor) -> Tensor:
-        """Poses (B, T, 2), patches seen there (B, T, P) -> what was expected there (B, T, P)."""
-        at = self.pose(self.waves(poses))  # (B, T, d)
-        asked, shown = at + self.kind[0], at + self.kind[1] + self.patch(seen)
-        x = torch.stack([asked, shown], dim=2).flatten(1, 2)  # (B, N, d)
-        where = poses.repeat_interleave(2, dim=1, output_size=2 * poses.shape[1])
-        x, _ = self.stack(x, where=where)
+    def predict(self, poses: Tensor, seen: Tensor, asked: Tensor | None = None) -> Tensor:
+        """Poses (B, T, 2), patches seen there (B, T, P) -> what was expected there (B, T, P).
+
+        With `asked` (B, T, 2) what is expected at those places, each before its glimpse.
+        """
+        where = torch.stack([poses if asked is None else asked, poses], dim=2)  # (B, T, 2, 2)
+        question, glimpse = (self.pose(self.waves(where)) + self.kind).unbind(2)  # (B, T, d)
+        x = torch.stack([question, glimpse + self.patch(seen)], dim=2).flatten(1, 2)  # (B, N, d)
+        x, _ = self.stack(x, where=where.flatten(1, 2))
         return self.head(self.norm(x[:, ::2]))
 
     def waves(self, poses: Tensor) -> Tensor:

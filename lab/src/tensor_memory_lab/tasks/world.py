@@ -3,7 +3,8 @@
 An agent walks over an image with momentum and turns back at its borders. At each step it is asked
 for the patch at its pose, then sees it. Where it has been before, a memory can tell the patch;
 where it has not, the surroundings can be guessed from. So errors are told apart by how long ago a
-place was last seen: an earlier glimpse within `near` of the pose counts as having seen it.
+place was last seen: an earlier glimpse within `near` of the pose counts as having seen it. Some
+questions may be for any place instead (`elsewhere`), about which the last few glimpses tell little.
 
 With the same weights other worlds are walked over, each a test split of its own: longer walks,
 larger images, a pose that drifts, a stretch in which nothing is seen and the model's own answers
@@ -105,6 +106,8 @@ class WorldConfig(DrawnConfig):
     splits that have their own."""
     change: bool = False
     """Whether half of the image changes in the middle of every walk, in training too."""
+    elsewhere: float = 0.0
+    """Share of the questions that are for any place of the image, not for the next glimpse."""
     own: float = 0.0
     """Scheduled sampling: the share of glimpses in training whose place the model's own answers
     take, when it has risen to its full."""
@@ -133,6 +136,11 @@ class WorldConfig(DrawnConfig):
                     f"task.tests: expected more glimpses than the {SETTINGS[name].blind} of {name} "
                     f"in which nothing is seen, got task.glimpses = {self.glimpses}"
                 )
+        if not 0 <= self.elsewhere <= 1 or (self.elsewhere and self._answers_stand_for_glimpses):
+            raise ValueError(
+                "task.elsewhere: expected a share in [0, 1], and 0 with task.own or blind tests, "
+                f"where answers stand for glimpses, got {self.elsewhere}"
+            )
         if self.drift < 0 or not 0 <= self.own < 1 or self.own_steps < 1:
             raise ValueError(
                 "task: expected drift of 0 or more, own in [0, 1) and own_steps of 1 or more, got "
@@ -144,6 +152,10 @@ class WorldConfig(DrawnConfig):
                     f"task.{name}: expected a part of the half width, above 0 and below 1, got "
                     f"{getattr(self, name)}"
                 )
+
+    @property
+    def _answers_stand_for_glimpses(self) -> bool:
+        return self.own > 0 or any(SETTINGS[name].blind for name in self.tests)
 
     def build(self, seed: int) -> World:
         """Read the lists and decode what is not decoded yet."""
@@ -164,9 +176,11 @@ class WorldConfig(DrawnConfig):
 class World:
     """Batches: `poses` (B, T, 2), what is `seen` there (B, S, P), and what else a setting needs.
 
-    `target` (B, T, P) where it is more than what is seen. `at` (B, T, 2), the true poses in half
-    widths of training's images, where those told are not. `own` (B, T), glimpses that the model's
-    answers stand for. `turned` (B, T), glimpses of what has changed.
+    `target` (B, T, P) where it is not what is seen. `at` (B, T, 2), the true poses in half widths
+    of training's images, where those told are not. `asked` (B, T, 2), the places of the questions
+    where they are not the poses, and `sought`, which is to them what `at` is to poses. `own`
+    (B, T), glimpses that the model's answers stand for. `turned` (B, T), questions for what has
+    changed.
     """
 
     metric = "psnr_far"
@@ -250,17 +264,26 @@ class World:
         start, heading = 2 * drawn["uniform"][:, :2] - 1, 2 * math.pi * drawn["uniform"][:, 2]
         unit = self._unit(setting)
         poses = walk(start, heading, c.turn * drawn["turn"], c.step * unit)
+        asked = poses
+        if c.elsewhere:
+            anywhere = 2 * drawn["anywhere"][..., 1:] - 1
+            asked = torch.where(drawn["anywhere"][..., :1] < c.elsewhere, anywhere, poses)
         batch, before, middle = {"poses": poses}, images(0), poses.shape[1] // 2
+        parts = [(before, slice(None))]
         if setting.change:
-            after, batch["turned"] = half_changed(before, images(1), poses, patch)
-            parts = ((before, poses[:, :middle]), (after, poses[:, middle:]))
-            batch["seen"] = torch.cat([glimpses(*part, patch) for part in parts], dim=1)
-        else:
-            batch["seen"] = glimpses(before, poses, patch)
-        if setting.drift:
-            batch["poses"] = poses + setting.drift * unit * drawn["slip"].cumsum(1)
+            after, batch["turned"] = half_changed(before, images(1), poses, asked, patch)
+            parts = [(before, slice(middle)), (after, slice(middle, None))]
+
+        def shown(at: Tensor) -> Tensor:
+            return torch.cat([glimpses(image, at[:, t], patch) for image, t in parts], dim=1)
+
+        batch["seen"] = shown(poses)
+        slip = setting.drift * unit * drawn["slip"].cumsum(1) if setting.drift else 0.0
+        batch["poses"] = poses + slip
         if setting.drift or setting.scale > 1:
             batch["at"] = poses / unit
+        if c.elsewhere:
+            batch |= {"asked": asked + slip, "sought": asked / unit, "target": shown(asked)}
         if setting.blind:
             batch["target"] = batch["seen"]
             batch["seen"] = batch["seen"][:, : -setting.blind]
@@ -287,12 +310,13 @@ class World:
         """
         target, shown = batch.get("target", batch["seen"]), batch["seen"].shape[1]
         at = batch.get("at", batch["poses"])
+        sought = batch.get("sought", at)
         # What a split asks for are the glimpses of which none is seen, where there are such.
         first = shown if shown < target.shape[1] else 0
-        age, oldest, nearest = revisits(at, self.config.near, shown)
+        age, oldest, nearest = revisits(at, self.config.near, shown, sought)
         found = errors(outputs["patches"], target)  # (B, T)
-        pixels = at * (self.config.side - self.config.patch) / 2
-        looked_up = errors(look_up(target, pixels, nearest), target)
+        pixels = (self.config.side - self.config.patch) / 2
+        looked_up = errors(look_up(batch["seen"], pixels * at, nearest, pixels * sought), target)
         kinds = {
             "never": age == 0,
             "near": (age > 0) & (age <= REACH),
@@ -367,6 +391,8 @@ class World:
         }
         if setting.drift:
             drawn["slip"] = torch.randn(rows, T, 2, generator=random)
+        if self.config.elsewhere:
+            drawn["anywhere"] = torch.rand(rows, T, 3, generator=random)  # whether, and where
         if self.config.own:
             drawn["own"] = torch.rand(rows, T, generator=random)
         return drawn
@@ -409,9 +435,9 @@ def glimpses(images: Tensor, poses: Tensor, patch: int) -> Tensor:
 
 
 def half_changed(
-    images: Tensor, others: Tensor, poses: Tensor, patch: int
+    images: Tensor, others: Tensor, poses: Tensor, asked: Tensor, patch: int
 ) -> tuple[Tensor, Tensor]:
-    """Images (B, 3, side, side) after a change, and the glimpses (B, T) of what has changed.
+    """Images (B, 3, side, side) after a change, and the questions (B, T) for what has changed.
 
     In the middle of the walk the half that the agent is not in becomes that of another image.
     """
@@ -422,7 +448,7 @@ def half_changed(
     centres = (torch.arange(side, device=poses.device) + 0.5) * (2 / side) - 1
     y, x = torch.meshgrid(centres, centres, indexing="ij")
     half = torch.stack([x, y])[axis[:, 0]] * away[..., None] > 0  # (B, side, side)
-    along = poses.gather(2, axis[:, None].expand(-1, poses.shape[1], -1))[..., 0]
+    along = asked.gather(2, axis[:, None].expand(-1, asked.shape[1], -1))[..., 0]
     later = torch.arange(poses.shape[1], device=poses.device) >= middle
     # A patch at the border shows both halves.
     turned = (along * away * (1 - patch / side) > patch / side) & later
@@ -435,7 +461,7 @@ def errors(patches: Tensor, target: Tensor) -> Tensor:
 
 
 class Revisits(NamedTuple):
-    """Of every glimpse (B, T) what earlier ones have seen of its place."""
+    """Of every question (B, T) what earlier glimpses have seen of its place."""
 
     age: Tensor
     """How many glimpses ago it was last seen; 0 where never."""
@@ -445,20 +471,24 @@ class Revisits(NamedTuple):
     """The number of the glimpse that came nearest; 0 for the first of all."""
 
 
-def revisits(poses: Tensor, near: float, shown: int | None = None) -> Revisits:
+def revisits(
+    poses: Tensor, near: float, shown: int | None = None, asked: Tensor | None = None
+) -> Revisits:
     """Which earlier ones of the first `shown` glimpses came within `near` of each pose (B, T, 2).
+
+    With `asked` (B, T, 2) of each of these places instead.
 
     >>> found = revisits(torch.tensor([[[0.0, 0.0], [0.5, 0.0], [0.1, 0.0]]]), near=0.2)
     >>> found.age.tolist(), found.nearest.tolist()
     ([[0, 0, 2]], [[0, 0, 0]])
     """
-    T = poses.shape[1]
+    T, asked = poses.shape[1], poses if asked is None else asked
     number = torch.arange(T, device=poses.device)
     parts = []
     for queries in number.split(BLOCK):
         earlier = (number < queries[:, None]) & (number < (T if shown is None else shown))
         exact = "donot_use_mm_for_euclid_dist"
-        distance = torch.cdist(poses[:, queries], poses, compute_mode=exact)
+        distance = torch.cdist(asked[:, queries], poses, compute_mode=exact)
         distance = distance.masked_fill(~earlier, math.inf)  # (B, queries, T)
         there = distance < near
         last = torch.where(there, number, -1).amax(-1)
@@ -468,16 +498,17 @@ def revisits(poses: Tensor, near: float, shown: int | None = None) -> Revisits:
     return Revisits(*(torch.cat(part, dim=1) for part in zip(*parts, strict=True)))
 
 
-def look_up(patches: Tensor, pixels: Tensor, nearest: Tensor) -> Tensor:
-    """For each glimpse the patch (B, T, P) of an earlier one, moved by the pixels between them.
+def look_up(patches: Tensor, pixels: Tensor, nearest: Tensor, asked: Tensor) -> Tensor:
+    """For each question the patch of an earlier glimpse, moved by the pixels between: (B, T, P).
 
-    pixels (B, T, 2) are the middles of the patches, nearest (B, T) numbers of earlier glimpses.
-    What the earlier one did not see is as its border.
+    patches (B, S, P) were seen around pixels (B, T, 2), nearest (B, T) are numbers of them, asked
+    (B, T, 2) are the pixels around which something is to be told. What the earlier glimpse did not
+    see is as its border.
     """
-    B, T, P = patches.shape
+    (B, T, _), P = asked.shape, patches.shape[2]
     patch = math.isqrt(P // 3)
     earlier = patches.gather(1, nearest[..., None].expand(-1, -1, P))
-    between = pixels - pixels.gather(1, nearest[..., None].expand(-1, -1, 2))
+    between = asked - pixels.gather(1, nearest[..., None].expand(-1, -1, 2))
     at = (_offsets(patch, pixels) + between.reshape(B * T, 1, 2)) * (2 / patch)  # (BT, patch², 2)
     images = earlier.view(B * T, patch, patch, 3).permute(0, 3, 1, 2)
     found = F.grid_sample(images, at[:, :, None], padding_mode="border", align_corners=False)
