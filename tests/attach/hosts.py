@@ -161,7 +161,9 @@ def mistral(window: int | None = 8, **options: Any) -> nn.Module:
 
 
 def bert(**options: Any) -> nn.Module:
-    return host_of("BertModel", **dict(pad_token_id=0) | options)
+    model = host_of("BertModel", **dict(pad_token_id=0) | options)
+    model.pooler = None  # whose weights no test would train
+    return model
 
 
 def encoder(*, batch_first: bool = True) -> nn.Module:
