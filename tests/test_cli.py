@@ -221,7 +221,7 @@ def test_a_model_finds_its_neighbours_in_the_current_folder(
 def test_what_a_terminal_cannot_show_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", shown)
-    monkeypatch.setattr("tensor_memory.doctor.run_doctor", lambda: print("σ") or 0)
+    monkeypatch.setattr("tensor_memory.doctor.run_doctor", lambda _: print("σ") or 0)
     assert main(["doctor"]) == 0
     assert shown.buffer.getvalue() == b"\\u03c3\n"
 

@@ -15,6 +15,7 @@ import select
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 
 import tensor_memory
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments in ([], ["leak-check"], ["inspect"], ["watch"]):
         arguments.append("--help")
     options = _parser().parse_args(arguments)
-    return guarded(lambda: options.run(options))
+    return guarded(lambda: _run(options))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -60,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Show versions and devices, and check every backend that can serve here "
         "against the reference. Exit status 1 where one disagrees.",
     )
-    doctor.set_defaults(run=_run_doctor)
+    doctor.set_defaults(run="doctor:run_doctor")
 
     leak_check = commands.add_parser(
         "leak-check",
@@ -69,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         "does not, 2 where that could not be shown (a crash, a model that ignores its input).",
     )
     _add_leak_check_options(leak_check)
-    leak_check.set_defaults(run=_run_leak_check)
+    leak_check.set_defaults(run="leaks.command:run_leak_check")
 
     inspect = commands.add_parser(
         "inspect",
@@ -78,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         "that opens in a browser from disk.",
     )
     _add_inspect_options(inspect)
-    inspect.set_defaults(run=_run_inspect)
+    inspect.set_defaults(run="inspect.command:run_inspect")
 
     watch = commands.add_parser(
         "watch",
@@ -95,32 +96,13 @@ def _parser() -> argparse.ArgumentParser:
     watch.add_argument(
         "--port", type=int, default=0, help="of the page (default: any that is free)"
     )
-    watch.set_defaults(run=_run_watch)
+    watch.set_defaults(run="inspect.watch:run_watch")
     return parser
 
 
-def _run_doctor(options: argparse.Namespace) -> int:
-    from tensor_memory.doctor import run_doctor
-
-    return run_doctor()
-
-
-def _run_leak_check(options: argparse.Namespace) -> int:
-    from tensor_memory.leaks.command import run_leak_check
-
-    return run_leak_check(options)
-
-
-def _run_inspect(options: argparse.Namespace) -> int:
-    from tensor_memory.inspect.command import run_inspect
-
-    return run_inspect(options)
-
-
-def _run_watch(options: argparse.Namespace) -> int:
-    from tensor_memory.inspect.watch import run_watch
-
-    return run_watch(options)
+def _run(options: argparse.Namespace) -> int:
+    module, _, function = options.run.partition(":")
+    return getattr(import_module(f"tensor_memory.{module}"), function)(options)
 
 
 def _add_leak_check_options(parser: argparse.ArgumentParser) -> None:

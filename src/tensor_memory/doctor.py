@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import platform
 
@@ -18,7 +19,7 @@ AGREEMENT = 1e-3
 off by far more; a GPU that multiplies in TF32 is off by less."""
 
 
-def run_doctor() -> int:
+def run_doctor(_: argparse.Namespace | None = None) -> int:
     """Print the findings; 1 where a backend that serves disagrees with the reference."""
     print(f"tensor-memory {tensor_memory.__version__}, Python {platform.python_version()}")
     for package in PACKAGES:
