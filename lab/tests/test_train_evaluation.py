@@ -81,8 +81,8 @@ def test_the_record_says_how_much_the_memory_adds_and_what_is_lost_without_it(tm
     assert layer["use"] == pytest.approx(added.mean().item(), rel=1e-4)
     assert layer["use"] > 0
     without = record["memory"]["test_without_memory"]
-    assert without.keys() == record["test"].keys()
-    assert without != record["test"]
+    assert list(without) == list(record["test"])[:1]
+    assert without["test"] != record["test"]["test"]
     model.side = None
     evaluator = Evaluator(model, task, with_memory(), Accelerator(cpu=True))
     assert without["test"] == pytest.approx(evaluator.split("test"), rel=1e-5)

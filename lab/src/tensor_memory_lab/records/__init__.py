@@ -12,7 +12,7 @@ A study is a file of JSON lines under `results/`, a line per run. A record of ki
     parameters, state_bytes, steps, step_ms, steps_per_second, peak_memory_bytes, wall_seconds
     metric, higher_is_better, ceiling   the task's own measure, and the best that can be scored
     valid, test   measures on "valid" and on every test split, with the best weights
-    memory     gate and use of every layer, and the measures without memory
+    memory     gate and use of every layer, and the first test split without memory
     curve      step, training loss and measures on "valid" at every evaluation
     facts, labels   what the task and the model say about themselves
     speed, backend, shared_device, best_step, finished, stopped_early
