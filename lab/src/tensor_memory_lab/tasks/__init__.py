@@ -27,7 +27,10 @@ Sums = dict[str, tuple[Tensor, Tensor]]
 
 @runtime_checkable
 class Task(Protocol):
-    """A task that has been built: it draws batches and scores what a model makes of them."""
+    """A task that has been built: it draws batches and scores what a model makes of them.
+
+    One that inherits this has no streams, measures that are means and an unknown ceiling.
+    """
 
     name: str
     """Shown in results, with what tells it from its variants: `binding`, `cub200@120px`."""
@@ -36,7 +39,7 @@ class Task(Protocol):
     higher_is_better: bool
     test_splits: tuple[str, ...]
     """What is measured once at the end: "test", or several such as "test@25%", "test@50%"."""
-    carries: bool
+    carries: bool = False
     """Whether row i of a batch continues row i of the batch before it (streams of text). A model
     then gets what it returned last; rows where `batch["fresh"]` is true start empty."""
 
@@ -66,11 +69,11 @@ class Task(Protocol):
 
     def finish(self, means: dict[str, float]) -> dict[str, float]:
         """Measures made of means over a whole split: perplexity = exp(loss). May add, not drop."""
-        ...
+        return means
 
     def ceiling(self, split: str) -> float | None:
         """The best `metric` anything could reach here, or None where nobody knows."""
-        ...
+        return None
 
     def facts(self) -> dict[str, Any]:
         """What a reader of the result must know: sizes, protocol, chance level. Plain values."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tensor_memory_lab.choices import check_choices
-from tensor_memory_lab.tasks import Annotations, Batch, Outputs, Sums
+from tensor_memory_lab.tasks import Annotations, Batch, Outputs, Sums, Task
 from tensor_memory_lab.tasks.text import Corpus, Level, Protocol, read_corpus
 
 PLACES = 16
@@ -75,7 +75,7 @@ class LanguageTaskConfig:
         return LanguageTask(self, corpus, seed)
 
 
-class LanguageTask:
+class LanguageTask(Task):
     """A corpus, its windows and their perplexity."""
 
     higher_is_better = False
@@ -144,10 +144,6 @@ class LanguageTask:
         if self.config.level == "byte":
             extra["bits_per_byte"] = means["loss"] / math.log(2)
         return means | extra
-
-    def ceiling(self, split: str) -> float | None:
-        """Nobody knows the entropy of English."""
-        return None
 
     def facts(self) -> dict[str, Any]:
         """The protocol that a perplexity cannot be read without."""

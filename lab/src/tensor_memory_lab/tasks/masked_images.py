@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tensor_memory_lab.choices import check_choices
-from tensor_memory_lab.tasks import Annotations, Batch, Outputs, Sums
+from tensor_memory_lab.tasks import Annotations, Batch, Outputs, Sums, Task
 from tensor_memory_lab.tasks.epochs import drawn, epoch_rows
 from tensor_memory_lab.tasks.images import (
     DEVIATION,
@@ -100,12 +100,11 @@ class MaskedImagesConfig:
         return MaskedImages(self, seed, images)
 
 
-class MaskedImages:
+class MaskedImages(Task):
     """Batches: `patches` (B, P, values) normalised, `visible` (B, v) in raster order."""
 
     metric = "psnr"
     higher_is_better = True
-    carries = False
 
     def __init__(self, config: MaskedImagesConfig, seed: int, images: Images) -> None:
         self.config, self.seed, self.source, self.name = config, seed, images, images.name
@@ -179,14 +178,6 @@ class MaskedImages:
         rows = torch.full((), len(target), device=target.device)  # torch.tensor would travel there
         loss = self.loss(outputs, batch) * rows
         return {"loss": (loss, rows)} | {k: (v.double().sum(), rows) for k, v in found.items()}
-
-    def finish(self, means: dict[str, float]) -> dict[str, float]:
-        """Nothing to add: all are means over images."""
-        return means
-
-    def ceiling(self, split: str) -> float | None:
-        """Nobody knows what can be guessed of a hidden patch."""
-        return None
 
     def facts(self) -> dict[str, Any]:
         """Sizes and what the measures are over."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tensor_memory_lab.tasks import Batch, Outputs, Sums
+from tensor_memory_lab.tasks import Batch, Outputs, Sums, Task
 from tensor_memory_lab.tasks.synthetic import DrawnConfig, generator
 
 TRAINED = ((64, 4, 5), (128, 8, 1), (256, 16, 1), (256, 32, 1), (256, 64, 1))
@@ -60,13 +60,12 @@ class MqarConfig(DrawnConfig):
         return Mqar(self, seed)
 
 
-class Mqar:
+class Mqar(Task):
     """Answers are words at the positions "ask"; accuracy is the mean over rows."""
 
     metric = "accuracy"
     higher_is_better = True
     test_splits: tuple[str, ...] = ("test",)
-    carries = False
     shapes = len(TESTED)
     """Shapes that batches come in, at most."""
 
@@ -134,10 +133,6 @@ class Mqar:
             here = batch["tokens"].shape[1] == length and target.shape[1] == self.asked(pairs)
             sums[f"accuracy@{pairs}"] = (right, rows) if here else (none.float(), none)
         return sums
-
-    def finish(self, means: dict[str, float]) -> dict[str, float]:
-        """Nothing to add: all measures are means."""
-        return means
 
     def ceiling(self, split: str) -> float:
         """1: looking the keys up among the pairs answers everything."""

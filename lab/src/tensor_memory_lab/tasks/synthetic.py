@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tensor_memory_lab.choices import check_choices
-from tensor_memory_lab.tasks import Batch, Outputs, Sums
+from tensor_memory_lab.tasks import Batch, Outputs, Sums, Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,18 +55,16 @@ def generator(seed: int, *what: str | int) -> torch.Generator:
     return torch.Generator().manual_seed(number % 2**63)
 
 
-class DrawnTask:
+class DrawnTask(Task):
     """A task whose rows are drawn, and whose answers are classes at the positions "ask".
 
     Subclasses set the attributes below and write `draw`. `loss` is the cross-entropy over all
     answers, `accuracy` the part of them that is right.
     """
 
-    name: str
     metric = "accuracy"
     higher_is_better = True
     test_splits: tuple[str, ...] = ("test",)
-    carries = False
 
     inputs: str
     """How a row is to be embedded: "binding", "map", "occlusion" or "no-harm"."""
@@ -152,14 +150,6 @@ class DrawnTask:
             "loss": (loss, count),
             "accuracy": ((logits.argmax(-1) == target).sum(), count),
         }
-
-    def finish(self, means: dict[str, float]) -> dict[str, float]:
-        """Nothing to add: accuracy and loss are means themselves."""
-        return means
-
-    def ceiling(self, split: str) -> float | None:
-        """The best accuracy anything could reach; None where it is not known."""
-        return None
 
     def facts(self) -> dict[str, Any]:
         """Chance, length and how far back the answers lie, beside the config."""

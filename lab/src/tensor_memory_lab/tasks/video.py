@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tensor_memory_lab.choices import check_choices
-from tensor_memory_lab.tasks import Annotations, Batch, Outputs, Sums
+from tensor_memory_lab.tasks import Annotations, Batch, Outputs, Sums, Task
 from tensor_memory_lab.tasks.clips import ClipLists, Decoder, VideoStore, load_videos, read_lists
 from tensor_memory_lab.tasks.epochs import drawn, epoch_rows
 from tensor_memory_lab.tasks.images import MEAN
@@ -112,12 +112,11 @@ class VideoTaskConfig:
         return VideoTask(self, seed, lists, store)
 
 
-class VideoTask:
+class VideoTask(Task):
     """Batches: `clip` (B, T, H, W, 3) uint8, `label` (B,)."""
 
     metric = "accuracy"
     higher_is_better = True
-    carries = False
 
     def __init__(
         self, config: VideoTaskConfig, seed: int, lists: ClipLists, store: VideoStore
@@ -202,14 +201,6 @@ class VideoTask:
             "accuracy": (best[:, 0].sum(), rows),
             "top5": (best.any(1).sum(), rows),
         }
-
-    def finish(self, means: dict[str, float]) -> dict[str, float]:
-        """Nothing to add: all are means over clips."""
-        return means
-
-    def ceiling(self, split: str) -> float | None:
-        """Nobody knows what can be recognised."""
-        return None
 
     def facts(self) -> dict[str, Any]:
         """Sizes, and which part of the official lists this is."""

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tensor_memory_lab.tasks import Batch, Outputs, Sums
+from tensor_memory_lab.tasks import Batch, Outputs, Sums, Task
 from tensor_memory_lab.tasks.epochs import epoch_rows, sent
 from tensor_memory_lab.tasks.images import Images, open_images
 from tensor_memory_lab.tasks.synthetic import DrawnConfig, generator
@@ -173,7 +173,7 @@ class WorldConfig(DrawnConfig):
         )
 
 
-class World:
+class World(Task):
     """Batches: `poses` (B, T, 2), what is `seen` there (B, S, P), and what else a setting needs.
 
     `target` (B, T, P) where it is not what is seen. `at` (B, T, 2), the true poses in half widths
@@ -185,7 +185,6 @@ class World:
 
     metric = "psnr_far"
     higher_is_better = True
-    carries = False
 
     def __init__(self, config: WorldConfig, seed: int, images: dict[int, Images]) -> None:
         self.config, self.seed, self.images = config, seed, images
@@ -343,10 +342,6 @@ class World:
         """PSNR of every error."""
         told = {name: decibels(error) for name, error in means.items() if name != "loss"}
         return means | told | {"psnr": decibels(means["loss"])}
-
-    def ceiling(self, split: str) -> float | None:
-        """Nobody knows. The lookup, which remembers every glimpse, is measured beside a model."""
-        return None
 
     def facts(self) -> dict[str, Any]:
         """Sizes and what the measures are over."""
