@@ -10,6 +10,7 @@ from typing import get_args
 import pytest
 import torch
 
+from sampled import exhaustive_but
 from tensor_memory import MemoryConfig
 from tensor_memory_lab.cli import main
 from tensor_memory_lab.commands.text_pieces import pieces, prompt_ids
@@ -28,10 +29,7 @@ from tolerances import assert_same
 METHODS = get_args(LanguageMethod)
 CAUSAL = [method for method in METHODS if method != "tensor-depth"]
 SAMPLE = ("base", "tensor-local", "place-local", "linear", "xl", "recurrent-slots", "tensor-depth")
-SAMPLED = [
-    method if method in SAMPLE else pytest.param(method, marks=pytest.mark.exhaustive)
-    for method in METHODS
-]
+SAMPLED = exhaustive_but(SAMPLE, METHODS)
 """A method of each kind of state; what the others make of it they share."""
 WORDS, LENGTH = 23, 10
 

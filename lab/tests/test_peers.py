@@ -246,7 +246,6 @@ def test_a_peer_runs_in_bf16_and_keeps_its_state_in_float32(name):
 
 
 def test_decays_start_where_the_authors_start_them():
-    torch.manual_seed(0)
     config = PeerConfig(state_bytes=4 * 64 * 64, heads=64)
     for name, least in (("gated-deltanet", 0.0), ("mamba2", 1.0), ("kda", 1.0)):
         peer = PEERS[name](256, replace(config, state_bytes=4 * 64 * 256))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from sampled import exhaustive_but
 from tensor_memory_lab.cli import main
 from tensor_memory_lab.commands.grid import PlannedRun, expand, read_plan
 from tensor_memory_lab.commands.tries import chosen_runs, first_runs
@@ -20,9 +21,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "lab" / "plans"
 PLANS = sorted(path.stem for path in FOLDER.glob("*.toml"))
 SAMPLE = ("language", "leak-demo", "open")  # reading the flags of all takes half a minute
-EXPANDED = [
-    plan if plan in SAMPLE else pytest.param(plan, marks=pytest.mark.exhaustive) for plan in PLANS
-]
+EXPANDED = exhaustive_but(SAMPLE, PLANS)
 
 
 def command(plan: str) -> list[str]:

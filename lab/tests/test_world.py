@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 import world_pictures as study
-from tensor_memory import MemoryConfig, PlaceConfig, find_leak
-from tensor_memory_lab.models.peers import PEERS, PeerConfig
+from sampled import exhaustive_but
+from small_models import SMALL
+from tensor_memory import find_leak
+from tensor_memory_lab.models.peers import PEERS
 from tensor_memory_lab.models.world import METHODS, WorldModel, WorldModelConfig
 from tensor_memory_lab.recipes.world import world
 from tensor_memory_lab.tasks.world import (
@@ -26,18 +28,8 @@ from tensor_memory_lab.tasks.world import (
 from tensor_memory_lab.train import RunOptions, train
 from vision_data import write_cub
 
-SMALL = {
-    "dim": 16,
-    "heads": 2,
-    "layers": 3,
-    "memory_layers": (1,),
-    "window": 4,
-    "memory": MemoryConfig(channels=4, grid=(3, 3), chunk_size=1),
-    "place": PlaceConfig(channels=4, heads=2, grid=(3, 3)),
-    "peer": PeerConfig(state_bytes=288, heads=2),
-}
 IN_DEFAULT = ("window", "full", "place", "place-given-delta", "tensor-long", "gla", "xl")
-EVERY = [m if m in IN_DEFAULT else pytest.param(m, marks=pytest.mark.exhaustive) for m in METHODS]
+EVERY = exhaustive_but(IN_DEFAULT, METHODS)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +49,6 @@ def task(birds) -> World:
 
 
 def test_a_walk_keeps_its_stride_and_turns_back_at_the_walls():
-    torch.manual_seed(0)
     turn = 0.6 * torch.randn(20, 400)
     poses = walk(2 * torch.rand(20, 2) - 1, 6 * torch.rand(20), turn, step=0.16)
     assert poses.abs().max() <= 1
@@ -82,7 +73,6 @@ def test_a_glimpse_at_a_corner_is_the_corner_of_the_image():
 @pytest.mark.parametrize(("block", "own"), [(7, True), (256, True), (7, False)])
 def test_revisits_are_what_looking_back_one_by_one_finds(monkeypatch, block, own):
     monkeypatch.setattr("tensor_memory_lab.tasks.world.BLOCK", block)
-    torch.manual_seed(0)
     poses, asked = 2 * torch.rand(2, 2, 40, 2) - 1
     asked = poses if own else asked
     age, oldest, nearest = revisits(poses, near=0.3, asked=None if own else asked)
@@ -142,7 +132,6 @@ def test_errors_are_told_apart_by_how_long_ago_a_place_was_seen(task):
 def test_every_setting_is_a_split_of_its_own(birds):
     many = {"test@blind8", "test@4x", "test@large", "test@drift", "test@change"}
     task = config_for(birds, tests=tuple(many), test_rows=8).build(0)
-    torch.manual_seed(0)
     model = WorldModel(WorldModelConfig(method="place-given", **SMALL), values=48, glimpses=60)
     for split in many:
         batch = task.batch(split, 0, 2)
@@ -188,7 +177,6 @@ def test_questions_elsewhere_are_for_any_place_and_measured_there(birds):
 
 @torch.no_grad()
 def test_a_question_elsewhere_is_answered_for_its_place_and_before_its_glimpse():
-    torch.manual_seed(0)
     model = WorldModel(WorldModelConfig(method="place-given", **SMALL), values=12, glimpses=9)
     poses, asked, other = 2 * torch.rand(3, 2, 9, 2) - 1
     batch = {"poses": poses, "seen": torch.randn(2, 9, 12), "asked": asked}
@@ -240,7 +228,6 @@ def test_renewed_is_what_was_seen_before_the_change_and_last_after_it(task):
 
 @torch.no_grad()
 def test_a_roll_out_is_the_walk_with_the_models_own_answers():
-    torch.manual_seed(0)
     model = WorldModel(WorldModelConfig(method="place", **SMALL), values=12, glimpses=9).eval()
     poses, seen = 2 * torch.rand(2, 9, 2) - 1, torch.randn(2, 9, 12)
     answers = model({"poses": poses, "seen": seen[:, :6]})[0]["patches"]
@@ -256,7 +243,6 @@ def test_scheduled_sampling_rises_and_puts_the_models_answers_in(birds):
     assert shares[0] == 0
     assert shares[1:] == pytest.approx([0.25, 0.5, 0.5], abs=0.08)
     assert "own" not in task.batch("valid", 0, 6)
-    torch.manual_seed(0)
     model = WorldModel(WorldModelConfig(method="window", **SMALL), values=48, glimpses=60)
     batch = task.batch("train", 40, 2)
     with torch.no_grad():
@@ -311,7 +297,6 @@ class Predictions(nn.Module):
 
 @pytest.mark.parametrize("method", EVERY)
 def test_no_answer_depends_on_what_is_seen_with_it_or_later(method):
-    torch.manual_seed(0)
     model = WorldModel(WorldModelConfig(method=method, **SMALL), values=12, glimpses=14)
     report = find_leak(Predictions(model), torch.randn(2, 14, 14))
     assert not report, str(report)
@@ -343,7 +328,6 @@ def test_two_steps_of_every_method(birds, tmp_path, method):
 @torch.no_grad()
 def test_a_picture_asks_everywhere_and_no_question_is_remembered(birds, tmp_path):
     task = config_for(birds).build(0)
-    torch.manual_seed(0)
     model = WorldModel(WorldModelConfig(method="place", **SMALL), values=48, glimpses=60).eval()
     whole, poses, rows = study.columns(task, {"place": model}, image=1, after=(5, 70))
     batch = task.batch("test", 1, 1)
@@ -374,7 +358,6 @@ def test_methods_of_the_recipe_hold_the_same_bytes_in_two_layers():
 
 
 def test_given_places_are_the_poses():
-    torch.manual_seed(0)
     config = WorldModelConfig(method="place-given", **SMALL)
     model = WorldModel(config, values=12, glimpses=6).eval()
     told = []

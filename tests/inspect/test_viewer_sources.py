@@ -100,7 +100,6 @@ def test_the_life_of_a_write_is_told_with_who_took_most_of_it(opened):
 
 
 def test_a_state_from_before_the_recording_is_named_with_its_part(opened):
-    torch.manual_seed(0)
     memory = PlaceMemory(8, PlaceConfig(grid=(5, 4), channels=4))
     _, state = memory(torch.randn(1, 12, 8))
     with record(memory, dtype=torch.float32) as recording:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -107,13 +106,6 @@ def awkward_cases() -> list[Case]:
             )
         )
     return cases
-
-
-def exhaustive_but(sample: list[Any], cases: list[Any]) -> list[Any]:
-    """All cases as parameters; those outside the sample run with the exhaustive tests alone."""
-    marks = {True: (), False: pytest.mark.exhaustive}
-    unique = dict.fromkeys([*sample, *cases])
-    return [pytest.param(case, marks=marks[case in sample], id=str(case)) for case in unique]
 
 
 Results = dict[str, Tensor]

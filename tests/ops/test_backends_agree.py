@@ -12,12 +12,12 @@ from scans import (
     as_double,
     assert_agree,
     awkward_cases,
-    exhaustive_but,
     floats,
     near_the_start,
     run,
 )
 
+from sampled import exhaustive_but
 from tensor_memory import memory_scan
 from tensor_memory.ops.scan import torch as torch_backend
 from tensor_memory.ops.scan.inputs import ScanInputs

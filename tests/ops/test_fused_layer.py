@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from memories import OPTIONS, assert_same_state
+from sampled import exhaustive_but
 from tensor_memory import MemoryConfig, MemoryResidual, MemoryState, TensorMemory, residual
 from tensor_memory.ops import why_not
 from tolerances import RMS_RATIO, assert_same, assert_same_rms
@@ -31,9 +32,7 @@ SMALL = SERVED["paper"]  # chunks of three
 SERVED["few channels"] = replace(SMALL, channels=3)  # which the scan widens to 16
 SERVED["long chunks"] = replace(SMALL, chunk_size=6)  # more tokens than one draw drops from
 SAMPLE = ("paper", "token reads, heads", "few channels")
-EACH_OPTION = [
-    name if name in SAMPLE else pytest.param(name, marks=pytest.mark.exhaustive) for name in SERVED
-]
+EACH_OPTION = exhaustive_but(SAMPLE, SERVED)
 
 
 @pytest.fixture(autouse=True)

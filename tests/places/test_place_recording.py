@@ -308,7 +308,6 @@ def test_both_memories_in_one_model_are_recorded_side_by_side(tmp_path):
 
 
 def test_generating_records_what_one_pass_over_the_same_tokens_records():
-    torch.manual_seed(0)
     host = llama().double().eval()
     line = PlaceConfig.map(1, grid=(5,), channels=3, heads=2)
     attach(host, line, where=lambda position_ids: position_ids[..., None] / 16 - 1, gate_init=3.0)
