@@ -72,6 +72,14 @@ def make_memory(
     return memory.to(dtype)
 
 
+def stirred(module: Any) -> Any:
+    """The module with every weight moved from its start, where a mistake might not show."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+    return module
+
+
 def make_tokens(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)

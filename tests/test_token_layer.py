@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from memories import stirred
 from tensor_memory import (
     MemoryConfig,
     MemoryResidual,
@@ -56,11 +57,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def layer(memory: Any, **options: Any) -> MemoryResidual:
-    made = MemoryResidual(memory, gate_init=0.3, **options).double().eval()
-    with torch.no_grad():  # nothing is at a value where a mistake would not show
-        for parameter in made.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return made
+    return stirred(MemoryResidual(memory, gate_init=0.3, **options).double().eval())
 
 
 def assert_same_states(one: Any, other: Any) -> None:

@@ -16,6 +16,7 @@ from tensor_memory import MemoryConfig
 from tensor_memory_lab.models import Model
 from tensor_memory_lab.records import config_dict, declared
 from tensor_memory_lab.run_config import BudgetConfig, OptimizerConfig, RunConfig
+from tensor_memory_lab.tasks import Task
 
 
 @dataclass(frozen=True)
@@ -43,14 +44,13 @@ class SignTaskConfig:
         return SignTask(self.numbers, seed, waits=self.trouble == "wait")
 
 
-class SignTask:
+class SignTask(Task):
     """Say the sign of the first number."""
 
     name = "sign"
     metric = "accuracy"
     higher_is_better = True
     test_splits = ("test",)
-    carries = False
 
     def __init__(self, numbers: int, seed: int, waits: bool) -> None:
         self.numbers, self.seed, self.waits = numbers, seed, waits
@@ -76,9 +76,6 @@ class SignTask:
         rows = torch.tensor(float(len(batch["x"])))
         right = (outputs["logits"].argmax(1) == batch["target"]).sum()
         return {"loss": (self.loss(outputs, batch) * rows, rows), "accuracy": (right, rows)}
-
-    def finish(self, means: dict[str, float]) -> dict[str, float]:
-        return means
 
     def ceiling(self, split: str) -> float | None:
         return 1.0

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from memories import stirred
 from tensor_memory import MemoryResidual, PlaceConfig, PlaceMemory, PlaceState
 
 SIZE, DIM, ROWS, TOKENS = 4, 4, 2, 150
@@ -54,11 +55,7 @@ def run(rank, meeting):
 
 def memory_of(config):
     torch.manual_seed(1)
-    memory = PlaceMemory(DIM, config).double()
-    with torch.no_grad():
-        for parameter in memory.parameters():
-            parameter += 0.3 * torch.randn_like(parameter)
-    return memory
+    return stirred(PlaceMemory(DIM, config).double())
 
 
 def tokens(count=TOKENS):

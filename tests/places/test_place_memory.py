@@ -1,6 +1,7 @@
 """The laws of the place memory, and its agreement with an oracle written apart."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import place_oracle
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memories import stirred
 from tensor_memory import PlaceConfig, PlaceMemory, PlaceState
 from tensor_memory.ops.places import chunked
 
@@ -41,10 +43,7 @@ def calls(draw, least=1, most=9, **fixed):
     config = draw(configs(**fixed))
     B, N = draw(st.integers(1, 3)), draw(st.integers(least, most))
     torch.manual_seed(draw(st.integers(0, 2**31)))
-    memory = PlaceMemory(DIM, config).double()
-    with torch.no_grad():
-        for parameter in memory.parameters():
-            parameter += 0.3 * torch.randn_like(parameter)
+    memory = stirred(PlaceMemory(DIM, config).double())
     where = torch.rand(B, N, config.axes, dtype=torch.float64) * 2 - 1
     values = torch.randn(B, config.heads, *config.grid, config.channels, dtype=torch.float64)
     state = PlaceState(values, torch.zeros(B, config.axes, dtype=torch.float64), config.wrap)
@@ -64,6 +63,12 @@ def assert_near(one, other):
     assert one.shape == other.shape
     assert torch.isfinite(one).all()
     assert (one - other).abs().max().item() <= EXACT if one.numel() else True
+
+
+def assert_all_near(results):
+    for one, other in zip(*results, strict=True):
+        scale = 1 + other.abs().max()
+        assert_near(one / scale, other / scale)
 
 
 @given(call=calls())
@@ -86,40 +91,31 @@ def test_parallel_equals_sequential_with_every_gradient(call, sparse):
     memory, x, where, state = call
     reset = marks(x.shape[:2], 0.05)
     results = []
-    before = chunked.SPARSE_FROM
     for backend in ("reference", "torch"):
         memory.config = replace(memory.config, backend=backend)
         memory.zero_grad()
         leaves = [t.clone().requires_grad_() for t in (x, state.values)]
         given_where = None if where is None else where.clone().requires_grad_()
-        chunked.SPARSE_FROM = 0 if sparse else 10**9
-        m, after = memory(
-            leaves[0],
-            PlaceState(leaves[1], state.origin, state.wrap),
-            where=given_where,
-            reset=reset,
-        )
-        chunked.SPARSE_FROM = before
+        before = PlaceState(leaves[1], state.origin, state.wrap)
+        with patch.object(chunked, "SPARSE_FROM", 0 if sparse else 10**9):
+            m, after = memory(leaves[0], before, where=given_where, reset=reset)
         weight = torch.linspace(0.5, 1.5, m.numel(), dtype=m.dtype).view_as(m)
         (m * weight).sum().add(after.values.square().sum()).backward()
         gradients = [leaf.grad for leaf in leaves] + [p.grad for p in memory.parameters()]
         if given_where is not None:
             gradients.append(given_where.grad)
         results.append([m, after.values, *gradients])
-    for one, other in zip(*results, strict=True):
-        scale = 1 + other.abs().max()
-        assert_near(one / scale, other / scale)
+    assert_all_near(results)
 
 
 @given(call=calls(most=80, kernel="linear", backend="torch"))
 def test_sparse_equals_dense(call):
     memory, x, where, state = call
-    before, results = chunked.SPARSE_FROM, []
+    results = []
     for bound in (0, 10**9):
-        chunked.SPARSE_FROM = bound
-        m, after = memory(x, state, where=where)
+        with patch.object(chunked, "SPARSE_FROM", bound):
+            m, after = memory(x, state, where=where)
         results.append((m, after.values))
-    chunked.SPARSE_FROM = before
     for one, other in zip(*results, strict=True):
         assert_near(one, other)
 
@@ -138,9 +134,7 @@ def test_a_sparse_call_of_several_chunks_has_the_gradients_of_the_sequential_one
         loss = m.square().sum() + after.values.square().sum()
         gradients = torch.autograd.grad(loss, [x, *memory.parameters()])
         results.append([m, after.values, *gradients])
-    for one, other in zip(*results, strict=True):
-        scale = 1 + other.abs().max()
-        assert_near(one / scale, other / scale)
+    assert_all_near(results)
 
 
 @pytest.mark.parametrize("keep", [-30.0, -2.0, 6.0])
@@ -332,11 +326,8 @@ def test_gradients_are_right(rule, kernel, backend):
         grid=(3, 4), channels=2, heads=2, rule=rule, kernel=kernel, places="offset",
         share_places=False, backend=backend,
     )  # fmt: skip
-    memory = PlaceMemory(3, config).double()
+    memory = stirred(PlaceMemory(3, config).double())
     names, parameters = zip(*memory.named_parameters(), strict=True)
-    with torch.no_grad():
-        for parameter in parameters:
-            parameter += 0.3 * torch.randn_like(parameter)
     x = torch.randn(2, 5, 3, dtype=torch.float64, requires_grad=True)
     where = (torch.rand(2, 5, 2, dtype=torch.float64) - 0.5).requires_grad_()
     values = torch.randn(2, 2, 3, 4, 2, dtype=torch.float64, requires_grad=True)
@@ -349,11 +340,8 @@ def test_gradients_are_right(rule, kernel, backend):
         )
         return m, after.values
 
-    before = chunked.SPARSE_FROM
-    chunked.SPARSE_FROM = 0
-    checked = torch.autograd.gradcheck(call, (x, where, values, *parameters), fast_mode=True)
-    chunked.SPARSE_FROM = before
-    assert checked
+    with patch.object(chunked, "SPARSE_FROM", 0):
+        assert torch.autograd.gradcheck(call, (x, where, values, *parameters), fast_mode=True)
 
 
 def test_weights_have_their_published_names_and_start():
