@@ -142,6 +142,20 @@ def test_reset_empties_the_rows_named_and_no_other(rows):
     assert_identical_state(emptied.select([0, 2]), nothing)
 
 
+@pytest.mark.parametrize(
+    ("rows", "error", "message"),
+    [
+        (torch.tensor([0.0, 1.0, 0.0]), TypeError, r"got torch.float32; .* marks .* \.bool\("),
+        (torch.tensor([0, 1, 0]), ValueError, r"got \[0, 1, 0\]; convert marks .* \.bool\(\)"),
+        ([2, 2], ValueError, r"got \[2, 2\]; convert marks"),
+    ],
+    ids=["floats", "whole numbers", "a row twice"],
+)
+def test_marks_of_ended_episodes_are_not_taken_for_row_indices(rows, error, message):
+    with pytest.raises(error, match=rf"^MemoryState.reset: expected .*{message}"):
+        make_state(OPTIONS["paper"], 3).reset(rows)
+
+
 def test_reset_of_all_rows_is_a_fresh_state():
     fresh = MemoryState.zeros(OPTIONS["paper"], DIM, 3, dtype=torch.float64)
     assert_identical_state(make_state(OPTIONS["paper"], 3).reset(), fresh)

@@ -355,11 +355,25 @@ def row_index(
 
 
 def chosen_rows(method: str, rows: Tensor | Sequence[int], state: Tensor) -> Tensor:
-    """(B,) bool from row indices or from such a mask."""
+    """(B,) bool from row indices or from such a mask.
+
+    Marks per row that are no bools, 0 and 1, must not be taken for the indices of two rows.
+    """
     B, chosen = state.shape[0], _as_tensor(method, rows, state, "row")
     if chosen.dtype != torch.bool:
+        if chosen.numel() and chosen.is_floating_point():
+            raise TypeError(
+                f"{method}: expected row indices or a (B,) bool mask, got {chosen.dtype}; "
+                "convert marks per row with .bool(), indices with .long()"
+            )
         index = row_index(method, chosen, state)
-        return torch.zeros(B, dtype=torch.bool, device=state.device).index_fill(0, index, True)
+        found = torch.zeros(B, dtype=torch.bool, device=state.device).index_fill(0, index, True)
+        if index.device.type == "cpu" and can_ask(index) and index.numel() > int(found.sum()):
+            raise ValueError(
+                f"{method}: expected every row at most once, got {index.tolist()!r:.80}; "
+                "convert marks per row with .bool()"
+            )
+        return found
     if chosen.shape != (B,):
         raise ValueError(
             f"{method}: expected a mask of shape (B,) = ({B},), "
