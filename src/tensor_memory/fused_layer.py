@@ -106,10 +106,11 @@ def _place_layer(
     where: Tensor | None = None,
     reset: Tensor | None = None,
     group: Any = None,
+    **others: Any,
 ) -> tuple[Tensor, PlaceState] | None:
     """A layer around a place memory; one token without gradients in one launch."""
     config, backend = memory.config, memory.config.backend
-    if group is not None or not isinstance(x, Tensor):
+    if group is not None or others or not isinstance(x, Tensor):
         return None
     if backend not in ("auto", "triton") or not (x.is_cuda or backend == "triton"):
         return None

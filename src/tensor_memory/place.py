@@ -277,11 +277,10 @@ class PlaceMemory(nn.Module):
         """The state that a call with these arguments starts from; raise where they do not fit."""
         check_tokens(x, self.dim, self.output.weight)
         check_marks(x, mask, reset)
+        if state is not None:  # before the places, which may have been passed in its place
+            PlaceState.require(state, self.config, x)
         self._check_where(x, where)
-        if state is None:
-            return self.empty_state(x)
-        PlaceState.require(state, self.config, x)
-        return state
+        return self.empty_state(x) if state is None else state
 
     def empty_state(self, x: Tensor) -> PlaceState:
         """The state before the first of tokens like x (B, N, d)."""
@@ -322,15 +321,21 @@ class PlaceMemory(nn.Module):
             )
         dense = isinstance(where, Tensor) and is_dense(where)
         if not dense or not where.is_floating_point():
-            got = where.dtype if isinstance(where, Tensor) else type(where).__name__
+            got, remedy = type(where).__name__, "torch.as_tensor(where, dtype=torch.float32)"
+            if isinstance(where, Tensor):
+                got, remedy = where.dtype, ".float()"
             raise TypeError(
-                f"where: expected a tensor of floats, got {got}; convert it with .float()"
+                f"where: expected a tensor of floats, got {got}; convert it with {remedy}"
             )
         by_head = (*x.shape[:2], config.heads, config.axes)
         if tuple(where.shape) not in (wanted, by_head):
+            remedy = "give one place per token of x"
+            if where.shape[:2] == x.shape[:2]:
+                remedy = f"give each token {config.axes} coordinates, one per axis of the grid "
+                remedy += str(config.grid)
             raise ValueError(
                 f"where: expected places of shape (B, N, n) = {wanted} or (B, N, H, n) = "
-                f"{by_head}, got {tuple(where.shape)}; give one place per token of x"
+                f"{by_head}, got {tuple(where.shape)}; {remedy}"
             )
         if where.device != x.device:
             raise ValueError(

@@ -271,7 +271,7 @@ class PlaceState:
         if not isinstance(self, PlaceState):
             raise TypeError(
                 f"state: expected a PlaceState, got {type(self).__name__}; "
-                "pass what the memory's last call returned"
+                "pass what the memory's last call returned, and where, mask and reset by name"
             )
         voxels = (x.shape[0], config.heads, *config.grid)
         shapes = {

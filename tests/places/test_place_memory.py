@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memories import stirred
-from tensor_memory import PlaceConfig, PlaceMemory, PlaceState
+from tensor_memory import MemoryResidual, PlaceConfig, PlaceMemory, PlaceState
 from tensor_memory.ops.places import chunked
 
 DIM = 4
@@ -444,7 +444,22 @@ def test_rows_are_selected_and_emptied():
     [
         (lambda m, x: m(x), ValueError, r"where: expected places of shape \(B, N, n\)"),
         (lambda m, x: m(x, where=x), ValueError, r"where: expected places .* got \(2, 5, 6\)"),
-        (lambda m, x: m(x, where=[0]), TypeError, "where: expected a tensor of floats, got list"),
+        (lambda m, x: m(x, where=[0]), TypeError, "floats, got list; .*torch.as_tensor"),
+        (
+            lambda m, x: m(x, where=x[..., :3]),
+            ValueError,
+            r"got \(2, 5, 3\); give each token 2 coordinates, one per axis of the grid \(8, 8\)",
+        ),
+        (
+            lambda m, x: m(x, x[..., :2]),
+            TypeError,
+            "state: expected a PlaceState, got Tensor; .* where, mask and reset by name",
+        ),
+        (
+            lambda m, x: MemoryResidual(m)(x, where=x[..., :2], places=x[..., :2]),
+            TypeError,
+            r"PlaceMemory.forward\(\) got an unexpected keyword argument 'places'",
+        ),
         (lambda m, x: m([1]), TypeError, r"x: expected a tensor of shape \(B, N, 6\), got list"),
         (lambda m, x: m(x.double(), where=x[..., :2]), TypeError, "x: expected torch.float32"),
         (
