@@ -40,9 +40,15 @@ def x() -> torch.Tensor:
             ValueError,
             r"tokens of shape \(B, N, 3\), got \(2, 5, 4\); .*width 3",
         ),
+        (
+            torch.zeros(2, 3),
+            ValueError,
+            r"tokens of shape \(B, N, 3\), got \(2, 3\); one token per row is x\[:, None\]",
+        ),
         (torch.zeros(3), ValueError, r"tokens of shape \(B, N, 3\), got \(3,\)"),
         (torch.zeros(1, 2, 5, 3), ValueError, r"tokens of shape \(B, N, 3\), got \(1, 2, 5, 3\)"),
         (torch.zeros(2, 5, 3).long(), TypeError, r"a float type, got torch.int64; embed token ids"),
+        (torch.zeros(2, 5).long(), TypeError, r"a float type, got torch.int64; embed token ids"),
         (torch.zeros(2, 5, 3), TypeError, r"torch.float64 like .*, got torch.float32; .*autocast"),
         (
             torch.zeros(2, 5, 3, device="meta"),
@@ -55,7 +61,7 @@ def x() -> torch.Tensor:
             r"a tensor of shape \(B, N, 3\), got list; convert it with",
         ),
     ],
-    ids=["width", "one axis", "four axes", "ids", "type", "device", "list"],
+    ids=["width", "two axes", "one axis", "four axes", "ids", "flat ids", "type", "device", "list"],
 )
 def test_tokens_that_do_not_fit_are_refused(memory, layer, tokens, error, message):
     with pytest.raises(error, match=rf"^x: expected {message}"):

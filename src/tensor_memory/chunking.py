@@ -136,13 +136,15 @@ def check_tokens(x: Tensor, dim: int, weight: Tensor) -> None:
             f"x: expected a dense tensor of shape (B, N, {dim}), got a sparse or nested one; "
             "pad rows of several lengths and pass mask="
         )
-    if x.ndim != 3 or x.shape[-1] != dim:
-        raise ValueError(
-            f"x: expected tokens of shape (B, N, {dim}), got {tuple(x.shape)}; "
-            f"this memory was built for width {dim}"
-        )
     if not x.is_floating_point():
         raise TypeError(f"x: expected a float type, got {x.dtype}; embed token ids first")
+    if x.ndim != 3 or x.shape[-1] != dim:
+        remedy = f"this memory was built for width {dim}"
+        if x.ndim == 2 and x.shape[-1] == dim:
+            remedy = "one token per row is x[:, None], the tokens of one row are x[None]"
+        raise ValueError(
+            f"x: expected tokens of shape (B, N, {dim}), got {tuple(x.shape)}; {remedy}"
+        )
     if x.device != weight.device:
         raise ValueError(
             f"x: expected device {weight.device} like the memory's weights, got {x.device}; "
