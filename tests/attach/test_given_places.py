@@ -362,7 +362,7 @@ def test_what_cannot_be_a_source_of_places_is_refused() -> None:
         (torch.zeros(2, 4, 2), ValueError, r"got \(2, 4, 2\); give one place per token"),
         (torch.zeros(5, 2), ValueError, r"got \(5, 2\)"),
         (torch.full((2, 5, 2), 37.0), ValueError, r"got 37 \(row 0, token 0, coordinate 0\)"),
-        (torch.full((2, 5, 2), torch.nan), ValueError, r"in \[-1, 1\].*got nan"),
+        (torch.full((2, 5, 2), torch.nan), ValueError, r"in \[-1, 1\].*got nan.*; mask tokens"),
     ],
 )
 def test_places_that_do_not_fit_the_tokens_are_refused(pose: Any, error: Any, match: str) -> None:

@@ -6,6 +6,7 @@ Letters: B batch, N tokens, H heads, n axes.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -146,10 +147,12 @@ class PlaceSource:
             at = outside.nonzero()[0].tolist()
             row, token, coordinate = at[0], at[1], at[-1]
             value = places.expand(outside.shape)[tuple(at)].item()
+            remedy = f"{_SCALED}, or let the axis wrap: PlaceConfig(wrap=True)"
+            if math.isnan(value):
+                remedy = "mask tokens whose place is not known"
             raise ValueError(
                 f"where: expected places in [-1, 1] from {self.described}, got {value:g} (row "
-                f"{row}, token {token}, coordinate {coordinate}); {_SCALED}, or let the axis wrap: "
-                "PlaceConfig(wrap=True)"
+                f"{row}, token {token}, coordinate {coordinate}); {remedy}"
             )
 
 

@@ -294,9 +294,12 @@ def _vocabulary(model: Callable[..., Any], example: Tensor, vocab_size: int | No
 def _check_example(example: Tensor) -> None:
     kind = example.dtype if isinstance(example, Tensor) else type(example).__name__
     if not isinstance(kind, torch.dtype) or kind == torch.bool or kind.is_complex:
+        remedy = "convert it with .long() or .float()"
+        if not isinstance(example, Tensor):
+            remedy = "where a model takes more, call find_leak(lambda x: model(x, ...), x)"
         raise TypeError(
             f"example: expected a tensor of integer ids (B, N) or float embeddings (B, N, d), "
-            f"got {kind}; convert it with .long() or .float()"
+            f"got {kind}; {remedy}"
         )
     if example.is_meta or not is_dense(example):
         raise ValueError(
