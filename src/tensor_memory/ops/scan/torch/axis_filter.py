@@ -59,7 +59,7 @@ class TapGradient:
     """
 
     def __init__(self, axis: int, x: Tensor, grad: Tensor, scratch: Tensor) -> None:
-        self.C, self.axis = x.shape[0], axis
+        self.C = x.shape[0]
         self.gram: Tensor | None = None
         if _is_short(x, axis):
             size = x.shape[1 + axis]
