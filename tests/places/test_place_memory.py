@@ -235,6 +235,18 @@ def test_documents_in_a_row_know_nothing_of_each_other(call, data):
     assert_near(after.values, alone_after.values)
 
 
+@pytest.mark.parametrize("rule", ["linear", "delta"])
+def test_a_reset_at_the_first_token_frees_a_row_of_what_is_not_a_number(rule):
+    """One NaN pose must not outlive its episode in an agent that acts step by step."""
+    memory = PlaceMemory(DIM, PlaceConfig.map(2, rule=rule)).double()
+    x, where = torch.randn(2, 3, DIM).double(), torch.rand(2, 3, 2)
+    _, spoilt = memory(x, where=where * torch.tensor([torch.nan, 1.0]).view(2, 1, 1))
+    starts = torch.tensor([[True, False, False], [False, False, False]])
+    m, state = memory(x, spoilt, where=where, reset=starts)
+    assert_near(m[:1], memory(x[:1], where=where[:1])[0])
+    assert state.values.isfinite().all()
+
+
 @given(call=calls(most=30), data=st.data())
 def test_shares_add_up_to_the_read(call, data):
     memory, x, where, state = call

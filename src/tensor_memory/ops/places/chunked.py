@@ -65,6 +65,8 @@ def scan(inputs: PlaceInputs) -> tuple[Tensor, Tensor]:
     """-> reads (B, N, H, C), state (B, H, *grid, C)."""
     N = inputs.content.shape[1]
     state = inputs.state.flatten(2, -2)  # (B, H, V, C)
+    if inputs.resets is not None and N:  # a decay of 0 alone would keep a NaN
+        state = torch.where(inputs.resets[:, 0, None, None, None], 0, state)
     sparse = is_sparse(inputs)
     reads = [inputs.content.new_zeros(inputs.content[:, :0].shape)]
     for start in range(0, N, BLOCK):
