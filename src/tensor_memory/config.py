@@ -240,7 +240,8 @@ class PlaceConfig(GridConfig):
     learned from the token that starts at zero."""
 
     wrap: bool | tuple[bool, ...] = False
-    """Axes that are circles, in grid order; one value for all, or one per axis."""
+    """Axes that are circles, in grid order; one value for all, or one per axis. The G voxels of an
+    axis are one turn: places −1 and 1 are neighbours, and 2 G / (G − 1) is the length of a turn."""
 
     keep_bias: float = 6.0
     """Initial bias of the keep gate: α starts at 0.9975, so that little is forgotten."""
