@@ -33,11 +33,17 @@ def command(plan: str) -> list[str]:
 
 
 @functools.cache  # reading flags takes a while
-def runs_of(plan: str) -> list[PlannedRun]:
+def planned(plan: str) -> tuple[list[PlannedRun], list[str]]:
+    """The runs that are known by now, and a line for each that waits for a choice."""
     words = command(plan)
     flags = words[words.index("--task.decoder") :][:2] if "--task.decoder" in words else []
     stages = read_plan(FOLDER / f"{plan}.toml", flags)
-    return [*first_runs(stages), *chosen_runs(stages, lambda run: records(plan).get(run.name))[0]]
+    chosen, waiting = chosen_runs(stages, lambda run: records(plan).get(run.name))
+    return [*first_runs(stages), *chosen], waiting
+
+
+def runs_of(plan: str) -> list[PlannedRun]:
+    return planned(plan)[0]
 
 
 @functools.cache
@@ -89,7 +95,7 @@ NOT_YET = (
 def test_every_run_of_a_plan_has_its_record_in_the_study_it_names(plan):
     missing = [run.config for run in runs_of(plan) if run.name not in records(plan)]
     if plan in NOT_YET:
-        assert missing
+        assert missing or planned(plan)[1]
         return
     named = [(config.recipe, config.model.method, config.seed) for config in missing]
     assert named == NOT_RUN.get(plan, [])
