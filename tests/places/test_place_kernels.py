@@ -23,12 +23,15 @@ CASES = {  # grid, channels, tokens, rule, Gaussian, resets, wrap, one place for
     "sparse": ((4, 5), 3, 70, "linear", False, True, False, False),
     "sparse, delta, a torus": ((2, 3, 4), 2, 40, "delta", False, True, True, False),
     "sparse, one place": ((4, 4), 2, 35, "delta", False, False, True, True),
-    "sparse, voxels never met": ((9, 11), 2, 35, "linear", False, False, False, False),
+    "sparse, voxels never met": ((9, 11), 2, 35, "linear", False, True, False, False),
+    "sparse, hardly moving": ((4, 5), 3, 100, "linear", False, False, False, True),
+    "sparse, forgetting": ((4, 5), 3, 40, "linear", False, False, False, False),
+    "sparse, a torus": ((2, 3, 4), 2, 40, "linear", False, True, True, False),
     "delta, hardly moving": ((4, 4), 2, 70, "delta", True, False, False, False),
 }
 
 
-def results(name, products, dtype, backend):
+def results(name, products, dtype, backend, by_state=True):
     grid, C, N, rule, gaussian, resets, wrap, same = CASES[name]
     reach = 0.05 if "hardly moving" in name else 1.2  # some beyond the border
     draw, n, B, H = torch.Generator().manual_seed(0), len(grid), 2, 2
@@ -48,25 +51,30 @@ def results(name, products, dtype, backend):
         "width": rand(H) + 0.4 if gaussian else None,
         "state": torch.randn(B, H, *grid, C, generator=draw),
     }
+    if "forgetting" in name:  # all of it, at times
+        leaves["log_keep"][rand(B, N, H) < 0.2] = -1e3
     given = {
         name: None if leaf is None else leaf.to(DEVICE, dtype).requires_grad_()
         for name, leaf in leaves.items()
     }
-    marks = (rand(B, N) < 0.1).to(DEVICE) if resets else None
+    marks = None
+    if resets:  # in one row
+        marks = ((rand(B, N) < 0.1) & (torch.arange(B) == 0)[:, None]).to(DEVICE)
     inputs = place_inputs(**given, rule=rule, wrap=(wrap,) * n, resets=marks)
     reads, after = run_places(inputs, backend, products)
     loss = (reads * torch.randn(reads.shape, generator=draw).to(reads)).sum()
-    loss = loss + (after * torch.randn(after.shape, generator=draw).to(after)).sum()
+    if by_state:
+        loss = loss + (after * torch.randn(after.shape, generator=draw).to(after)).sum()
     names = [name for name, leaf in given.items() if leaf is not None]
     gradients = torch.autograd.grad(loss, [given[name] for name in names])
     return dict(zip(["reads", "state after", *names], [reads, after, *gradients], strict=True))
 
 
-def check(name, products, monkeypatch):
+def check(name, products, monkeypatch, by_state=True):
     if name.startswith("sparse"):
         monkeypatch.setattr(fused, "SPARSE_FROM", 1)
-    got = results(name, products, torch.float32, "triton")
-    expected = results(name, torch.float64, torch.float64, "torch")
+    got = results(name, products, torch.float32, "triton", by_state)
+    expected = results(name, torch.float64, torch.float64, "torch", by_state)
     for part in expected:
         assert_same_rms(part, got[part], expected[part], products)
 
@@ -79,11 +87,20 @@ def check(name, products, monkeypatch):
         ("a single token", torch.bfloat16),
         ("sparse, delta, a torus", torch.float32),
         ("sparse, voxels never met", torch.float32),
+        ("sparse, hardly moving", torch.float32),
         ("delta, hardly moving", torch.float32),
     ],
 )
 def test_the_fused_places_agree_with_the_chunked_ones(name, products, monkeypatch):
     check(name, products, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["sparse, voxels never met", pytest.param("sparse, one place", marks=pytest.mark.exhaustive)],
+)
+def test_no_gradient_of_the_state_after_is_a_gradient_of_zero(name, monkeypatch):
+    check(name, torch.float32, monkeypatch, by_state=False)
 
 
 @pytest.mark.exhaustive
@@ -137,13 +154,23 @@ def test_a_planted_wrong_gradient_is_noticed(monkeypatch):
         check("a single token", torch.float32, monkeypatch)
 
 
-@pytest.mark.parametrize("rule", ["linear", pytest.param("delta", marks=pytest.mark.exhaustive)])
-def test_the_operator_tells_compilers_the_truth(rule):
+@pytest.mark.parametrize(
+    ("rule", "sparse"),
+    [
+        ("linear", False),
+        pytest.param("delta", False, marks=pytest.mark.exhaustive),
+        pytest.param("linear", True, marks=pytest.mark.exhaustive),
+        pytest.param("delta", True, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_operator_tells_compilers_the_truth(rule, sparse, monkeypatch):
+    monkeypatch.setattr(fused, "SPARSE_FROM", 1)
     draw = torch.Generator().manual_seed(0)
     at = (torch.rand(2, 5, 1, 2, generator=draw, device="cpu") * 2 - 1).to(DEVICE)
     content = torch.randn(2, 5, 1, 3, generator=draw).to(DEVICE)
     rate = torch.rand(2, 5, 1, generator=draw).to(DEVICE)
-    tensors = (at, None, content, rate, -rate, rate[0, 0], content.new_zeros(2, 1, 3, 4, 3))
+    width = None if sparse else rate[0, 0]
+    tensors = (at, None, content, rate, -rate, width, content.new_zeros(2, 1, 3, 4, 3))
     leaves = [t if t is None else t.clone().requires_grad_() for t in tensors]
     options = (True, 0, torch.float32, "triton")
     torch.library.opcheck(PLACES.operator, (*leaves, None, rule, [True, False], *options))
