@@ -384,9 +384,10 @@ def test_a_folder_in_place_of_a_file_is_told(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+def test_a_folder_that_is_not_there_is_named(tmp_path):
     path = tmp_path / "missing" / "state.safetensors"
-    with pytest.raises(OSError, match=rf"^{re.escape(str(path))}: cannot write .* a folder"):
+    told = f"^{re.escape(str(path))}: expected a file in a folder that is there, .*/missing first"
+    with pytest.raises(FileNotFoundError, match=told):
         make_state(OPTIONS["paper"], 2).save(path)
 
 

@@ -285,21 +285,28 @@ class PlaceConfig(GridConfig):
         return replace(cls(grid=(8, 8), channels=32, heads=4, share_places=False), **changes)
 
     @classmethod
-    def map(cls, axes: int = 2, **changes: Any) -> PlaceConfig:
+    def map(cls, axes: int | None = None, **changes: Any) -> PlaceConfig:
         """For a world with places of its own (a pose, a patch, a time): `where=` says them.
 
         Args:
-            axes: of the world, 1 to 4.
+            axes: of the world, 1 to 4; None for those of `grid`, or 2.
             **changes: fields to change.
 
-        >>> PlaceConfig.map(axes=3, grid=(4, 8, 8)).places
-        'given'
+        >>> PlaceConfig.map(axes=3).grid, PlaceConfig.map(grid=(4, 8, 8)).places
+        ((8, 8, 8), 'given')
         """
-        if not _is_int(axes) or not 1 <= axes <= MAX_AXES:
+        if axes is not None and (not _is_int(axes) or not 1 <= axes <= MAX_AXES):
             raise ValueError(
                 f"axes: expected 1 to {MAX_AXES}, got {axes!r:.80}; grid= gives the voxels of each"
             )
-        return replace(cls(grid=(8,) * axes, channels=32, heads=4, places="given"), **changes)
+        made = cls(grid=(8,) * (axes or 2), channels=32, heads=4, places="given")
+        made = replace(made, **changes)
+        if axes not in (None, made.axes):
+            raise ValueError(
+                f"grid: expected {axes} sizes, one for each of axes={axes}, got {made.grid}; leave "
+                "axes out for those of the grid"
+            )
+        return made
 
     @property
     def state_values(self) -> int:

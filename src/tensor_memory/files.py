@@ -37,6 +37,10 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[Path], None]) -> 
         raise IsADirectoryError(
             f"{path}: expected the name of a file to write, got a folder; name a file in it"
         )
+    if not path.parent.is_dir():
+        raise FileNotFoundError(
+            f"{path}: expected a file in a folder that is there, got none; make {path.parent} first"
+        )
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         write(temporary)

@@ -504,3 +504,13 @@ def test_bad_input_gets_a_clear_error(call, error, message):
     memory = PlaceMemory(6, PlaceConfig.map(2))
     with pytest.raises(error, match=message):
         call(memory, torch.randn(2, 5, 6))
+
+
+def test_a_map_has_the_axes_that_were_asked_for():
+    assert PlaceConfig.map().grid == (8, 8)
+    assert PlaceConfig.map(3).grid == (8, 8, 8)
+    assert PlaceConfig.map(grid=(4, 5, 6)).axes == 3
+    with pytest.raises(ValueError, match=r"grid: expected 2 sizes, .* got \(4, 5, 6\); leave axes"):
+        PlaceConfig.map(2, grid=(4, 5, 6))
+    with pytest.raises(ValueError, match="axes: expected 1 to 4, got 5; grid="):
+        PlaceConfig.map(5)
