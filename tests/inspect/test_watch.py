@@ -152,7 +152,7 @@ def test_a_foreign_file_a_folder_and_a_missing_folder_are_refused(tmp_path, caps
         assert main(["watch", str(path)]) == 2
         assert "expected" in capsys.readouterr().err
     memory = TensorMemory(8, MemoryConfig(channels=2, grid=(2, 2), chunk_size=1))
-    with pytest.raises(OSError, match="folder that exists"):
+    with pytest.raises(FileNotFoundError, match="folder that is there"):
         record(memory, live=tmp_path / "none" / "run.safetensors").__enter__()
     with pytest.raises(TypeError, match="expected the path of a file"):
         record(memory, live=7).__enter__()  # pyright: ignore[reportArgumentType]
