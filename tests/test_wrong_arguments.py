@@ -129,7 +129,7 @@ def add_configs(found: Targets) -> None:
         keep_bias=is_number(),
         backend=lambda v: isinstance(v, str),
     )
-    found.add("PlaceConfig.map", PlaceConfig.map, axes=is_int(1, 4))
+    found.add("PlaceConfig.map", PlaceConfig.map, axes=either(is_none, is_int(1, 4)))
     for config in (MemoryConfig, PlaceConfig):
         empty: Right = lambda v: isinstance(v, dict) and not v  # noqa: E731
         found.add(f"{config.__name__}.from_dict", config.from_dict, values=empty)
