@@ -1,5 +1,6 @@
 """A recording on disk, in a notebook, and taken apart by index."""
 
+import copy
 import json
 
 import numpy as np
@@ -174,8 +175,10 @@ def test_an_index_that_is_not_there_is_named(recording):
 def test_a_recording_under_way_says_when_it_is_filled():
     memory = make_memory(OPTIONS["paper"])
     message = "has 0 layers; `record` fills it when its block is left"
-    with record(memory) as recording, pytest.raises(IndexError, match=message):
-        recording[0]
+    with record(memory) as recording:
+        with pytest.raises(IndexError, match=message):
+            recording[0]
+        memory(make_tokens(1, 4, DIM))
 
 
 def test_arrays_come_out_for_a_notebook(recording):
@@ -229,9 +232,12 @@ def test_the_table_of_a_notebook_escapes_every_name(recording):
     assert "one chunk in 2 was kept" in html
 
 
-def test_an_empty_recording_has_a_table_too():
-    with record(make_memory(OPTIONS["paper"])) as recording:
-        pass
+def test_an_empty_recording_is_told_and_has_a_table_too():
+    memory = make_memory(OPTIONS["paper"])
+    copied = copy.deepcopy(memory)
+    told = r"expected calls of this TensorMemory inside, got none; a copy, such as torch\.compile"
+    with pytest.warns(UserWarning, match=told), record(memory) as recording:
+        copied(make_tokens(1, 4, DIM))
     assert recording.rows == recording.dropped == 0
     assert recording[0].hidden_norm.shape == (0, 0, 2, 3, 2)
     assert recording.summary().splitlines()[1].split() == ["memory", "2x3x2", "0", "0", *"------"]

@@ -350,6 +350,7 @@ def test_a_sequence_cut_over_processes_is_not_recorded():
         hook = next(iter(memory._forward_hooks.values()))
         with pytest.raises(ValueError, match=r"got group=, which cuts one over processes"):
             hook(memory, (x,), {"group": object()}, memory.forward(x))
+        memory(x)
 
 
 def test_recording_leaves_nothing_behind():
@@ -358,5 +359,6 @@ def test_recording_leaves_nothing_behind():
     memory = PlaceMemory(DIM, SMALL)
     with record(memory):
         assert len(watching_moves) == 1
+        memory(torch.randn(1, 3, DIM))
     assert watching_moves == []
     assert not memory._forward_hooks

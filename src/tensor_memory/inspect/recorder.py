@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -139,6 +140,12 @@ def record(
         recorder.finish(recording)
         if live is not None:
             save(recording)
+    if not recording.rows:
+        warnings.warn(
+            f"record: expected calls of this {type(model).__name__} inside, got none; a copy, "
+            "such as torch.compile makes, is not watched",
+            stacklevel=3,
+        )
     recording.annotate(texts=texts, frames=frames, tokens_per_frame=tokens_per_frame)
     if live is not None and frames is not None:
         recording.save(live)
