@@ -162,7 +162,11 @@ def test_every_layer_is_recorded(kind: str):
         model(X)
     assert recording.names == [f"memories.{i}" for i in range(len(model.memories))]
     assert all(len(layer) for layer in recording)
-    with record(model) as recording, memory_disabled(model):
+    with (
+        pytest.warns(UserWarning, match="got none; memories that are disabled"),
+        record(model) as recording,
+        memory_disabled(model),
+    ):
         model(X)
     assert not any(len(layer) for layer in recording)
 

@@ -142,8 +142,8 @@ def record(
             save(recording)
     if not recording.rows:
         warnings.warn(
-            f"record: expected calls of this {type(model).__name__} inside, got none; a copy, "
-            "such as torch.compile makes, is not watched",
+            f"record: expected calls of the memories of {type(model).__name__} inside, got none; "
+            "memories that are disabled or in a copy, such as torch.compile makes, are not watched",
             stacklevel=3,
         )
     recording.annotate(texts=texts, frames=frames, tokens_per_frame=tokens_per_frame)
