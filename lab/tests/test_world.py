@@ -170,6 +170,12 @@ def test_questions_elsewhere_are_for_any_place_and_measured_there(birds):
     sums = measured(task, batch["target"] + 2 * far[..., None], **batch)
     assert [x.item() for x in sums["psnr_far"]] == pytest.approx([far.sum().item()] * 2)
     assert sums["psnr_never"][0] == 0 < sums["psnr_never"][1]
+    changed = config_for(birds, elsewhere=0.5, change=True).build(0).batch("test", 0, 6)
+    assert torch.equal(changed["asked"], batch["asked"])
+    differ = (changed["target"] != batch["target"]).any(-1)
+    assert not differ[:, :30].any()
+    assert (differ & changed["turned"]).sum() > 0.9 * changed["turned"].sum()
+    assert (changed["turned"] & moved).any()
     lost = config_for(birds, elsewhere=0.5, drift=0.05).build(0).batch("train", 0, 3)
     slip, told = lost["poses"] - lost["at"], lost["asked"] - lost["sought"]
     assert torch.allclose(slip, told, atol=1e-6)

@@ -58,22 +58,13 @@ def backward(
     kept: list[Tensor],
     *,
     products: torch.dtype,
+    in_parts: bool = False,
 ) -> PlaceInputs:
-    """The gradients in the places of the inputs."""
-    found = backward_in_parts(grad_reads, grad_state, inputs, kept, products=products)
-    return found if found.width is None else found._replace(width=found.width.sum(0))
-
-
-def backward_in_parts(
-    grad_reads: Tensor,
-    grad_state: Tensor | None,
-    inputs: PlaceInputs,
-    kept: list[Tensor],
-    *,
-    products: torch.dtype,
-) -> PlaceInputs:
-    """`backward`, with the width's gradient in parts (programs, H) that are still to be summed."""
-    return _way(inputs).backward(grad_reads, grad_state, inputs, kept, products=products)
+    """The gradients in the places of the inputs; `in_parts` leaves the width's (programs, H)."""
+    found = _way(inputs).backward(grad_reads, grad_state, inputs, kept, products=products)
+    if in_parts or found.width is None:
+        return found
+    return found._replace(width=found.width.sum(0))
 
 
 def empty_kept(inputs: PlaceInputs, products: torch.dtype) -> list[Tensor]:

@@ -330,7 +330,7 @@ def _run_backward(ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None) 
         do, torch.mm(by_m, saved.output), saved, by_said, options
     )
     # Through the recurrence and the heads.
-    found = backend.backward_in_parts(by_reads, grad_state, inputs, kept, products=products)
+    found = backend.backward(by_reads, grad_state, inputs, kept, products=products, in_parts=True)
     by_bias = _heads_backward(do, saved, found, by_said)
     # Through the norm, where what came past it joins.
     normed, _ = _normed(x, saved.norm, saved.norm_bias, options)
