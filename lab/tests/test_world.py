@@ -170,6 +170,10 @@ def test_questions_elsewhere_are_for_any_place_and_measured_there(birds):
     sums = measured(task, batch["target"] + 2 * far[..., None], **batch)
     assert [x.item() for x in sums["psnr_far"]] == pytest.approx([far.sum().item()] * 2)
     assert sums["psnr_never"][0] == 0 < sums["psnr_never"][1]
+    again = {"sought": batch["poses"].roll(50, 1), "target": batch["seen"].roll(50, 1)}
+    sums = measured(task, again["target"], **{**batch, **again})  # for where it was 50 glimpses ago
+    error, count = sums["psnr_lookup_far"]
+    assert error < 1e-6 * count
     changed = config_for(birds, elsewhere=0.5, change=True).build(0).batch("test", 0, 6)
     assert torch.equal(changed["asked"], batch["asked"])
     differ = (changed["target"] != batch["target"]).any(-1)
@@ -369,6 +373,10 @@ def test_given_places_are_the_poses():
     told = []
     memory = model.stack.blocks[1].side.memory
     memory.register_forward_pre_hook(lambda _, args, kw: told.append(kw["where"]), with_kwargs=True)
-    poses = 2 * torch.rand(2, 6, 2) - 1
-    model({"poses": poses, "seen": torch.randn(2, 6, 12)})
+    poses, asked = 2 * torch.rand(2, 2, 6, 2) - 1
+    batch = {"poses": poses, "seen": torch.randn(2, 6, 12)}
+    model(batch)
     assert torch.equal(told[0], poses.repeat_interleave(2, dim=1))
+    model(batch | {"asked": asked})  # questions are for places, glimpses are at poses
+    assert torch.equal(told[1][:, ::2], asked)
+    assert torch.equal(told[1][:, 1::2], poses)
