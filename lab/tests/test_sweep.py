@@ -107,6 +107,24 @@ def test_every_method_gets_the_same_tries_and_the_best_goes_on(capsys, monkeypat
     assert capsys.readouterr().out.endswith("8 runs, 8 of them finished\n")
 
 
+def test_tries_may_be_made_in_another_setting(capsys, monkeypatch):
+    monkeypatch.setattr("tensor_memory_lab.commands.sweep_runs.do_jobs", do_jobs_here)
+    plain = TRIES.replace("[1, 2]", "[1]") + 'set = {"budget.steps" = 20}\n'
+    longer = plain.replace("20", "30") + 'tried = {"budget.steps" = 20}\n'
+    sweep = ["sweep", "--plan", "plan.toml", "--device", "cpu", "--results", "kept.jsonl"]
+    Path("plan.toml").write_text(plain)
+    assert main(sweep) == 0
+    Path("plan.toml").write_text(longer)
+    assert main(sweep) == 0
+    assert "2 runs done, 4 skipped, 0 failed" in capsys.readouterr().out
+    found = {(r["method"], r["steps"]): r for r in read_records(["kept.jsonl"]) if "tries" in r}
+    for method in ("base", "tensor"):
+        short, long = (dict(found[method, steps]["tries"]) for steps in (20, 30))
+        assert len(long.pop("runs")) == 2
+        assert long == short
+        assert found[method, 30]["config"]["optimizer"]["lr"] == 0.3
+
+
 def test_runs_of_equal_time_get_the_steps_that_take_it(monkeypatch):
     def fake(found: Any, **_: Any) -> Any:
         for job in found:

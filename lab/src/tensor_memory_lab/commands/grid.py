@@ -42,6 +42,8 @@ class Stage:
     """The plan and the number in it, for messages; empty for a grid of the command line."""
     tries: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Values of which each combination of `over` gets the best on "valid"."""
+    tried: Sequence[str] | None = None
+    """The flags of the tries, where they are made in another setting than the runs that count."""
     seconds: float | None = None
     """How long a run should train, in place of the recipe's steps."""
     told: Mapping[str, Any] = field(default_factory=dict)
@@ -197,14 +199,15 @@ def read_plan(path: str | Path, flags: Sequence[str] = ()) -> list[Stage]:
 
 def _stage(values: Any, where: str, timeout: Any, flags: Sequence[str]) -> Stage:
     _expect(isinstance(values, dict), where, "a table", values)
-    _check_keys(values, ("recipes", "set", "over", "tries", "seconds", "timeout"), where)
+    _check_keys(values, ("recipes", "set", "over", "tries", "tried", "seconds", "timeout"), where)
     recipes, timeout = values.get("recipes"), values.get("timeout", timeout)
     recipes = [recipes] if isinstance(recipes, str) else recipes
-    fixed, over, tries = (values.get(key, {}) for key in ("set", "over", "tries"))
+    fixed, over, tries, tried = (values.get(k, {}) for k in ("set", "over", "tries", "tried"))
     duration = values.get("seconds")
     named = isinstance(recipes, list) and recipes and all(type(name) is str for name in recipes)
     _expect(named, where, 'recipes = ["name", ...]', recipes)
-    _expect(isinstance(fixed, dict), where, "a table for 'set'", fixed)
+    for key, table in (("set", fixed), ("tried", tried)):
+        _expect(isinstance(table, dict), where, f"a table for {key!r}", table)
     for key, lists in (("over", over), ("tries", tries)):
         _expect(isinstance(lists, dict), where, f"a table for {key!r}", lists)
         for name, options in lists.items():
@@ -212,8 +215,13 @@ def _stage(values: Any, where: str, timeout: Any, flags: Sequence[str]) -> Stage
     for key, time in (("timeout", timeout), ("seconds", duration)):
         given = time is None or (type(time) in (int, float) and time > 0)
         _expect(given, where, f"{key} in seconds" if key == "timeout" else key, time)
-    set_flags = [flag for name, value in fixed.items() for flag in _flag(name, _text(value))]
-    return Stage(recipes, over, [*set_flags, *flags], timeout, where, tries, duration)
+    _expect(tries or not tried, where, "tries, since it has 'tried'", tries)
+    set_flags, tried_flags = (
+        [*(flag for name, value in table.items() for flag in _flag(name, _text(value))), *flags]
+        for table in (fixed, fixed | tried)
+    )
+    tried_flags = tried_flags if tried else None
+    return Stage(recipes, over, set_flags, timeout, where, tries, tried_flags, duration)
 
 
 def _expect(holds: object, where: str, expected: str, got: Any) -> None:

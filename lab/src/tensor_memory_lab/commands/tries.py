@@ -10,7 +10,8 @@ A stage of a plan may name values to try and how long the runs that count should
 
 Each combination of `over` but the seed is first run with every value, with seed 0 and without its
 test splits. The value with the best metric on "valid" is taken for the runs of `over`, whose
-records say what was tried. With `seconds` their steps are as many as take that long, by the time of
+records say what was tried. With `tried = { ... }` the tries have these settings in place of `set`'s:
+runs of other worlds may take the rate that was best in the plain one. With `seconds` their steps are as many as take that long, by the time of
 a step in a short run that had the device to itself.
 """
 
@@ -86,7 +87,9 @@ def _combinations(stage: Stage) -> Iterator[Stage]:
 
 def _tried(stage: Stage) -> Stage:
     over = dict(stage.over) | dict(stage.tries) | {"seed": [SEED]}
-    return replace(stage, over=over | {"budget.test": ["False"]}, tries={}, seconds=None)
+    flags = stage.flags if stage.tried is None else stage.tried
+    over |= {"budget.test": ["False"]}
+    return replace(stage, over=over, flags=flags, tries={}, tried=None, seconds=None)
 
 
 def _timed(stage: Stage) -> Stage:
@@ -113,6 +116,8 @@ def _choose(stage: Stage, find: Find) -> Stage:
         told = {name: [v[i] for v in values] for i, name in enumerate(stage.tries)}
         told["valid"] = [_valid(record) for record in records]
         told["seed"] = SEED
+        if stage.tried is not None:
+            told["runs"] = [run.name for run in runs]
     if stage.seconds:
         (run,) = expand([_timed(stage)])
         record = find(run)
