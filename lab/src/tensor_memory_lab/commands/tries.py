@@ -10,9 +10,10 @@ A stage of a plan may name values to try and how long the runs that count should
 
 Each combination of `over` but the seed is first run with every value, with seed 0 and without its
 test splits. The value with the best metric on "valid" is taken for the runs of `over`, whose
-records say what was tried. With `tried = { ... }` the tries have these settings in place of `set`'s:
-runs of other worlds may take the rate that was best in the plain one. With `seconds` their steps are as many as take that long, by the time of
-a step in a short run that had the device to itself.
+records say what was tried. Settings in `tried = { ... }` are those of the tries and not of the runs
+that count: other worlds may take the rates that were best in the plain one. With `seconds` the
+steps of the runs that count are as many as take that long, by the time of a step in a short run
+that had the device to itself.
 """
 
 from __future__ import annotations
