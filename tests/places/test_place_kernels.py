@@ -25,6 +25,7 @@ CASES = {  # grid, channels, tokens, rule, Gaussian, resets, wrap, one place for
     "sparse, one place": ((4, 4), 2, 35, "delta", False, False, True, True),
     "sparse, voxels never met": ((9, 11), 2, 35, "linear", False, True, False, False),
     "sparse, hardly moving": ((4, 5), 3, 100, "linear", False, False, False, True),
+    "sparse, forgetting": ((4, 5), 3, 40, "linear", False, False, False, False),
     "sparse, a torus": ((2, 3, 4), 2, 40, "linear", False, True, True, False),
     "delta, hardly moving": ((4, 4), 2, 70, "delta", True, False, False, False),
 }
@@ -50,6 +51,8 @@ def results(name, products, dtype, backend, by_state=True):
         "width": rand(H) + 0.4 if gaussian else None,
         "state": torch.randn(B, H, *grid, C, generator=draw),
     }
+    if "forgetting" in name:  # all of it, at times
+        leaves["log_keep"][rand(B, N, H) < 0.2] = -1e3
     given = {
         name: None if leaf is None else leaf.to(DEVICE, dtype).requires_grad_()
         for name, leaf in leaves.items()

@@ -1,8 +1,8 @@
 """The fused place memory, `backend="triton"`: what it serves, and its two directions.
 
-`dense.py` multiplies whole addresses, which `addresses.py` makes; `sparse.py` touches the corners
-of a place alone; `token.py` takes one token through a whole layer; `plan.py` says how they are
-launched.
+`dense.py` multiplies whole addresses, which `addresses.py` makes; `visits.py` (rule "linear") and
+`sparse.py` (rule "delta") touch the corners of a place alone; `token.py` takes one token through a
+whole layer; `plan.py` says how they are launched.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tensor_memory.ops.places.addresses import voxels
 from tensor_memory.ops.places.inputs import PlaceInputs
-from tensor_memory.ops.places.triton import dense, sparse
+from tensor_memory.ops.places.triton import dense, sparse, visits
 
 MOST_CHANNELS = 64
 """C that a program can hold on chip beside its chunk."""
@@ -41,7 +41,9 @@ def why_not(inputs: PlaceInputs) -> str | None:
 
 def _way(inputs: PlaceInputs) -> ModuleType:
     V, few = voxels(inputs.grid), inputs.width is None and len(inputs.grid) <= SPARSE_AXES
-    return sparse if few and (V >= SPARSE_FROM or MOST_VOXELS[inputs.rule] < V) else dense
+    if few and (V >= SPARSE_FROM or MOST_VOXELS[inputs.rule] < V):
+        return visits if inputs.rule == "linear" else sparse
+    return dense
 
 
 def forward(

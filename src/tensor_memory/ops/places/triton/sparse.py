@@ -1,4 +1,4 @@
-"""Kernels for the linear kernel on large grids: a token touches its 2ⁿ corners, and not the grid.
+"""Rule "delta" with the linear kernel on large grids: a token touches its 2ⁿ corners alone.
 
 The state decays lazily: a voxel keeps the value of its last write, and when that was (`last`, the
 sum of log α up to then, and `page`, how many resets up to then). Within a chunk every corner gets
@@ -235,7 +235,7 @@ def sparse_solve_kernel(
     G0: tl.constexpr, G1: tl.constexpr, G2: tl.constexpr, G3: tl.constexpr,
     W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, W3: tl.constexpr,
 ):  # fmt: skip
-    """Rule "delta": (I + T)⁻¹ of a chunk, to rows (B, N, H, L)."""
+    """(I + T)⁻¹ of a chunk, to rows (B, N, H, L)."""
     program, s = tl.program_id(1).to(tl.int64), tl.program_id(0)
     i = tl.arange(0, L)
     row_token, token, real = tokens_of(program, s, N, H, L)
@@ -251,97 +251,18 @@ def sparse_solve_kernel(
 
 
 @triton.jit(do_not_specialize=["N"])
-def added_kernel(
-    index, weight, value, rate, log_keep, resets, added, N,
-    H: tl.constexpr, C: tl.constexpr, CB: tl.constexpr, L: tl.constexpr, E: tl.constexpr,
-    BACKWARD: tl.constexpr, HAS_RESETS: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """Rule "linear": what a chunk adds to the state at its corners, (to φ)ᵀ β v there.
-
-    BACKWARD: to the gradient of the state, (from φ(q))ᵀ dr.
-    """
-    program, s = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    channel = tl.arange(0, CB)
-    row_token, token, real = tokens_of(program, s, N, H, L)
-    corner, exist = corner_rows(program, s, N, H, L, E)
-    _, _, scale, to_state, _ = decays(
-        of_tokens(log_keep, token, real), resets, row_token, real, HAS_RESETS, L
-    )
-    if not BACKWARD:
-        scale = to_state * of_tokens(rate, token, real)
-    voxel = tl.load(index + corner, mask=exist, other=-2)
-    met = weights_at(voxel, index, weight, token, real, L, E)
-    found = reached(met, scale[:, None] * rows(value, token, real, channel, C), EXACT)
-    store_rows(added, corner, exist, channel, C, found)
-
-
-@triton.jit(do_not_specialize=["N"])
-def carry_kernel(
-    touched, asked, added, log_keep, resets, start, buffer, last, page, around, end, N,
-    H: tl.constexpr, V: tl.constexpr, C: tl.constexpr, CB: tl.constexpr, L: tl.constexpr,
-    E: tl.constexpr, BACKWARD: tl.constexpr, SAME: tl.constexpr, HAS_START: tl.constexpr,
-    HAS_RESETS: tl.constexpr,
-):  # fmt: skip
-    """Rule "linear": the state of a row and head through all chunks, or its gradient BACKWARD.
-
-    S ← carry S + added at the corners `touched`; `around` gets what the corners `asked` held
-    before. Channels are independent: a program has some of them, and its own `last` and `page`
-    (B, H, programs, V). `end` (B, H, 2) gets the sum of log α and the number of resets.
-    """
-    program = tl.program_id(0).to(tl.int64)
-    channel = tl.program_id(1) * CB + tl.arange(0, CB)
-    start, buffer = start + program * V * C, buffer + program * V * C
-    own = (program * tl.num_programs(1) + tl.program_id(1)) * V
-    last, page = last + own, page + own
-    now, pages = 0.0, 0
-    chunks = tl.cdiv(N, L)
-    s, way = 0, 1
-    if BACKWARD:
-        s, way = chunks - 1, -1
-    corner, exist = corner_rows(program, s, N, H, L, E)
-    voxel = tl.load(touched + corner, mask=exist, other=0)
-    there = tl.load(asked + corner, mask=exist, other=0)
-    more = rows(added, corner, exist, channel, C)
-    for _ in range(chunks):
-        row_token, token, real = tokens_of(program, s, N, H, L)
-        keep = of_tokens(log_keep, token, real)
-        _, part, _, _, carry = decays(keep, resets, row_token, real, HAS_RESETS, L)
-        old = held_at(
-            start, buffer, last, page, voxel, exist, channel, now, pages, C, HAS_START, HAS_RESETS
-        )
-        if SAME:
-            store_rows(around, corner, exist, channel, C, old)
-        else:
-            held = held_at(
-                start, buffer, last, page, there, exist, channel, now, pages, C, HAS_START,
-                HAS_RESETS,
-            )  # fmt: skip
-            store_rows(around, corner, exist, channel, C, held)
-        new = carry * old + more
-        now += tl.sum(keep)
-        if HAS_RESETS:
-            pages += tl.max(part)
-        tl.debug_barrier()  # everything has been read
-        hold(buffer, last, page, voxel, exist, channel, new, now, pages, C, HAS_RESETS)
-        # What the next chunk needs is on its way while this one is written.
-        s += way
-        corner, exist = corner_rows(program, s, N, H, L, E)
-        voxel = tl.load(touched + corner, mask=exist, other=0)
-        there = tl.load(asked + corner, mask=exist, other=0)
-        more = rows(added, corner, exist, channel, C)
-        tl.debug_barrier()  # and is written
-    tl.store(end + program * 2, now)
-    tl.store(end + program * 2 + 1, pages.to(tl.float32) if HAS_RESETS else 0.0)
-
-
-@triton.jit(do_not_specialize=["N"])
 def delta_kernel(
     write_index, write_weight, read_index, content, rate, log_keep, resets, solved, start,
     buffer, last, page, written, around_reads, around_writes, end, N,
     H: tl.constexpr, V: tl.constexpr, C: tl.constexpr, CB: tl.constexpr, L: tl.constexpr,
     E: tl.constexpr, SAME: tl.constexpr, HAS_RESETS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Rule "delta": as `carry_kernel`; u = solved β (v − from φᵀ S) on the way."""
+    """The state of a row and head through all chunks; u = solved β (v − from φᵀ S) on the way.
+
+    `around_reads` and `around_writes` get what the corners held before. Channels are independent: a
+    program has some of them, and its own `last` and `page` (B, H, programs, V). `end` (B, H, 2)
+    gets the sum of log α and the number of resets.
+    """
     program = tl.program_id(0).to(tl.int64)
     channel, i = tl.program_id(1) * CB + tl.arange(0, CB), tl.arange(0, L)
     start, buffer = start + program * V * C, buffer + program * V * C
@@ -412,9 +333,9 @@ def settle_kernel(
 
 @triton.jit(do_not_specialize=["N"])
 def sparse_read_kernel(
-    write_at, read_at, read_weight, written, rate, log_keep, resets, around_reads, reads, N,
+    write_at, read_at, read_weight, written, log_keep, resets, around_reads, reads, N,
     H: tl.constexpr, C: tl.constexpr, CB: tl.constexpr, L: tl.constexpr, E: tl.constexpr,
-    DELTA: tl.constexpr, HAS_RESETS: tl.constexpr, MODE: tl.constexpr, n: tl.constexpr,
+    HAS_RESETS: tl.constexpr, MODE: tl.constexpr, n: tl.constexpr,
     G0: tl.constexpr, G1: tl.constexpr, G2: tl.constexpr, G3: tl.constexpr,
     W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, W3: tl.constexpr,
 ):  # fmt: skip
@@ -427,8 +348,6 @@ def sparse_read_kernel(
     )
     near = overlap(read_at, write_at, token, real, -1, -1, L, n, G0, G1, G2, G3, W0, W1, W2, W3)
     u = rows(written, token, real, channel, C)
-    if not DELTA:
-        u = u * of_tokens(rate, token, real)[:, None]
     held = tl.zeros([L, CB], tl.float32)
     for e in range(E):
         w = of_tokens(read_weight, token * E + e, real)
@@ -445,7 +364,7 @@ def sparse_written_kernel(
     G0: tl.constexpr, G1: tl.constexpr, G2: tl.constexpr, G3: tl.constexpr,
     W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, W3: tl.constexpr,
 ):  # fmt: skip
-    """Rule "delta": what u receives of the reads of its own chunk."""
+    """What u receives of the reads of its own chunk."""
     program, s = tl.program_id(1).to(tl.int64), tl.program_id(0)
     channel = tl.arange(0, CB)
     row_token, token, real = tokens_of(program, s, N, H, L)
@@ -466,7 +385,7 @@ def delta_backward_kernel(
     E: tl.constexpr, SAME: tl.constexpr, HAS_START: tl.constexpr, HAS_RESETS: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Rule "delta": the gradient of the state, from the last chunk to the first.
+    """The gradient of the state, from the last chunk to the first.
 
     `around_after` gets that of the corners of the write places after each chunk.
     """
@@ -527,97 +446,63 @@ def delta_backward_kernel(
 def sparse_gradient_kernel(
     write_at, read_at, write_weight, read_weight, content, written, rate, log_keep, resets,
     around_reads, around_writes, around_after, by_reads, by_right,
-    by_near, by_among, by_asked, by_wrote, by_content, by_rate, by_log_keep, sums, N,
+    by_near, by_among, by_asked, by_wrote, by_content, by_rate, lost, N,
     H: tl.constexpr, C: tl.constexpr, CB: tl.constexpr, L: tl.constexpr, E: tl.constexpr,
-    DELTA: tl.constexpr, HAS_RESETS: tl.constexpr, MODE: tl.constexpr, EXACT: tl.constexpr,
-    n: tl.constexpr,
+    HAS_RESETS: tl.constexpr, MODE: tl.constexpr, EXACT: tl.constexpr, n: tl.constexpr,
     G0: tl.constexpr, G1: tl.constexpr, G2: tl.constexpr, G3: tl.constexpr,
     W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, W3: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a chunk, given what its places met in the states before and after.
 
     Overlaps and corners' weights receive `by_near` (B, N, H, L), of writes among themselves
-    `by_among`, `by_asked` and `by_wrote` (B, N, H, E); `place_gradient_kernel` goes on from there.
-    `sums` (B, H, S, 3) gets what the chunk's writes and its reads have to do with the gradient of
-    the state after it, and whether the state before survives it, for `surviving_kernel`.
+    `by_among`, `by_asked` and `by_wrote` (B, N, H, E); `place_gradient_kernel` goes on from there,
+    and `keep_gradient_kernel` from `lost`.
     """
     program, s = tl.program_id(1).to(tl.int64), tl.program_id(0)
     channel, i = tl.arange(0, CB), tl.arange(0, L)
     row_token, token, real = tokens_of(program, s, N, H, L)
-    g, part, from_state, to_state, carry = decays(
+    g, part, from_state, to_state, _ = decays(
         of_tokens(log_keep, token, real), resets, row_token, real, HAS_RESETS, L
     )
     within = decay_between(g, part, L)
-    v = rows(content, token, real, channel, C).to(tl.float32)
+    v, u = rows(content, token, real, channel, C), rows(written, token, real, channel, C)
     beta = of_tokens(rate, token, real)
-    dr = rows(by_reads, token, real, channel, C)
-    u = beta[:, None] * v
-    right, by_was = tl.zeros([L, CB], tl.float32), tl.zeros([L, CB], tl.float32)
-    if DELTA:
-        u = rows(written, token, real, channel, C)
-        right = rows(by_right, token, real, channel, C)
-        by_was = -(from_state * beta)[:, None] * right
+    dr, right = rows(by_reads, token, real, channel, C), rows(by_right, token, real, channel, C)
+    dv = beta[:, None] * right
+    store_rows(by_content, token, real, channel, C, dv)
+    by_was = -from_state[:, None] * dv
     u_to, dr_from = to_state[:, None] * u, from_state[:, None] * dr
     # What the corners met.
-    held, was = tl.zeros([L, CB], tl.float32), tl.zeros([L, CB], tl.float32)
-    arriving = tl.zeros([L, CB], tl.float32)
+    was, asked = tl.zeros([L, CB], tl.float32), tl.zeros([L], tl.float32)
     for e in range(E):
         at = token * E + e
         around = rows(around_reads, at, real, channel, C).to(tl.float32)
-        held += of_tokens(read_weight, at, real)[:, None] * around
-        tl.store(by_asked + at, tl.sum(around * dr_from, axis=1), mask=real)
-        w = of_tokens(write_weight, at, real)[:, None]
+        by_weight = tl.sum(around * dr_from, axis=1)
+        asked += of_tokens(read_weight, at, real) * by_weight
+        tl.store(by_asked + at, by_weight, mask=real)
         around = rows(around_after, at, real, channel, C).to(tl.float32)
-        arriving += w * around
         by_weight = tl.sum(around * u_to, axis=1)
-        if DELTA:
-            around = rows(around_writes, at, real, channel, C).to(tl.float32)
-            was += w * around
-            by_weight += tl.sum(around * by_was, axis=1)
-        tl.store(by_wrote + at, by_weight, mask=real)
-    # Through the state after the chunk, and through the reads.
+        around = rows(around_writes, at, real, channel, C).to(tl.float32)
+        was += of_tokens(write_weight, at, real)[:, None] * around
+        tl.store(by_wrote + at, by_weight + tl.sum(around * by_was, axis=1), mask=real)
+    # Through the reads of the chunk's own writes, and through its system.
     near = overlap(read_at, write_at, token, real, -1, -1, L, n, G0, G1, G2, G3, W0, W1, W2, W3)
-    attention = near * within
-    moved = tl.sum(u_to * arriving, axis=1)
-    by_attention = product(dr, tl.trans(u), MODE)
-    by_gap = by_attention * attention
-    asked = tl.sum(dr_from * held, axis=1)
-    dg = tl.sum(by_gap, axis=1) - tl.sum(by_gap, axis=0) - moved + asked
-    store_rows(by_near, token, real, i, L, by_attention * within)
-    if DELTA:
-        among = overlap(
-            write_at, write_at, token, real, -1, -1, L, n, G0, G1, G2, G3, W0, W1, W2, W3
-        )
-        dv = beta[:, None] * right
-        by_system = tl.where(
-            i[:, None] > i[None, :], -product(right, tl.trans(u), EXACT) * within, 0.0
-        )
-        dbeta = tl.sum(right * (v - from_state[:, None] * was), axis=1)
-        dbeta += tl.sum(by_system * among, axis=1)
-        by_system *= beta[:, None]
-        by_gap = by_system * among
-        asked += tl.sum(by_was * was, axis=1)
-        dg += tl.sum(by_gap, axis=1) - tl.sum(by_gap, axis=0) + tl.sum(by_was * was, axis=1)
-        store_rows(by_among, token, real, i, L, by_system + tl.trans(by_system))
-    else:
-        du = product(tl.trans(attention), dr, MODE) + to_state[:, None] * arriving
-        dbeta = tl.sum(du * v, axis=1)
-        dv = beta[:, None] * du
-    store_rows(by_content, token, real, channel, C, dv)
-    tl.store(by_rate + token, dbeta, mask=real)
-    later = tl.sum(dg) - tl.cumsum(dg, axis=0) + dg
-    tl.store(by_log_keep + token, later + tl.sum(moved), mask=real)
-    of_chunk = sums + (program * tl.num_programs(0) + s) * 3
-    tl.store(of_chunk, tl.sum(moved))
-    tl.store(of_chunk + 1, tl.sum(asked))
-    tl.store(of_chunk + 2, tl.where(carry > 0.0, 1.0, 0.0))
+    by_attention = product(dr, tl.trans(u), MODE) * within
+    store_rows(by_near, token, real, i, L, by_attention)
+    read = asked + tl.sum(by_attention * near, axis=1)
+    tl.store(lost + token, read - tl.sum(v * dv, axis=1), mask=real)
+    among = overlap(write_at, write_at, token, real, -1, -1, L, n, G0, G1, G2, G3, W0, W1, W2, W3)
+    by_system = tl.where(i[:, None] > i[None, :], -product(right, tl.trans(u), EXACT) * within, 0.0)
+    dbeta = tl.sum(right * (v - from_state[:, None] * was), axis=1)
+    tl.store(by_rate + token, dbeta + tl.sum(by_system * among, axis=1), mask=real)
+    by_system *= beta[:, None]
+    store_rows(by_among, token, real, i, L, by_system + tl.trans(by_system))
 
 
 @triton.jit(do_not_specialize=["N"])
 def place_gradient_kernel(
     write_at, read_at, by_near, by_among, by_asked, by_wrote, by_write_at, by_read_at, N,
-    H: tl.constexpr, L: tl.constexpr, E: tl.constexpr, DELTA: tl.constexpr, SAME: tl.constexpr,
-    n: tl.constexpr,
+    H: tl.constexpr, L: tl.constexpr, E: tl.constexpr, SAME: tl.constexpr, n: tl.constexpr,
     G0: tl.constexpr, G1: tl.constexpr, G2: tl.constexpr, G3: tl.constexpr,
     W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, W3: tl.constexpr,
 ):  # fmt: skip
@@ -633,11 +518,10 @@ def place_gradient_kernel(
             read_at, write_at, token, real, -1, A, L, n, G0, G1, G2, G3, W0, W1, W2, W3
         )
         dp += tl.sum(near * slopes, axis=0)
-        if DELTA:
-            slopes = overlap(
-                write_at, write_at, token, real, A, -1, L, n, G0, G1, G2, G3, W0, W1, W2, W3
-            )
-            dp += tl.sum(rows(by_among, token, real, i, L) * slopes, axis=1)
+        slopes = overlap(
+            write_at, write_at, token, real, A, -1, L, n, G0, G1, G2, G3, W0, W1, W2, W3
+        )
+        dp += tl.sum(rows(by_among, token, real, i, L) * slopes, axis=1)
         _, slope = corner_weights(read_at, token, real, A, n, G0, G1, G2, G3, W0, W1, W2, W3)
         dq = tl.sum(rows(by_asked, token, real, corner, E) * slope, axis=1)
         slopes = overlap(
@@ -651,27 +535,55 @@ def place_gradient_kernel(
         tl.store(by_write_at + token * n + (3 - A), dp, mask=real)
 
 
-@triton.jit(do_not_specialize=["N"])
-def surviving_kernel(sums, dot, by_log_keep, N, H: tl.constexpr, L: tl.constexpr):
-    """Add carry ⟨S, dS'⟩, what log α receives through the state that survives a chunk.
+@triton.jit
+def since_reset(reset, summed, next_reset, next_summed):
+    """Two stretches of tokens as one: whether it has a reset, and the sum since the last."""
+    return reset | next_reset, tl.where(next_reset != 0, next_summed, summed + next_summed)
 
-    Without passing over the grid: ⟨S, dS⟩, at the start `dot`, less what the chunk read is that
-    product, and with what it wrote it is ⟨S', dS'⟩.
+
+@triton.jit(do_not_specialize=["N", "parts"])
+def keep_gradient_kernel(
+    lost, dots, resets, by_log_keep, N, parts,
+    H: tl.constexpr, T: tl.constexpr, DOT: tl.constexpr, HAS_RESETS: tl.constexpr,
+):  # fmt: skip
+    """What log α receives, under either rule: ⟨S, dS⟩ over the grid, of the state that it decays.
+
+    From a token to the next ⟨S, dS⟩ loses ⟨r, dr⟩ and gains ⟨v, dv⟩, and `lost` is the difference;
+    a reset makes it 0. So the grid is needed once, before the first token: `dots` are the parts of
+    that. Where no gradient of the state after came, ⟨S, dS⟩ ends as 0, and no grid is needed.
     """
-    program, s = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    sums += program * tl.num_programs(0) * 3
-    inner, found = tl.load(dot + program), 0.0
-    for j in range(s + 1):
-        found = tl.where(tl.load(sums + j * 3 + 2) > 0.0, inner - tl.load(sums + j * 3 + 1), 0.0)
-        inner = found + tl.load(sums + j * 3)
-    _, token, real = tokens_of(program, s, N, H, L)
-    tl.store(by_log_keep + token, of_tokens(by_log_keep, token, real) + found, mask=real)
+    program, i = tl.program_id(0).to(tl.int64), tl.arange(0, T)
+    inner, turned = 0.0, 0
+    if DOT:
+        for begin in range(0, parts, T):
+            at = begin + i
+            inner += tl.sum(tl.load(dots + program * parts + at, mask=at < parts, other=0.0))
+    else:
+        for begin in range(0, N, T):
+            row_token, token, real = tokens_of(program, begin // T, N, H, T)
+            change = of_tokens(lost, token, real)
+            if HAS_RESETS:
+                reset = tl.load(resets + row_token, mask=real, other=0).to(tl.int32)
+                part = turned + tl.cumsum(reset, axis=0)
+                change, turned = tl.where(part == 0, change, 0.0), tl.max(part)
+            inner += tl.sum(change)
+    for begin in range(0, N, T):
+        row_token, token, real = tokens_of(program, begin // T, N, H, T)
+        change, reset = of_tokens(lost, token, real), tl.zeros([T], tl.int32)
+        if HAS_RESETS:
+            reset += tl.load(resets + row_token, mask=real, other=0).to(tl.int32)
+        reset, summed = tl.associative_scan((reset, change), 0, since_reset)
+        after = tl.where(reset != 0, 0.0, inner) - summed
+        tl.store(by_log_keep + token, after + change, mask=real)
+        inner = tl.sum(tl.where(i == T - 1, after, 0.0))
 
 
 CHANNELS = 16
 """That a program of a kernel over the state has: they are independent, and its steps are short."""
 SETTLED = 64
 """Voxels that a program settles."""
+SUMMED = 512
+"""Tokens whose numbers are summed at once."""
 
 
 class Kept(NamedTuple):
@@ -682,39 +594,15 @@ class Kept(NamedTuple):
     write_weight: Tensor
     around_reads: Tensor
     """(B, N, H, E, C) what the corners of the read places held before the chunk."""
+    around_writes: Tensor
+    """As `around_reads`."""
+    written: Tensor
+    """(B, N, H, C) u."""
+    solved: Tensor
+    """(B, N, H, L) the inverse of each chunk's system."""
     read_index: Tensor | None = None
     """Where reads have places of their own."""
     read_weight: Tensor | None = None
-    around_writes: Tensor | None = None
-    """As `around_reads`; rule "delta" alone, as the rest."""
-    written: Tensor | None = None
-    """(B, N, H, C) u."""
-    solved: Tensor | None = None
-    """(B, N, H, L) the inverse of each chunk's system."""
-
-    @classmethod
-    def empty(cls, inputs: PlaceInputs, products: torch.dtype) -> Kept:
-        """Uninitialised."""
-        B, N, H, C = inputs.content.shape
-        E, delta, asks = 2 ** len(inputs.grid), inputs.rule == "delta", inputs.read_at is not None
-        new, low = inputs.rate.new_empty, low_dtype(products)
-        return cls(
-            new(B, N, H, E, dtype=torch.int32),
-            new(B, N, H, E),
-            new(B, N, H, E, C, dtype=low),
-            new(B, N, H, E, dtype=torch.int32) if asks else None,
-            new(B, N, H, E) if asks else None,
-            new(B, N, H, E, C, dtype=low) if delta else None,
-            new(B, N, H, C) if delta else None,
-            new(B, N, H, LENGTH) if delta else None,
-        )
-
-    @classmethod
-    def of(cls, tensors: list[Tensor], inputs: PlaceInputs) -> Kept:
-        """The other way of `tensors`."""
-        first, rest = tensors[:3], tensors[3:]
-        asks = [None, None] if inputs.read_at is None else [rest.pop(0), rest.pop(0)]
-        return cls(*first, *asks, *rest)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -728,6 +616,23 @@ class Kept(NamedTuple):
             self.write_index, self.write_weight, or_else(self.read_index, self.write_index),
             or_else(self.read_weight, self.write_weight),
         )  # fmt: skip
+
+
+def empty_kept(inputs: PlaceInputs, products: torch.dtype) -> list[Tensor]:
+    """Uninitialised tensors like those `forward` keeps."""
+    (B, N, H, C), E = inputs.content.shape, 2 ** len(inputs.grid)
+    new, low, asks = inputs.rate.new_empty, low_dtype(products), inputs.read_at is not None
+    kept = Kept(
+        new(B, N, H, E, dtype=torch.int32),
+        new(B, N, H, E),
+        new(B, N, H, E, C, dtype=low),
+        new(B, N, H, E, C, dtype=low),
+        new(B, N, H, C),
+        new(B, N, H, LENGTH),
+        new(B, N, H, E, dtype=torch.int32) if asks else None,
+        new(B, N, H, E) if asks else None,
+    )
+    return kept.tensors
 
 
 class Lazy(NamedTuple):
@@ -760,35 +665,8 @@ class Lazy(NamedTuple):
         B, H, parts, _ = self.last.shape
         return B * H, parts
 
-    def carry(
-        self,
-        plan: Plan,
-        inputs: PlaceInputs,
-        corners: tuple[Tensor, ...],
-        values: Tensor,
-        around: Tensor,
-        BACKWARD: bool = False,
-    ) -> None:
-        """Rule "linear": through all chunks, with corners and weights touched, then those asked."""
-        N, added = inputs.content.shape[1], torch.empty_like(around)
-        marks, touched, weight, asked, _ = (or_else(inputs.resets, added), *corners)
-        plan.bound(added_kernel, warps=plan["E"], BACKWARD=BACKWARD)(
-            chunk_grid(inputs),
-            (touched, weight, values, inputs.rate, inputs.log_keep, marks, added),
-            (N,),
-        )
-        has_start, same = self.start is not None, inputs.read_at is None
-        plan.bound(
-            carry_kernel, warps=plan["E"], CB=CHANNELS, BACKWARD=BACKWARD, SAME=same,
-            HAS_START=has_start,
-        )(
-            self.programs,
-            (touched, asked, added, inputs.log_keep, marks, *self.tensors, around, self.end),
-            (N,),
-        )  # fmt: skip
-
-    def settled(self, plan: Plan, other: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The grid as it is in the end, and its inner product (B, H) with another, in parts."""
+    def settled(self, plan: Plan, other: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """The grid as it is in the end, and parts of its inner product with another."""
         programs, parts = self.programs
         dots = self.end.new_empty(programs, blocks(plan["V"], SETTLED))
         plan.bound(
@@ -798,7 +676,7 @@ class Lazy(NamedTuple):
             (*self.tensors, self.end, or_else(other, self.buffer), dots),
             (parts,),
         )
-        return self.buffer, dots
+        return self.buffer, None if other is None else dots
 
 
 def forward(
@@ -806,7 +684,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Reads, the state after, and with `keep` what `backward` needs."""
     (B, N, H, _), plan = inputs.content.shape, make_plan(inputs, products)
-    kept, reads = Kept.empty(inputs, products), inputs.empty_reads()
+    kept, reads = Kept(*empty_kept(inputs, products)), inputs.empty_reads()
     content, rate, log_keep = inputs.content, inputs.rate, inputs.log_keep
     marks, same, corners = or_else(inputs.resets, reads), inputs.read_at is None, kept.corners
     plan.bound(corner_kernel, warps=4, T=LENGTH)(
@@ -815,26 +693,22 @@ def forward(
         (N,),
     )
     lazy = Lazy.of(inputs.state, inputs.state, inputs.resets is not None)
-    if kept.solved is None:
-        lazy.carry(plan, inputs, corners, content, kept.around_reads)
-    else:
-        plan.bound(sparse_solve_kernel)(
-            chunk_grid(inputs), (inputs.write_at, rate, log_keep, marks, kept.solved), (N,)
-        )
-        plan.bound(delta_kernel, warps=plan["E"], CB=CHANNELS, SAME=same)(
-            lazy.programs,
-            (
-                *corners[:3], content, rate, log_keep, marks, kept.solved, *lazy.tensors,
-                or_else(kept.written, reads), kept.around_reads,
-                or_else(kept.around_writes, reads), lazy.end,
-            ),
-            (N,),
-        )  # fmt: skip
+    plan.bound(sparse_solve_kernel)(
+        chunk_grid(inputs), (inputs.write_at, rate, log_keep, marks, kept.solved), (N,)
+    )
+    plan.bound(delta_kernel, warps=plan["E"], CB=CHANNELS, SAME=same)(
+        lazy.programs,
+        (
+            *corners[:3], content, rate, log_keep, marks, kept.solved, *lazy.tensors,
+            kept.written, kept.around_reads, kept.around_writes, lazy.end,
+        ),
+        (N,),
+    )  # fmt: skip
     plan.bound(sparse_read_kernel)(
         chunk_grid(inputs),
         (
-            inputs.write_at, inputs.asked_at, corners[3], or_else(kept.written, content), rate,
-            log_keep, marks, kept.around_reads, reads,
+            inputs.write_at, inputs.asked_at, corners[3], kept.written, log_keep, marks,
+            kept.around_reads, reads,
         ),
         (N,),
     )  # fmt: skip
@@ -851,44 +725,37 @@ def backward(
     products: torch.dtype,
 ) -> PlaceInputs:
     """The gradients in the places of the inputs."""
-    (B, N, H, _), plan = inputs.content.shape, make_plan(inputs, products)
-    found, same = Kept.of(kept, inputs), inputs.read_at is None
+    N, plan = inputs.content.shape[1], make_plan(inputs, products)
+    found, same = Kept(*kept), inputs.read_at is None
     content, rate, log_keep = inputs.content, inputs.rate, inputs.log_keep
     places, corners = (inputs.write_at, inputs.asked_at), found.corners
-    marks, written = or_else(inputs.resets, grad_reads), or_else(found.written, content)
+    marks, ends = or_else(inputs.resets, grad_reads), grad_state is not None
     lazy = Lazy.of(grad_state, inputs.state, inputs.resets is not None)
-    around_after, by_right = torch.empty_like(found.around_reads), grad_reads
-    if found.solved is None:
-        lazy.carry(plan, inputs, corners[2:] + corners[:2], grad_reads, around_after, BACKWARD=True)
-    else:
-        by_written, by_right = torch.empty_like(grad_reads), torch.empty_like(grad_reads)
-        plan.bound(sparse_written_kernel)(
-            chunk_grid(inputs), (*places, log_keep, marks, grad_reads, by_written), (N,)
-        )
-        start = {"HAS_START": grad_state is not None}
-        plan.bound(delta_backward_kernel, warps=plan["E"], CB=CHANNELS, SAME=same, **start)(
-            lazy.programs,
-            (
-                *corners, rate, log_keep, marks, found.solved, grad_reads, by_written,
-                *lazy.tensors, around_after, by_right, lazy.end,
-            ),
-            (N,),
-        )  # fmt: skip
-    by_write_at, by_content, by_rate, by_log_keep = (
+    around_after = torch.empty_like(found.around_reads)
+    by_written, by_right = torch.empty_like(grad_reads), torch.empty_like(grad_reads)
+    plan.bound(sparse_written_kernel)(
+        chunk_grid(inputs), (*places, log_keep, marks, grad_reads, by_written), (N,)
+    )
+    plan.bound(delta_backward_kernel, warps=plan["E"], CB=CHANNELS, SAME=same, HAS_START=ends)(
+        lazy.programs,
+        (
+            *corners, rate, log_keep, marks, found.solved, grad_reads, by_written,
+            *lazy.tensors, around_after, by_right, lazy.end,
+        ),
+        (N,),
+    )  # fmt: skip
+    by_write_at, by_content, by_rate, lost = (
         torch.empty_like(t) for t in (inputs.write_at, content, rate, log_keep)
     )
     by_read_at = None if same else torch.empty_like(inputs.asked_at)
-    by_near = rate.new_empty(*rate.shape, LENGTH)
-    by_among = by_near if found.solved is None else torch.empty_like(by_near)
+    by_near, by_among = rate.new_empty(2, *rate.shape, LENGTH)
     by_asked, by_wrote = rate.new_empty(2, *rate.shape, plan["E"])
-    sums = rate.new_empty(B, H, blocks(N, LENGTH), 3)
     plan.bound(sparse_gradient_kernel, warps=4)(
         chunk_grid(inputs),
         (
-            *places, corners[1], corners[3], content, written, rate, log_keep, marks,
-            found.around_reads, or_else(found.around_writes, grad_reads), around_after,
-            grad_reads, by_right, by_near, by_among, by_asked, by_wrote, by_content, by_rate,
-            by_log_keep, sums,
+            *places, corners[1], corners[3], content, found.written, rate, log_keep, marks,
+            found.around_reads, found.around_writes, around_after, grad_reads, by_right,
+            by_near, by_among, by_asked, by_wrote, by_content, by_rate, lost,
         ),
         (N,),
     )  # fmt: skip
@@ -900,12 +767,18 @@ def backward(
         ),
         (N,),
     )  # fmt: skip
-    by_state, dots = lazy.settled(plan, inputs.state)
-    plan.bound(surviving_kernel)(chunk_grid(inputs), (sums, dots.sum(1), by_log_keep), (N,))
+    by_state, dots = lazy.settled(plan, inputs.state if ends else None)
+    by_log_keep = keep_gradient(plan, inputs, lost, dots)
     gradients = (by_write_at, by_read_at, by_content, by_rate, by_log_keep, None, by_state)
     return PlaceInputs._make((*gradients, None, None, None))
 
 
-def empty_kept(inputs: PlaceInputs, products: torch.dtype) -> list[Tensor]:
-    """Uninitialised tensors like those `forward` keeps."""
-    return Kept.empty(inputs, products).tensors
+def keep_gradient(plan: Plan, inputs: PlaceInputs, lost: Tensor, dots: Tensor | None) -> Tensor:
+    """What log α receives; `dots` are None where no gradient of the state came."""
+    (B, N, H), found = lost.shape, torch.empty_like(lost)
+    plan.bound(keep_gradient_kernel, warps=4, T=SUMMED, DOT=dots is not None)(
+        (B * H,),
+        (lost, or_else(dots, lost), or_else(inputs.resets, lost), found),
+        (N, 0 if dots is None else dots.shape[1]),
+    )
+    return found
