@@ -155,14 +155,16 @@ def test_a_stage_that_tries_is_done_before_the_next_begins():
     assert lots[1] == [chooses]
 
 
-def test_a_method_none_of_whose_tries_finished_is_told(capsys, monkeypatch):
-    monkeypatch.setattr("tensor_memory_lab.commands.sweep_runs.do_jobs", lambda *_, **__: iter(()))
+@pytest.mark.parametrize("finished", [0, 1])
+def test_nothing_is_chosen_before_all_tries_have_finished(capsys, monkeypatch, finished):
+    def some(found: Any, **options: Any) -> Any:
+        return do_jobs_here(found[:finished], **options)
+
+    monkeypatch.setattr("tensor_memory_lab.commands.sweep_runs.do_jobs", some)
     tries = ["--over", "model.method=base", "--tries", "optimizer.lr=0.1,0.2", "--device", "cpu"]
-    assert main(["sweep", SIGN, *tries]) == 1
-    assert (
-        "expected a try that has finished with a number on valid, got none"
-        in capsys.readouterr().err
-    )
+    assert main(["sweep", SIGN, *tries, "--budget.steps", "2"]) == 1
+    assert len(list(Path("runs").glob("*/result.json"))) == finished
+    assert "a choice needs all 2 tries" in capsys.readouterr().err
 
 
 def test_what_is_finished_is_not_run_again_and_its_result_is_copied(capsys):

@@ -105,13 +105,18 @@ def _choose(stage: Stage, find: Find) -> Stage:
     told: dict[str, Any] = {}
     if stage.tries:
         runs = expand([_tried(stage)])
-        records = [find(run) for run in runs]
+        known = {run.name: find(run) for run in runs}
+        records = [record for record in known.values() if record is not None]
+        if len(records) < len(runs):
+            missing = [name for name, record in known.items() if record is None]
+            raise LookupError(
+                f"{', '.join(missing)}: a choice needs all {len(runs)} tries, and these have not "
+                "finished; start the same sweep again to make them"
+            )
         scores = [_score(record) for record in records]
         best = max(range(len(runs)), key=lambda i: scores[i])
         if scores[best] == -math.inf:
-            raise LookupError(
-                f"{runs[0].name}: expected a try that has finished with a number on valid, got none"
-            )
+            raise LookupError(f"{runs[0].name}: expected a number on valid, got none of all tries")
         values = list(itertools.product(*stage.tries.values()))
         over |= {name: [value] for name, value in zip(stage.tries, values[best], strict=True)}
         told = {name: [v[i] for v in values] for i, name in enumerate(stage.tries)}
@@ -130,13 +135,13 @@ def _choose(stage: Stage, find: Find) -> Stage:
     return replace(stage, over=over, tries={}, seconds=None, told=told)
 
 
-def _valid(record: Record | None) -> float | None:
-    return None if record is None else (record.get("valid") or {}).get(record["metric"])
+def _valid(record: Record) -> float | None:
+    return (record.get("valid") or {}).get(record["metric"])
 
 
-def _score(record: Record | None) -> float:
+def _score(record: Record) -> float:
     """What the best try has most of; a try that diverged has least."""
     value = _valid(record)
-    if record is None or value is None or math.isnan(value):
+    if value is None or math.isnan(value):
         return -math.inf
     return value if record["higher_is_better"] else -value
