@@ -82,6 +82,7 @@ def test_a_graph_gives_the_numbers_of_eager_steps(tmp_path, device, name):
         assert_same(weights[1][name], tensor, dtype)
 
 
+@pytest.mark.filterwarnings(r"ignore:\s*Online softmax is disabled:UserWarning")  # the compiler's
 def test_a_graph_of_a_compiled_step_drops_and_gives_the_same(tmp_path, device, monkeypatch):
     if device == "cpu":  # the stand-in needs no compiler's code
         monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))

@@ -72,7 +72,7 @@ def results(name, products, dtype, backend, by_state=True):
 
 def check(name, products, monkeypatch, by_state=True):
     if name.startswith("sparse"):
-        monkeypatch.setattr(fused, "SPARSE_FROM", 1)
+        monkeypatch.setattr(fused, "SPARSE_FROM", {"linear": 1, "delta": 1})
     got = results(name, products, torch.float32, "triton", by_state)
     expected = results(name, torch.float64, torch.float64, "torch", by_state)
     for part in expected:
@@ -120,8 +120,9 @@ def test_the_fused_places_agree_on_a_gpu(name, products, monkeypatch):
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
 def test_a_place_on_a_voxel_has_the_slope_of_what_follows(backend, sparse, monkeypatch):
-    for module in (chunked, fused):
-        monkeypatch.setattr(module, "SPARSE_FROM", 0 if sparse else 10**9)
+    bound = 0 if sparse else 10**9
+    monkeypatch.setattr(chunked, "SPARSE_FROM", bound)
+    monkeypatch.setattr(fused, "SPARSE_FROM", {"linear": bound})
 
     def value(at, backend):
         one = torch.ones(1, 4, 1).to(at)
@@ -164,7 +165,7 @@ def test_a_planted_wrong_gradient_is_noticed(monkeypatch):
     ],
 )
 def test_the_operator_tells_compilers_the_truth(rule, sparse, monkeypatch):
-    monkeypatch.setattr(fused, "SPARSE_FROM", 1)
+    monkeypatch.setattr(fused, "SPARSE_FROM", {"linear": 1, "delta": 1})
     draw = torch.Generator().manual_seed(0)
     at = (torch.rand(2, 5, 1, 2, generator=draw, device="cpu") * 2 - 1).to(DEVICE)
     content = torch.randn(2, 5, 1, 3, generator=draw).to(DEVICE)

@@ -20,8 +20,10 @@ MOST_CHANNELS = 64
 """C that a program can hold on chip beside its chunk."""
 MOST_VOXELS = {"linear": 4096, "delta": 256}
 """V that whole addresses are made of, by rule."""
-SPARSE_FROM, SPARSE_AXES = 512, 3
-"""V from which on corners are faster than whole addresses, and most axes they are taken of."""
+SPARSE_FROM = {"linear": 256, "delta": 257}
+"""V from which on corners are faster than whole addresses, or alone can serve, by rule."""
+SPARSE_AXES = 3
+"""Most axes that corners are taken of."""
 
 
 def why_not(inputs: PlaceInputs) -> str | None:
@@ -40,8 +42,8 @@ def why_not(inputs: PlaceInputs) -> str | None:
 
 
 def _way(inputs: PlaceInputs) -> ModuleType:
-    V, few = voxels(inputs.grid), inputs.width is None and len(inputs.grid) <= SPARSE_AXES
-    if few and (V >= SPARSE_FROM or MOST_VOXELS[inputs.rule] < V):
+    few = inputs.width is None and len(inputs.grid) <= SPARSE_AXES
+    if few and voxels(inputs.grid) >= SPARSE_FROM[inputs.rule]:
         return visits if inputs.rule == "linear" else sparse
     return dense
 
