@@ -191,8 +191,24 @@ def test_how_a_value_is_shown_can_be_said():
 def test_what_is_unknown_is_refused_with_what_is_known():
     with pytest.raises(ValueError, match="unknown les; known are value, "):
         column({"value": "a", "les": "b"})
-    with pytest.raises(ValueError, match=r"expected columns .*, got task\.number; there are .*tas"):
+    with pytest.raises(ValueError, match=r"got task\.number; nearest are task\.numbers, "):
         cells([run()], "test.accuracy", rows=["task.number"])
+    with pytest.raises(ValueError, match=r"expected a kind of .*'percent'.*, got 'share'"):
+        column({"value": "test.accuracy", "kind": "share"})
+    with pytest.raises(ValueError, match=r"expected a title of its own for each column, got .*acc"):
+        cells([run()], "test.accuracy", "test.accuracy")
+
+
+def test_a_rate_that_was_tried_belongs_to_the_method():
+    less = {"value": "test.accuracy", "less": "base"}
+    tries = {"tries": {"optimizer.lr": [0.1, 0.2]}}
+    best = [
+        run(method, seed=seed) | {"settings": {"optimizer.lr": rate, "budget.steps": 20}}
+        for seed in (0, 1)
+        for method, rate in ((BASE, 0.1), (TENSOR, 0.2))
+    ]
+    assert cells(best, less)[1]["accuracy less base"] == "–"
+    assert cells([one | tries for one in best], less)[1]["accuracy less base"] != "–"
 
 
 def test_select_compares_what_is_shown():
@@ -243,7 +259,7 @@ def test_the_report_as_markdown_and_as_a_figure(here, capsys):
     assert "tensor" not in told
     assert report_command(["signs", "--figure", "curves.svg", "--measure", "test.loss"]) == 0
     assert "tensor" in Path("curves.svg").read_text()
-    with pytest.raises(ValueError, match=r"got test\.los; there are"):
+    with pytest.raises(ValueError, match=r"got test\.los; nearest are test\.loss"):
         report_command(["signs", "--measure", "test.los"])
     with pytest.raises(ValueError, match="expected runs with method=nobody, found none"):
         report_command(["signs", "--where", "method=nobody"])

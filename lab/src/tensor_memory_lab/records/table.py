@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -106,6 +107,7 @@ class Column:
         return f"**{text}**" if shown else text
 
 
+KINDS = ("", "percent", "bytes", "count", "text")
 DEFAULTS: dict[str, dict[str, Any]] = {
     "parameters": {"kind": "count", "show": "first"},
     "state_bytes": {"title": "state", "kind": "bytes", "show": "first"},
@@ -127,6 +129,10 @@ def column(declared: str | Mapping[str, Any]) -> Column:
         raise ValueError(
             f"column {given.get('value')!r}: unknown {', '.join(unknown)}; known are "
             f"{', '.join(known)}"
+        )
+    if given.get("kind", "") not in KINDS:
+        raise ValueError(
+            f"column {given.get('value')!r}: expected a kind of {KINDS[1:]}, got {given['kind']!r}"
         )
     name = given.get("value")
     usual = DEFAULTS.get(name, {}) if isinstance(name, str) and "over" not in given else {}
@@ -193,6 +199,9 @@ def table(
     found = dict(sorted(runs.groupby(texts, sort=False), key=order))
     for key, group in found.items():
         _check_alike(", ".join(key), group)
+    headings = [one.heading for one in columns]
+    if not across and len(set(headings)) < len(headings):
+        raise ValueError(f"table: expected a title of its own for each column, got {headings}")
     cells = _Cells(list(found.values()), by, others or {})
     places = list(ranks[-1]) if across else [""]
     shown = set(select(runs, only or {}).index)
@@ -229,11 +238,12 @@ def select(runs: Frame, where: Mapping[str, Any]) -> Frame:
 
 def check_columns(runs: Frame, names: Sequence[str]) -> None:
     """Raise where records have no such column."""
-    if missing := [name for name in names if name not in runs]:
-        raise ValueError(
-            f"expected columns of the records, got {', '.join(missing)}; there are "
-            f"{', '.join(sorted(map(str, runs.columns)))}"
-        )
+    for name in names:
+        if name not in runs:
+            near = difflib.get_close_matches(name, map(str, runs.columns), n=5, cutoff=0.0)
+            raise ValueError(
+                f"expected a column of the records, got {name}; nearest are {', '.join(near)}"
+            )
 
 
 def markdown(lines: Table) -> str:
@@ -396,7 +406,16 @@ def _same(some: Frame, other: Frame, name: str) -> bool:
 
 
 def _same_setting(some: Frame, other: Frame) -> bool:
-    one, two = (runs["record"].iloc[0].get("settings") for runs in (some, other))
+    """Whether two rows are of one setting; what was tried for each belongs to its method."""
+    records = [runs["record"].iloc[0] for runs in (some, other)]
+    one, two = (
+        {
+            name: value
+            for name, value in r.get("settings", {}).items()
+            if name not in r.get("tries", {})
+        }
+        for r in records
+    )
     return one == two
 
 
