@@ -1,12 +1,12 @@
 """The remembered world as a picture: a walk, and what each run answers when asked everywhere.
 
-    python lab/studies/world_pictures.py RUN RUN … --output world.png
+    python lab/studies/world_pictures.py RUN RUN … --output world   # world-light.png and -dark.png
 
 RUN is the folder of a finished run of `world` that kept its checkpoints and was trained with
 --task.elsewhere 0.5: others have never been asked for a place far from the agent. All runs walk the
 same way over the same image of the test split. After 32, 128 and 1,024 glimpses each is asked for
-the patch at every place of a raster, one question at a time, so that no question changes what is
-remembered.
+the patch at every half patch, one question at a time, so that no question changes what is
+remembered; where patches overlap, the mean is shown.
 
 Needs: pip install tensor-memory-lab
 """
@@ -17,14 +17,14 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from tensor_memory_lab.files import write_whole
 from tensor_memory_lab.models.world import WorldModel
-from tensor_memory_lab.tasks.images import from_patches
+from tensor_memory_lab.records.figure import WIDTH, Theme, style
 from tensor_memory_lab.tasks.world import World
 from tensor_memory_lab.train import load_run
 
@@ -32,8 +32,6 @@ AFTER = (32, 128, 1024)
 """Glimpses after which runs are asked."""
 AT_ONCE = 16
 """Questions asked in one call, each after the whole walk."""
-GAP, TITLE = 4, 14
-"""Pixels between pictures, and above them for names."""
 UNSEEN = 0.5
 """Shade of what has not been seen."""
 
@@ -48,8 +46,8 @@ def long_walk(task: World, image: int, glimpses: int) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def answers(model: WorldModel, poses: Tensor, seen: Tensor, *, side: int, patch: int) -> Tensor:
     """What a model expects everywhere after a walk (T, …): an image (3, side, side) in [0, 1]."""
-    across = side // patch
-    line = torch.linspace(-1, 1, across, device=poses.device)
+    stride = patch if patch % 2 else patch // 2
+    line = torch.linspace(-1, 1, (side - patch) // stride + 1, device=poses.device)
     y, x = torch.meshgrid(line, line, indexing="ij")
     questions = torch.stack([x, y], dim=-1).view(-1, 1, 2)
     found = []
@@ -61,8 +59,11 @@ def answers(model: WorldModel, poses: Tensor, seen: Tensor, *, side: int, patch:
             "seen": torch.cat([seen.expand(len(asked), -1, -1), blank], dim=1),
         }
         found.append(model(batch)[0]["patches"][:, -1].float())
-    patches = torch.cat(found)[None]
-    return (from_patches(patches, patch, side, side)[0] / 2 + 0.5).clamp(0, 1)
+    patches = torch.cat(found).unflatten(-1, (patch, patch, 3)).movedim(-1, 1)
+    spread = patches.flatten(1).T[None]  # (1, values, questions)
+    size = {"output_size": side, "kernel_size": patch, "stride": stride}
+    mean = functional.fold(spread, **size) / functional.fold(torch.ones_like(spread), **size)
+    return (mean[0] / 2 + 0.5).clamp(0, 1)
 
 
 def seen_so_far(image: Tensor, poses: Tensor, patch: int) -> Tensor:
@@ -74,19 +75,19 @@ def seen_so_far(image: Tensor, poses: Tensor, patch: int) -> Tensor:
     return torch.where(shown, image, UNSEEN)
 
 
-def columns(
+def remembered(
     task: World, models: Mapping[str, WorldModel], image: int, after: Sequence[int]
 ) -> tuple[Tensor, Tensor, dict[str, list[Tensor]]]:
-    """The image, the poses of the walk, and per row of the picture an image for each of `after`."""
+    """The image, the poses of the walk, and per column of the picture an image for each `after`."""
     c = task.config
     poses, seen = long_walk(task, image, max(after))
     whole = whole_image(task, image)
-    rows = {"seen so far": [seen_so_far(whole, poses[:n], c.patch) for n in after]}
+    columns = {"seen so far": [seen_so_far(whole, poses[:n], c.patch) for n in after]}
     for name, model in models.items():
         model.eval()
         size = {"side": c.side, "patch": c.patch}
-        rows[name] = [answers(model, poses[:n], seen[:n], **size) for n in after]
-    return whole, poses, rows
+        columns[name] = [answers(model, poses[:n], seen[:n], **size) for n in after]
+    return whole, poses, columns
 
 
 def whole_image(task: World, image: int) -> Tensor:
@@ -94,41 +95,39 @@ def whole_image(task: World, image: int) -> Tensor:
     return task.pixels("test", range(image, image + 1))[0] / 2 + 0.5
 
 
-def picture(
+def draw(
     whole: Tensor,
     poses: Tensor,
-    rows: Mapping[str, Sequence[Tensor]],
+    columns: Mapping[str, Sequence[Tensor]],
+    path: Path,
+    theme: Theme,
     *,
     after: Sequence[int],
     patch: int,
-    scale: int = 2,
-) -> Any:
-    """The image with the walk on it, then the rows under each other, as a Pillow image."""
-    from PIL import Image, ImageDraw
+) -> None:
+    """The image with the walk on it, then the columns beside each other, a row for each `after`."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    def tile(image: Tensor) -> Any:
-        data = (image * 255).round().byte().permute(1, 2, 0).cpu().numpy()
-        size = (scale * data.shape[1], scale * data.shape[0])
-        return Image.fromarray(data).resize(size, Image.Resampling.NEAREST)
-
-    side = scale * whole.shape[-1]
-    step = side + GAP
-    size = (len(after) * step - GAP, (len(rows) + 1) * (step + TITLE) - GAP)
-    page = Image.new("RGB", size, "white")
-    draw = ImageDraw.Draw(page)
-    centres = ((poses * (1 - patch / whole.shape[-1]) + 1) / 2 * side).tolist()
-    for column, n in enumerate(after):
-        left = column * step
-        draw.text((left, 0), f"{n:,} glimpses", fill="black")
-        walked = tile(whole)
-        ImageDraw.Draw(walked).line([tuple(at) for at in centres[:n]], fill="red", width=1)
-        page.paste(walked, (left, TITLE))
-    for row, (name, images) in enumerate(rows.items(), start=1):
-        top = row * (step + TITLE)
-        draw.text((0, top), name, fill="black")
-        for column, image in enumerate(images):
-            page.paste(tile(image), (column * step, top + TITLE))
-    return page
+    side = whole.shape[-1]
+    walk = ((poses * (side - patch) + side - 1) / 2).cpu().numpy()
+    wide = (WIDTH - 0.2) / (len(columns) + 1)  # a row has its name at the left
+    with rc_context(style(theme)):
+        pads = ConstrainedLayoutEngine(w_pad=0.02, h_pad=0.02, wspace=0, hspace=0)
+        figure = Figure((WIDTH, wide * len(after) + 0.25), layout=pads)
+        axes = figure.subplots(len(after), len(columns) + 1, squeeze=False)
+        for row, n in zip(axes, after, strict=True):
+            shown = {"the walk": whole} | {
+                name: images[after.index(n)] for name, images in columns.items()
+            }
+            for axis, (name, image) in zip(row, shown.items(), strict=True):
+                axis.imshow(image.permute(1, 2, 0).cpu().numpy(), interpolation="nearest")
+                axis.set(xticks=[], yticks=[], title=name if n == after[0] else None)
+                axis.spines[:].set_visible(False)
+            row[0].plot(*walk[:n].T, color="#D55E00", linewidth=0.7)
+            row[0].set_ylabel(f"{n:,} glimpses")
+        write_whole(path, lambda at: figure.savefig(at, format="png", dpi=200))
 
 
 def load_runs(folders: Sequence[Path]) -> tuple[World, dict[str, WorldModel]]:
@@ -159,26 +158,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
-    parser.add_argument("--output", type=Path, default=Path("world.png"))
+    parser.add_argument(
+        "--output", type=Path, default=Path("world"), help="beginning of the two files"
+    )
     parser.add_argument("--image", type=int, default=0, help="which walk of the test split")
     parser.add_argument("--after", type=int, nargs="+", default=AFTER, help="glimpses to ask after")
-    parser.add_argument("--scale", type=int, default=2, help="enlarge pixels so many times")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args(argv)
-    if options.scale < 1 or min(options.after) < 1 or options.image < 0:
-        parser.error("expected --scale and --after of 1 or more, --image of 0 or more")
+    if min(options.after) < 1 or options.image < 0:
+        parser.error("expected --after of 1 or more, --image of 0 or more")
     try:
         options.output.parent.mkdir(parents=True, exist_ok=True)  # before the models run
         task, models = load_runs(options.runs)
         task = task.to(torch.device(options.device))
         models = {name: model.to(options.device) for name, model in models.items()}
-        whole, poses, rows = columns(task, models, options.image, options.after)
-        patch = task.config.patch
-        page = picture(whole, poses, rows, after=options.after, patch=patch, scale=options.scale)
-        write_whole(options.output, lambda at: page.save(at, format="PNG", optimize=True))
+        whole, poses, columns = remembered(task, models, options.image, options.after)
+        size = {"after": options.after, "patch": task.config.patch}
+        for theme in ("light", "dark"):
+            path = options.output.with_name(f"{options.output.name}-{theme}.png")
+            draw(whole, poses, columns, path, theme, **size)
+            print(path)
     except (ValueError, OSError, IndexError) as error:  # a run of another kind, or none
         parser.error(str(error))
-    print(f"{options.output}: {', '.join(rows)}")
     return 0
 
 
