@@ -1,9 +1,9 @@
-"""Reconstructions as a picture: input, masked, what each run makes of it, target.
+"""Reconstructions as a figure: what a run is shown, what each makes of it, the photo.
 
-    python lab/studies/reconstructions.py RUN RUN … --output birds.png
+    python lab/studies/reconstructions.py RUN RUN … --output docs/images
 
 RUN is the folder of a finished run that kept its checkpoints. Every run is shown the same images
-under the same masks.
+under the same masks. The figure is drawn twice, on white and on dark.
 
 Needs: pip install tensor-memory-lab
 """
@@ -13,29 +13,30 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from tensor_memory_lab.files import write_whole
 from tensor_memory_lab.models import Model
+from tensor_memory_lab.records.figure import WIDTH, Theme, style
 from tensor_memory_lab.tasks.masked_images import MaskedImages, compose
 from tensor_memory_lab.train import load_run
 
-GAP = 2
-"""Pixels between pictures."""
+GAP, TITLE = 0.04, 0.2
+"""Inches between pictures, and above them for names."""
 HIDDEN = 0.5
 """Shade of a hidden patch."""
 
 
 @torch.no_grad()
 def reconstruct(
-    task: MaskedImages, models: Mapping[str, Model], *, split: str = "test@75%", rows: int = 6
+    task: MaskedImages, models: Mapping[str, Model], *, split: str = "test@75%", rows: int = 3
 ) -> dict[str, Tensor]:
-    """Columns of pictures (rows, 3, H, W) in [0, 1]: input, masked, one per model, target.
+    """Columns of pictures (rows, 3, H, W) in [0, 1]: shown, one per model, photo.
 
-    Visible patches are those of the input; only hidden ones are a model's. The images are spread
+    Visible patches are those of the photo; only hidden ones are a model's. The images are spread
     over the split, whose neighbours are of one class.
     """
     there = task.batches(split, 1)
@@ -45,36 +46,33 @@ def reconstruct(
     chosen = [task.batch(split, every * row, 1) for row in range(rows)]
     batch = {name: torch.cat([one[name] for one in chosen]) for name in chosen[0]}
     target, hidden = task.images(batch["patches"]), task.hidden(batch["visible"])
-    columns = {
-        "input": target,
-        "masked": torch.where(hidden[:, None], HIDDEN, target),
-    }
+    columns = {"shown": torch.where(hidden[:, None], HIDDEN, target)}
     for name, model in models.items():
         outputs, _ = model.eval()(batch)
         columns[name] = compose(task.images(outputs["patches"].float()), target, hidden)
-    return columns | {"target": target}
+    return columns | {"photo": target}
 
 
-def picture(columns: Mapping[str, Tensor], *, scale: int = 1) -> Any:
-    """The columns side by side under their names, as a Pillow image."""
-    from PIL import Image, ImageDraw
+def draw(columns: Mapping[str, Tensor], path: Path, theme: Theme) -> None:
+    """The columns side by side under their names."""
+    import matplotlib
+    from matplotlib.figure import Figure
 
-    tiles = {
-        name: (column.clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
-        for name, column in columns.items()
-    }
-    rows, height, width, _ = next(iter(tiles.values())).shape
-    height, width, title = height * scale, width * scale, 14
-    size = (len(tiles) * (width + GAP) - GAP, title + rows * (height + GAP) - GAP)
-    whole = Image.new("RGB", size, "white")
-    draw = ImageDraw.Draw(whole)
-    for column, (name, pictures) in enumerate(tiles.items()):
-        left = column * (width + GAP)
-        draw.text((left, 0), name, fill="black")
-        for row, one in enumerate(pictures):
-            tile = Image.fromarray(one).resize((width, height), Image.Resampling.NEAREST)
-            whole.paste(tile, (left, title + row * (height + GAP)))
-    return whole
+    rows = len(next(iter(columns.values())))
+    side = (WIDTH + GAP) / len(columns) - GAP
+    height = TITLE + rows * (side + GAP) - GAP
+    with matplotlib.rc_context(style(theme)):
+        figure = Figure(figsize=(WIDTH, height))
+        for number, (name, pictures) in enumerate(columns.items()):
+            left = number * (side + GAP)
+            figure.text(left / WIDTH, 1 - 0.04 / height, name, va="top")
+            for row, picture in enumerate(pictures.clamp(0, 1).cpu()):
+                bottom = (rows - 1 - row) * (side + GAP)
+                box = (left / WIDTH, bottom / height, side / WIDTH, side / height)
+                axis = figure.add_axes(box)
+                axis.imshow(picture.permute(1, 2, 0).numpy())
+                axis.axis("off")
+        write_whole(path, lambda at: figure.savefig(at, format="png", dpi=150))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,19 +81,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
-    parser.add_argument("--output", type=Path, default=Path("reconstructions.png"))
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("docs/images"),
+        help="folder of the figure, light and dark (default docs/images)",
+    )
     parser.add_argument("--split", default="test@75%", help="which test split (default test@75%%)")
-    parser.add_argument("--rows", type=int, default=6, help="images to show (default 6)")
-    parser.add_argument("--scale", type=int, default=1, help="enlarge pixels so many times")
+    parser.add_argument("--rows", type=int, default=3, help="images to show (default 3)")
     options = parser.parse_args(argv)
-    if options.scale < 1:
-        parser.error(f"--scale: expected 1 or more, got {options.scale}")
     try:
-        options.output.parent.mkdir(parents=True, exist_ok=True)  # before the models run
+        options.output.mkdir(parents=True, exist_ok=True)  # before the models run
         task, models = load_runs(options.runs)
         columns = reconstruct(task, models, split=options.split, rows=options.rows)
-        image = picture(columns, scale=options.scale)
-        write_whole(options.output, lambda at: image.save(at, format="PNG", optimize=True))
+        for theme in get_args(Theme):
+            draw(columns, options.output / f"vision-reconstructions-{theme}.png", theme)
     except (ValueError, OSError) as error:  # a run of another kind, or none
         parser.error(str(error))
     print(f"{options.output}: {', '.join(columns)}")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
-from reconstructions import main, picture, reconstruct
+from reconstructions import draw, main, reconstruct
 from tensor_memory import MemoryConfig
 from tensor_memory_lab.models.image import ImageModelConfig
 from tensor_memory_lab.recipes.images import cub
@@ -34,42 +34,53 @@ def config(tmp_path_factory):
     )
 
 
-def test_columns_are_input_masked_methods_target(config):
+def test_columns_are_what_is_shown_the_methods_and_the_photo(config):
     task = config.task.build(0)
     models = {m: replace(config.model, method=m).build(task) for m in ("base", "spatial")}
     columns = reconstruct(task, models, rows=3)
-    assert list(columns) == ["input", "masked", "base", "spatial", "target"]
+    assert list(columns) == ["shown", "base", "spatial", "photo"]
     assert task.batches("test@75%", 1) == 6
     hidden = task.hidden(task.batch("test@75%", 0, 6)["visible"][::2])  # spread over the split
     for name, column in columns.items():
         assert column.shape == (3, 3, 32, 32)
         seen = column.movedim(1, -1)[~hidden]
-        assert torch.equal(seen, columns["target"].movedim(1, -1)[~hidden]), name
-    assert (columns["masked"].movedim(1, -1)[hidden] == 0.5).all()
-    drawn = picture(columns, scale=2)
-    assert drawn.size == (5 * 66 - 2, 14 + 3 * 66 - 2)
-    corner = torch.tensor(drawn.getpixel((0, 14)))
-    assert torch.equal(corner, (columns["input"][0, :, 0, 0] * 255).round().long())
+        assert torch.equal(seen, columns["photo"].movedim(1, -1)[~hidden]), name
+    assert (columns["shown"].movedim(1, -1)[hidden] == 0.5).all()
+
+
+def test_each_picture_is_in_its_column_and_row(tmp_path):
+    colours = {"left": [(1, 0, 0), (0, 1, 0)], "right": [(0, 0, 1), (1, 1, 0)]}
+    columns = {
+        k: torch.tensor(v).float()[:, :, None, None].expand(2, 3, 4, 4) for k, v in colours.items()
+    }
+    draw(columns, tmp_path / "four.png", "light")
+    with Image.open(tmp_path / "four.png") as image:
+        for x, pair in zip((0.25, 0.75), colours.values(), strict=True):
+            for y, colour in zip((0.3, 0.8), pair, strict=True):
+                at = (int(x * image.width), int(y * image.height))
+                assert image.convert("RGB").getpixel(at) == tuple(255 * c for c in colour)
 
 
 def test_the_command_draws_finished_runs(config, tmp_path, capsys):
     for method in ("base", "spatial"):
         run = replace(config, model=replace(config.model, method=method))
         train(run, RunOptions(tmp_path / method, quiet=True))
-    output = tmp_path / "figures" / "birds.png"
+    output = tmp_path / "figures"
     runs = [str(tmp_path / "base"), str(tmp_path / "spatial")]
     assert main([*runs, "--output", str(output), "--rows", "2"]) == 0
-    assert "input, masked, base, spatial, target" in capsys.readouterr().out
-    with Image.open(output) as image:
-        assert image.size == (5 * 34 - 2, 14 + 2 * 34 - 2)
+    assert "shown, base, spatial, photo" in capsys.readouterr().out
+    papers = {"light": 255, "dark": 21}
+    for theme, paper in papers.items():
+        with Image.open(output / f"vision-reconstructions-{theme}.png") as image:
+            assert image.width == 1080  # as every figure
+            assert image.convert("RGB").getpixel((1079, 0))[0] == paper
     with pytest.raises(SystemExit):
         main([runs[0], runs[0], "--output", str(output)])
     assert "differ in more than their seed, got base again" in capsys.readouterr().err
     for wrong, said in (
         (["--rows", "0"], "--rows: expected 1 to 6, the images of test@75%, got 0"),
         (["--rows", "7"], "--rows: expected 1 to 6"),  # else one would be shown twice
-        (["--scale", "0"], "--scale: expected 1 or more, got 0"),
-        (["--output", str(output.parent)], "is a folder; expected the name of a file"),
+        (["--output", str(tmp_path / "base" / "config.json")], "File exists"),
     ):
         with pytest.raises(SystemExit):
             main([runs[0], "--output", str(output), *wrong])
