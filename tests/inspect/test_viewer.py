@@ -25,7 +25,7 @@ def test_the_time_slider_changes_picture_panel_and_charts(opened, recording):
     assert picture(page) != first
     assert page.screenshot() != window
     assert text(page, "#chunk-name").startswith("Chunk 9 ")
-    assert text(page, "#position") == "10 / 24"
+    assert text(page, "#position") == "9 / 23"
     assert float(page.locator("#gate-chart .cursor").get_attribute("x1")) > float(cursor)
     slide(page, "#time", 0)
     assert picture(page) == first
@@ -47,14 +47,14 @@ def test_arrows_step_through_time_and_stop_at_its_ends(opened, recording):
     page.keyboard.press("ArrowRight")
     second = picture(page)
     assert second != first
-    assert text(page, "#position") == "2 / 24"
+    assert text(page, "#position") == "1 / 23"
     page.keyboard.press("ArrowLeft")
     assert picture(page) == first
     page.keyboard.press("ArrowLeft")
-    assert text(page, "#position") == "1 / 24"
+    assert text(page, "#position") == "0 / 23"
     page.keyboard.press("End")
     page.keyboard.press("ArrowRight")
-    assert text(page, "#position") == "24 / 24"
+    assert text(page, "#position") == "23 / 23"
     page.keyboard.press("Home")
     assert picture(page) == first
 
@@ -63,9 +63,9 @@ def test_one_arrow_is_one_step_while_the_slider_has_the_focus(opened, recording)
     page = opened(recording)
     page.focus("#time")
     page.keyboard.press("ArrowRight")
-    assert text(page, "#position") == "2 / 24"
+    assert text(page, "#position") == "1 / 23"
     page.keyboard.press("ArrowDown")
-    assert text(page, "#position") == "1 / 24"
+    assert text(page, "#position") == "0 / 23"
 
 
 def test_a_control_keeps_its_own_arrows(opened, recording):
@@ -74,7 +74,7 @@ def test_a_control_keeps_its_own_arrows(opened, recording):
     before = int(page.input_value("#threshold"))
     page.keyboard.press("ArrowRight")
     assert int(page.input_value("#threshold")) == before + 1
-    assert text(page, "#position") == "1 / 24"
+    assert text(page, "#position") == "0 / 23"
 
 
 def test_space_plays_and_stops(opened):
@@ -82,14 +82,14 @@ def test_space_plays_and_stops(opened):
     page.select_option("#speed", "12")
     page.locator("#volume").focus()
     page.keyboard.press("Space")
-    running = re.compile(r"^([2-9]|\d\d+) / 1200")
+    running = re.compile(r"^([2-9]|\d\d+) / 1199")
     sync_api.expect(page.locator("#position")).to_have_text(running, timeout=PATIENCE)
     assert page.locator("#play").get_attribute("aria-label") == "Pause"
     page.keyboard.press("Space")
     assert page.locator("#play").get_attribute("aria-label") == "Play"
     stopped = text(page, "#position")
     page.wait_for_timeout(250)  # three chunks
-    assert text(page, "#position") == stopped != "1200 / 1200"
+    assert text(page, "#position") == stopped != "1199 / 1199"
 
 
 def test_the_play_button_runs_to_the_end_and_starts_again(opened):
@@ -98,7 +98,7 @@ def test_the_play_button_runs_to_the_end_and_starts_again(opened):
     for _ in range(2):
         page.click("#play")
         sync_api.expect(page.locator("#play[aria-pressed=false]")).to_be_visible(timeout=PATIENCE)
-        assert text(page, "#position") == "5 / 5"
+        assert text(page, "#position") == "4 / 4"
 
 
 def test_the_layer_and_the_row_choose_what_is_drawn(opened, recording):
@@ -154,7 +154,7 @@ def test_the_view_can_be_turned_and_zoomed_by_keyboard(opened, recording):
     for key in ("Shift+ArrowLeft", "Shift+ArrowUp", "+", "-"):
         page.keyboard.press(key)
         assert picture(page) != first, key
-        assert text(page, "#position") == "1 / 24"
+        assert text(page, "#position") == "0 / 23"
         page.keyboard.press("0")
         assert picture(page) == first, key
 
@@ -279,7 +279,7 @@ def test_a_finger_on_a_chart_goes_there_and_may_scroll_the_page(phone):
     page, hand = phone
     x, y = middle(page, "#use-chart")
     page.touchscreen.tap(x, y)
-    sync_api.expect(page.locator("#position")).not_to_have_text("1 / 9", timeout=PATIENCE)
+    sync_api.expect(page.locator("#position")).not_to_have_text("0 / 8", timeout=PATIENCE)
     assert 3 < int(text(page, "#position").split(" / ")[0]) < 8
     hand.move(((x, y), (x, y - 300)), steps=8)
     hand.lift()
@@ -297,4 +297,4 @@ def test_the_play_button_and_the_slider_take_a_tap(phone):
     page.wait_for_selector("#play[aria-pressed=false]")
     box = page.locator("#time").bounding_box()
     page.touchscreen.tap(box["x"] + box["width"] - 10, box["y"] + box["height"] / 2)
-    sync_api.expect(page.locator("#position")).to_have_text("9 / 9", timeout=PATIENCE)
+    sync_api.expect(page.locator("#position")).to_have_text("8 / 8", timeout=PATIENCE)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from browsing import PATIENCE, PHONE, keep, orange, picture, settle, slide, text
 from invented import invented
+from PIL import Image
 from test_place_pages import recorded
 
 from tensor_memory import PlaceConfig, PlaceMemory, record
@@ -41,6 +42,8 @@ def test_a_press_on_an_answer_shows_the_writes_that_fed_it(opened):
     page = opened(recording)
     press_strip(page, READ, 16)
     assert text(page, "#chunk-name") == f"Token {READ} of 0 to 15"
+    own = 100 * sum(float(arc["part"]) for arc in arcs(page) if int(arc["position"]) == READ)
+    assert text(page, "#strip-hover").endswith(f"share {own:.1f} %")  # of this read
     page.uncheck("#head-1")
     settle(page)
     share, part = parts_of(recording[0], READ, 0)
@@ -56,12 +59,12 @@ def test_a_press_on_an_answer_shows_the_writes_that_fed_it(opened):
     )
     assert widths == sorted(widths)  # the largest is drawn last and widest
     lines = page.locator("#source-list li").all_inner_texts()
-    assert lines[-1].split() == ["together", "100", "%"]
+    assert lines[-1].split() == ["together", "100.0", "%"]
     assert lines[-3].startswith("all other writes")
     assert lines[-2].startswith("a state from before the recording")
     best = int(part.abs().argmax())
     assert f"word{best}" in lines[0]
-    assert f"token {best}" in lines[0]
+    assert ("itself" if best == READ else f"token {best}") in lines[0]
     # Both heads: each weighs as much as it is of ‖r‖².
     page.check("#head-1")
     settle(page)
@@ -72,7 +75,7 @@ def test_a_press_on_an_answer_shows_the_writes_that_fed_it(opened):
         head = int(arc["head"])
         want = float(weights[head] * parts_of(recording[0], READ, head)[1][int(arc["position"])])
         assert float(arc["part"]) == pytest.approx(want, rel=1e-4, abs=1e-6)
-    assert text(page, "#source-list .sum").split() == ["together", "100", "%"]
+    assert text(page, "#source-list .sum").split() == ["together", "100.0", "%"]
     keep(page, "sources")
     # An arc and the strip tell who they are; a line of the list goes there.
     page.locator("#arcs .arc").last.dispatch_event("pointerenter")
@@ -97,6 +100,22 @@ def test_the_life_of_a_write_is_told_with_who_took_most_of_it(opened):
     assert f"token {taker} “word{taker}” took most" in told
     assert (f"half of it was gone at token {half} " if half >= 0 else "more than half") in told
     assert page.locator("#arcs .life").count() == 1
+    # In the volume its mark has a name too; of the first read it gave all.
+    slide(page, "#time", 0)
+    page.uncheck("#show-reads")
+    left, top, right, bottom = orange(picture(page))
+    page.locator("#volume").hover(position={"x": (left + right) / 2, "y": (top + bottom) / 2})
+    assert text(page, "#hover").startswith("“word0” token 0 · 100.0 % of the read")
+
+
+def test_a_token_whose_rate_is_zero_has_written_nothing(opened):
+    recording = recorded(heads=1, rule="delta", tokens=6)
+    recording[0].rate[3] = 0
+    page = opened(recording)
+    slide(page, "#time", 3)
+    assert text(page, "#chunk-status") == "read; nothing written, its rate is 0"
+    assert text(page, "#life") == ""
+    assert page.locator("#arcs .life").count() == 0
 
 
 def test_a_state_from_before_the_recording_is_named_with_its_part(opened):
@@ -133,6 +152,7 @@ def test_a_brush_shows_less_time_and_keys_and_boxes_go_there(opened):
     settle(page)
     assert page.locator("#layer").input_value() == "2"
     assert int(text(page, "#position").split(" / ")[0]) == pytest.approx(101, abs=2)
+    assert text(page, "#strip-hover").startswith("blocks.2, chunk 100 · use ")
     page.keyboard.press("g")
     page.keyboard.type("17")
     page.keyboard.press("Enter")
@@ -149,10 +169,11 @@ def test_a_brush_shows_less_time_and_keys_and_boxes_go_there(opened):
 def test_it_opens_where_the_memory_is_used_most(opened):
     recording = invented(2, chunks=30, rows=2)
     recording[1].use[17, 0] = 3.0
+    recording[1].hidden_norm[17] *= 0.2  # below what is shown at most steps
     page = opened(recording, at="")
     assert text(page, "#chunk-name").startswith("Chunk 17 ")
     assert page.locator("#layer").input_value() == "1"
-    assert int(text(page, "#shown").split()[0]) > 0
+    assert int(text(page, "#shown").split()[0]) > 20  # not the largest alone
 
 
 def test_a_link_opens_the_same_view_and_the_theme_can_be_switched(opened):
@@ -237,11 +258,21 @@ def test_two_recordings_are_shown_beside_each_other_at_one_step(opened, tmp_path
     assert page.locator("#beside").input_value() == "2"
     before = picture(page, "#volume-beside")
     slide(page, "#time", 7)
-    assert text(page, "#beside-name") == "B: blocks.0, chunk 7"
+    names = [text(page, of) for of in ("#volume-name", "#beside-name")]
+    assert names == ["A: blocks.0, chunk 7", "B: blocks.0, chunk 7"]
     assert picture(page, "#volume-beside") != before
     assert picture(page, "#volume-beside") != picture(page)
     page.select_option("#beside", "0")
     assert picture(page, "#volume-beside") == picture(page)
+    page.evaluate("Object.defineProperty(navigator, 'clipboard', {value: undefined})")
+    with page.expect_download() as download:
+        page.keyboard.press("c")
+    saved = Image.open(download.value.path())  # both, beside each other
+    half = saved.width // 2
+    assert (
+        saved.crop((0, 0, half, saved.height)).tobytes()
+        == saved.crop((half, 0, saved.width, saved.height)).tobytes()
+    )
     page.select_option("#layer", "1")
     page.select_option("#beside", "3")  # half as much of everything: the scale is that of the first
     assert picture(page, "#volume-beside") != picture(page)
@@ -265,5 +296,5 @@ def test_five_thousand_steps_of_eight_layers_can_be_scrubbed(opened):
     settle(page)
     assert page.locator("#overview .window").is_visible()
     page.select_option("#layer", "7")
-    assert text(page, "#position") == "4751 / 5000"
+    assert text(page, "#position") == "4750 / 4999"
     keep(page, "long")

@@ -4,7 +4,7 @@ import io
 
 import pytest
 import torch
-from browsing import PATIENCE, PHONE, keep, picture, settle, slide, text
+from browsing import PATIENCE, PHONE, keep, orange, picture, settle, slide, text
 from invented import invented
 from PIL import Image
 from test_place_pages import recorded
@@ -71,6 +71,18 @@ def test_a_volume_is_cut_by_a_plane_into_slices_or_projected(opened):
     assert text(again, "#cut-value") == "y = 0.200"
 
 
+def test_marks_are_projected_with_the_volume(opened):
+    places = []
+    for x, cut in ((0.9, 7), (-1.0, 0)):  # the largest along x, the whole
+        recording = invented(1, chunks=1, rows=1, texts=False)
+        recording[0].write_at[0, 0, 0] = torch.tensor([x, 0.3, -0.3])
+        recording[0].spread.fill_(5)  # no ball
+        page = opened(recording, at=f"#t=0&cut={cut}")
+        page.uncheck("#show-reads")
+        places.append(orange(picture(page)))
+    assert places[0] == places[1]
+
+
 @pytest.fixture(scope="module")
 def gated():
     torch.manual_seed(0)
@@ -101,7 +113,7 @@ def test_a_gated_read_is_told_write_by_write_with_what_is_not_additive(opened, g
     assert float(shown) == pytest.approx(joint * 100, abs=0.51)
     assert abs(joint) > 0.01
     assert "not additive" in text(page, "#source-list .joint")
-    assert text(page, "#source-list .sum").split() == ["together", "100", "%"]
+    assert text(page, "#source-list .sum").split() == ["together", "100.0", "%"]
     slide(page, "#time", 1)
     half = int(gated[0].follow(0, 8).half[1, 0])
     told = f"half of it was gone at chunk {half} " if half >= 0 else "more than half of it stayed"
@@ -189,7 +201,7 @@ def test_everything_can_be_reached_and_changed_by_keyboard_alone(opened, gated):
     assert text(page, "#cut-value") == "x = −1.00"
     tab_to(page, "#time")
     page.keyboard.press("End")
-    assert text(page, "#position") == "9 / 9"
+    assert text(page, "#position") == "8 / 8"
     page.keyboard.press("]")
     settle(page)
     assert page.locator("#overview .window").is_visible()

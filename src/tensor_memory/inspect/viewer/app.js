@@ -74,12 +74,13 @@ function start() {
     find("time").disabled = find("play").disabled = chosen.chunks < 2;
     find("trail").max = Math.max(0, chosen.chunks - 1);
     find("trail").disabled = chosen.chunks < 2;
-    if (!trailChosen) state.trail = chosen.tokenReads ? 2 : 16;
+    // Rings already mark the writes that count: a path through earlier reads would cross them.
+    if (!trailChosen) state.trail = chosen.sources ? 0 : chosen.tokenReads ? 2 : 16;
     find("trail").value = state.trail;
     find("scale-top").textContent = number(chosen.top);
     find("scale-middle").textContent = number(chosen.top / 2);
-    // Where it opens, something is shown.
-    if (!thresholdChosen) state.threshold = Math.min(usualThreshold(chosen), chosen.peaks[state.t * recording.rows + state.row] || 255);
+    // Where it opens, a tenth of the voxels is shown, or the largest.
+    if (!thresholdChosen) state.threshold = Math.min(usualThreshold(chosen), quantile(levelsAt(chosen, state.t, state.row, -1), 0.9) || chosen.peaks[state.t * recording.rows + state.row] || 255);
     if (scene.axes !== chosen.axes) scene.resetView(chosen.axes);
     find("threshold").value = state.threshold;
     if (state.window.to >= chosen.chunks || state.chunks !== chosen.chunks) state.window = { from: 0, to: Math.max(0, chosen.chunks - 1) };
@@ -122,6 +123,7 @@ function start() {
     // The shares in one read are few points: the overview shows use instead.
     const measure = state.measure === "share" ? "use" : state.measure;
     overview.draw({ measure, row: state.row, t: state.t, hidden: state.hidden, dark: isDark(), values: measureValues });
+    find("strip-hover").dataset.hint = `above: ${measure} in each layer, drag to zoom · below: every ${layer().unit}, press one`;
   }
 
   function setWindow(from, to) {
@@ -190,7 +192,7 @@ function start() {
     find("trail-value").textContent = count(Math.min(state.trail, Number(find("trail").max)), chosen.unit);
     find("time").value = state.t;
     find("time").setAttribute("aria-valuetext", `${chosen.unit} ${chosen.chunk[state.t]}`);
-    find("position").textContent = `${state.t + 1} / ${chosen.chunks}`;
+    find("position").textContent = `${chosen.chunk[state.t]} / ${chosen.chunk[chosen.chunks - 1]}`;
     find("volume").setAttribute("aria-label", `The memory after ${chosen.unit} ${chosen.chunk[state.t]}: ${shown} of ${chosen.voxels} voxels above the threshold`);
     drawColours();
     showPanel(chosen, state.layer, state.t, state.row);
@@ -222,23 +224,25 @@ function start() {
     const t = Math.min(state.t, second.chunks - 1);
     if (other.axes !== second.axes) other.resetView(second.axes);
     if (second.axes === scene.axes) Object.assign(other, { yaw: scene.yaw, pitch: scene.pitch, zoom: scene.zoom });
-    find("beside-name").textContent = `${second.name}, ${second.unit} ${second.chunk[t]}`;
+    find("volume-name").textContent = stepName(layer(), state.t);
+    find("beside-name").textContent = stepName(second, t);
     // On the scale of the first, so that one legend serves both.
     const gain = layer().top > 0 ? second.top / layer().top : 1;
-    other.draw({ ...state, layer: second, t, gain, slice: -1, picture: pictureUnder(second), cut: second.sizes.join() === layer().sizes.join() ? state.cut : 0 });
+    const sources = state.writes && second.sources ? sourcesOf(state.beside, state.row, t, state.hidden) : null;
+    other.draw({ ...state, layer: second, t, gain, sources, slice: -1, picture: pictureUnder(second), cut: second.sizes.join() === layer().sizes.join() ? state.cut : 0 });
   }
 
   function setBeside(index) {
     state.beside = index;
     find("beside").value = index;
-    find("volume-beside").hidden = find("beside-name").hidden = index < 0;
+    for (const of of ["volume-beside", "beside-name", "volume-name"]) find(of).hidden = index < 0;
     find("stage").classList.toggle("two", index >= 0);
     redraw();
   }
 
   function drawStrip(chosen, sources) {
     const { row, t, measure, hidden } = state;
-    const life = isPresent(chosen, t, row) ? lifeOf(chosen, row, t) : null;
+    const life = isPresent(chosen, t, row) && hasWritten(chosen, t, row) ? lifeOf(chosen, row, t) : null;
     const values = measureValues(state.layer, measure, row, t, hidden);
     strip.draw({ layer: chosen, row, t, window: state.window, values, measure, sources, life, dark: isDark() });
     showSources(chosen, row, t, sources, life, go);
@@ -387,12 +391,13 @@ function listenToControls({ scene, layer, play, go, goTo, redraw, restart, resty
   const changeTheme = () => ((state.theme = isDark() ? "light" : "dark"), restyle());
   on("theme", "click", changeTheme);
   on("copy-link", "click", () => copyLink(scene));
-  on("copy-picture", "click", () => copyPicture(find("volume")));
+  const copyVolumes = () => copyPicture([find("volume"), find("volume-beside")].filter(({ hidden }) => !hidden));
+  on("copy-picture", "click", copyVolumes);
   const letters = {
     "[": () => zoomTime(2),
     "]": () => zoomTime(0.5),
     a: () => setWindow(0, layer().chunks - 1),
-    c: () => copyPicture(find("volume")),
+    c: copyVolumes,
     d: changeTheme,
     g: () => find("goto").focus(),
     l: () => copyLink(scene),
@@ -460,7 +465,7 @@ function listenToVolume(canvas, scene, layer, redraw) {
   });
   canvas.addEventListener("pointermove", (event) => {
     const before = held.get(event.pointerId);
-    if (!before) return tellVoxel(event, scene, layer());
+    if (!before) return tellUnder(event, scene, layer());
     const [dx, dy] = [event.clientX - before.x, event.clientY - before.y];
     const gap = held.size === 2 ? apart() : 0;
     Object.assign(before, { x: event.clientX, y: event.clientY });
@@ -483,12 +488,14 @@ function listenToVolume(canvas, scene, layer, redraw) {
   }, { passive: false });
 }
 
-function tellVoxel(event, scene, layer) {
-  const hit = scene.voxelAt(event.offsetX, event.offsetY);
-  find("hover").hidden = hit === null;
-  if (hit === null) return;
-  const index = hit.index.slice(3 - Math.min(layer.axes, 3)).join(", ");
-  find("hover").textContent = `voxel [${index}] · ${layer.normName} ${number((hit.level / 255) * layer.top)}`;
+// What lies under the pointer: a write by its name, and the voxel.
+function tellUnder(event, scene, layer) {
+  const [x, y] = [event.offsetX, event.offsetY];
+  const told = [scene.writeAt(x, y)?.name()];
+  const hit = scene.voxelAt(x, y);
+  if (hit) told.push(`voxel [${hit.index.slice(3 - Math.min(layer.axes, 3)).join(", ")}] · ${layer.normName} ${number((hit.level / 255) * layer.top)}`);
+  find("hover").textContent = told.filter(Boolean).join(" · ");
+  find("hover").hidden = !find("hover").textContent;
 }
 
 function showEmpty() {
@@ -506,6 +513,7 @@ function showEmpty() {
     : "The recording's layers never saw a token. Run the model inside the block:";
 }
 
+const stepName = (layer, t) => `${layer.name}, ${layer.unit} ${layer.chunk[t]}`;
 const count = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
 const number2 = (value) => (Number.isFinite(value) ? (value === 0 || value === 1 ? String(value) : value.toFixed(2)) : "–");
 

@@ -120,9 +120,9 @@ class Chart {
   }
 }
 
-// The next of 1, 2, 5 × a power of ten: a scale whose ends can be read.
+// The next of 1, 2, 3, 5 × a power of ten: a scale whose ends can be read.
 function niceTop(largest) {
   if (!(largest > 0)) return 1;
   const power = 10 ** Math.floor(Math.log10(largest));
-  return power * [1, 2, 5, 10].find((step) => step * power >= largest * 0.999);
+  return power * [1, 2, 3, 5, 10].find((step) => step * power >= largest * 0.999);
 }

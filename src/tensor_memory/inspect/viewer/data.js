@@ -116,6 +116,8 @@ function pointAt(layer, array, count, t, row, index) {
 }
 
 const isPresent = (layer, t, row) => (layer.flags[t * recording.rows + row] & 1) !== 0;
+// A token of a place memory whose rate is 0 has written nothing.
+const hasWritten = (layer, t, row) => layer.unit !== "token" || layer.gates[(t * recording.rows + row) * layer.gateCount] >= 0.005;
 const isWritten = (layer, t, row) => (layer.flags[t * recording.rows + row] & 2) !== 0;
 
 function tokenTexts(row, start, stop) {

@@ -14,6 +14,7 @@ class Overview {
       begun = at(event);
     });
     this.canvas.addEventListener("pointermove", (event) => {
+      this.tell(at(event));
       if (begun && Math.abs(event.clientX - begun.x) > 4) brush(begun.step, at(event).step);
     });
     this.canvas.addEventListener("pointerup", (event) => {
@@ -21,7 +22,15 @@ class Overview {
       begun = null;
     });
     this.canvas.addEventListener("pointercancel", () => (begun = null));
+    this.canvas.addEventListener("pointerleave", () => (find("strip-hover").textContent = ""));
     this.canvas.addEventListener("dblclick", () => brush(0, this.count - 1));
+  }
+
+  tell({ line, step }) {
+    const layer = recording.layers[line];
+    if (!layer || step >= layer.chunks) return;
+    const value = this.rows[line][step];
+    find("strip-hover").textContent = `${layer.name || `layer ${line}`}, ${layer.unit} ${lightArrays(line).chunk[step]} · ${this.measure} ${this.measure === "use" ? percent(value) : number(value)}`;
   }
 
   // Colours every line again; what only moves is in `point`.
@@ -37,6 +46,7 @@ class Overview {
     const pen = this.canvas.getContext("2d");
     const image = pen.createImageData(width, lines);
     const rows = recording.layers.map((_, index) => values(index, measure, row, t, hidden));
+    Object.assign(this, { rows, measure });
     let top = measure === "use" ? 0 : 1;
     if (!top) top = Math.max(...rows.map(largestOf));
     rows.forEach((line, index) => {

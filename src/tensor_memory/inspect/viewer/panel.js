@@ -16,7 +16,7 @@ function showPanel(layer, layerIndex, t, row) {
   find("chunk-name").replaceChildren(`${place ? "Token" : "Chunk"} ${chunk} `, small(layer.chunks > 1 ? `of 0 to ${layer.chunk[layer.chunks - 1]}` : "the only one"));
   find("chunk-status").textContent = !present
     ? `This row has no such ${layer.unit}.`
-    : place ? "written, then read" : `${stop - start === 1 ? `Token ${start}` : `Tokens ${start} to ${stop - 1}`} · ` +
+    : place ? (hasWritten(layer, t, row) ? "written, then read" : "read; nothing written, its rate is 0") : `${stop - start === 1 ? `Token ${start}` : `Tokens ${start} to ${stop - 1}`} · ` +
       (isWritten(layer, t, row) ? "read, then written" : "read, never written: unfinished or dropped");
   showText(present, row, start, stop);
   showFrame(present, row, start);
@@ -30,9 +30,9 @@ function showPanel(layer, layerIndex, t, row) {
   showPoints(layer, [["write", writes], ["read", reads]]);
   const levels = levelsAt(layer, t, row, -1);
   const rows = [
-    ["Readout ‖r‖, mean over reads", number(layer.readout[value])],
+    [layer.reads > 1 ? "Readout ‖r‖, mean" : "Readout ‖r‖", number(layer.readout[value])],
     [`Largest ${layer.normName} in the grid`, number(present ? (Math.max(...levels) / 255) * layer.top : NaN)],
-    [place ? "Rate β, keep α" : "Gates i, f, o", layer.gateNames.map((_, gate) => number(layer.gates[value * layer.gateCount + gate])).join("  ")],
+    [place ? "Rate β, keep α" : "Gates i, f, o", layer.gateNames.map((_, gate) => number(layer.gates[value * layer.gateCount + gate])).join(" · ")],
     ["Use ‖σ(γ)m‖ / ‖x‖", percent(layer.use[value])],
     ["Layer gate σ(γ)", layer.gate === null ? "none" : number(layer.gate)],
   ];

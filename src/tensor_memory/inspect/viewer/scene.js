@@ -17,6 +17,8 @@ class Scene extends View {
     this.hidden = layer.unit === "token" ? new Set() : hidden;
     this.measure(layer);
     this.aim();
+    this.marks = [];
+    this.flat = cut > 6 && layer.axes > 2 ? { axis: 2 - cutAxis(cut), at: layer.points[cutAxis(cut)][0] } : null;
     if (picture) this.drawPicture(picture);
     this.drawBox(layer, "back");
     if (writes) this.shadeWrites(layer, t, row);
@@ -28,8 +30,9 @@ class Scene extends View {
     this.drawBox(layer, "front");
     const from = Math.max(0, t - trail);
     if (sources) this.drawSources(layer, row, sources);
-    if (reads) this.drawReads(layer, from, t, row);
+    const ends = reads ? this.drawReads(layer, from, t, row) : [];
     if (writes) this.drawWrites(layer, from, t, row);
+    for (const [x, y, colour] of ends) this.diamond(x, y, colour); // on a write at the same place
     this.drawLabels(layer);
     return shown;
   }
@@ -133,6 +136,12 @@ class Scene extends View {
     return null;
   }
 
+  // The write whose mark is under a place on the canvas: first the one that gave most to the read.
+  writeAt(x, y) {
+    const near = (this.marks ?? []).filter((mark) => Math.hypot(mark.x - x, mark.y - y) <= 10);
+    return near.findLast(({ source }) => source) ?? near.at(-1);
+  }
+
   // Edges of the box; an edge is behind when both faces it joins look away from the eye.
   drawBox(layer, part) {
     const pen = this.pen;
@@ -177,7 +186,7 @@ class Scene extends View {
       taken.push(box);
       pen.fillText(text, box[0], box[1]);
     };
-    const out = this.extent.map((e) => e + 0.17);
+    const out = this.extent.map((e) => e + (layer.axes === 1 ? 0.06 : 0.17));
     const [ex, ey, ez] = this.extent;
     const front = Math.sign(this.eye[2]) || 1;
     const side = Math.sign(this.eye[0]) || 1;
@@ -196,7 +205,9 @@ class Scene extends View {
   }
 
   // One path per read head, through all of a chunk's tokens when every token reads, older fainter.
+  // Returns where it ends.
   drawReads(layer, from, t, row) {
+    const ends = [];
     for (let head = 0; head < layer.heads; head++) {
       if (this.hidden.has(head)) continue;
       const colour = this.readColour(layer, head);
@@ -211,17 +222,19 @@ class Scene extends View {
             this.stroke([last, place], this.colour.halo, 4, age * 0.7);
             this.stroke([last, place], colour, 1.6, age);
           }
-          if (at === t) this.diamond(place[0], place[1], colour);
+          if (at === t) ends.push([place[0], place[1], colour]);
           else this.dot(place[0], place[1], 1.8, colour, age);
           last = place;
         }
       }
     }
+    return ends;
   }
 
   diamond(x, y, inner) {
     const pen = this.pen;
-    for (const [radius, colour] of [[8, this.colour.halo], [6, inner]]) {
+    const on = this.marks.some((mark) => mark.now && Math.hypot(mark.x - x, mark.y - y) < 6);
+    for (const [radius, colour] of on ? [[5.5, this.colour.halo], [4, inner]] : [[8, this.colour.halo], [6, inner]]) {
       pen.beginPath();
       pen.moveTo(x, y - radius);
       for (const [dx, dy] of [[1, 0], [0, 1], [-1, 0]]) pen.lineTo(x + dx * radius, y + dy * radius);
@@ -236,8 +249,9 @@ class Scene extends View {
     for (let at = from; at <= t; at++) {
       for (let head = 0; head < layer.writes; head++) {
         const point = pointAt(layer, layer.writeAt, layer.writes, at, row, head);
-        if (!point || this.hidden.has(head) || !this.hasWritten(layer, at, row)) continue;
+        if (!point || this.hidden.has(head) || !hasWritten(layer, at, row)) continue;
         const [x, y] = this.place(point);
+        this.marks.push({ x, y, now: at === t, name: () => `write of ${writeName(layer, row, layer.chunk[at])}` });
         const colour = this.writeColour(layer, head);
         if (at < t) {
           this.dot(x, y, 3.4, this.colour.halo, 0.5);
@@ -246,21 +260,17 @@ class Scene extends View {
         }
         const spread = this.spreadOf(layer, at, row, head);
         if (spread && spread <= WIDE) this.drawSphere(layer, point, spread, colour);
-        this.dot(x, y, 6, this.colour.halo);
-        this.dot(x, y, 4.5, colour);
+        this.dot(x, y, 8, this.colour.halo);
+        this.dot(x, y, 6.5, colour);
       }
     }
-  }
-
-  // A token of a place memory whose rate is 0 has written nothing.
-  hasWritten(layer, t, row) {
-    return layer.unit !== "token" || layer.gates[(t * recording.rows + row) * layer.gateCount] >= 0.005;
   }
 
   // Rings around the writes that this read came from, as wide as their parts.
   drawSources(layer, row, { writes }) {
     const pen = this.pen;
-    for (const { head, position, part } of [...writes].reverse()) {
+    for (const write of [...writes].reverse()) {
+      const { head, position, part } = write;
       const t = stepOf(layer.chunk, position);
       const size = Math.min(1, Math.abs(part));
       if (layer.chunk[t] !== position || (layer.unit === "token" && head !== layer.head) || size < 0.005) continue;
@@ -268,6 +278,7 @@ class Scene extends View {
         const point = pointAt(layer, layer.writeAt, layer.writes, t, row, index);
         if (!point || this.hidden.has(index)) continue;
         const [x, y] = this.place(point);
+        this.marks.push({ x, y, source: true, name: () => sourceName(layer, row, write) });
         for (const [width, colour] of [[3.5 + 6 * size, this.colour.halo], [1.2 + 6 * size, this.writeColour(layer, index)]]) {
           pen.setLineDash(part < 0 ? [4, 3] : []);
           pen.beginPath();
@@ -282,7 +293,7 @@ class Scene extends View {
 
   // The outline of a sphere; seen from so near it is a little wider than its great circles.
   outline(point, spread) {
-    const centre = [0, 1, 2].map((axis) => point[axis] ?? 0);
+    const centre = this.centre(point);
     const [x, y, scale] = this.project(...centre);
     const away = Math.hypot(...centre.map((c, axis) => c - this.eye[axis]));
     return [x, y, (spread * scale) / Math.sqrt(Math.max(1 - (spread / away) ** 2, 0.01))];
@@ -322,7 +333,7 @@ class Scene extends View {
 
   drawSphere(layer, point, spread, colour) {
     const pen = this.pen;
-    const centre = [0, 1, 2].map((axis) => point[axis] ?? 0);
+    const centre = this.centre(point);
     if (layer.axes === 1) {
       const ends = [-1, 1].map((side) => this.project(centre[0] + side * spread, 0, 0));
       this.stroke(ends, colour, 2.5, 0.9);

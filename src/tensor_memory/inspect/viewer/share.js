@@ -60,13 +60,14 @@ async function copyLink(scene) {
 }
 
 // Onto the clipboard where the browser allows it, else as a file.
-async function copyPicture(volume) {
+async function copyPicture(volumes) {
   const copy = document.createElement("canvas");
-  [copy.width, copy.height] = [volume.width, volume.height];
+  copy.width = volumes.reduce((total, { width }) => total + width, 0);
+  copy.height = volumes[0].height;
   const pen = copy.getContext("2d");
   pen.fillStyle = getComputedStyle(document.documentElement).backgroundColor;
   pen.fillRect(0, 0, copy.width, copy.height);
-  pen.drawImage(volume, 0, 0);
+  volumes.forEach((volume, index) => pen.drawImage(volume, index * volumes[0].width, 0));
   const blob = await new Promise((done) => copy.toBlob(done));
   if (await put(() => navigator.clipboard.write([new ClipboardItem({ "image/png": blob })]))) return tell("picture copied");
   const link = document.createElement("a");

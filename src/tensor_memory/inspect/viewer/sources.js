@@ -3,19 +3,17 @@
 const LISTED = 10; // writes that get a line
 
 function showSources(layer, row, t, sources, life, go) {
-  const box = find("sources");
-  box.hidden = !layer.sources;
-  if (box.hidden) return;
   const line = (name, part, className) => {
     const item = element("li", "", className);
     item.append(element("span", name), element("output", signedPercent(part)));
     return item;
   };
-  find("sources-note").hidden = layer.unit === "token";
+  find("sources-note").hidden = layer.unit === "token" || !layer.sources;
   const list = find("source-list");
   const focused = [...list.querySelectorAll("button")].indexOf(document.activeElement);
   if (!sources) {
-    list.replaceChildren(element("li", isPresent(layer, t, row) ? "Not known: nothing was read, or the page does not tell it." : `This row has no such ${layer.unit}.`));
+    const why = layer.sources ? "Not known: nothing was read." : "Not on this page: the recording has no history of the writes, or a too long one.";
+    list.replaceChildren(element("li", isPresent(layer, t, row) ? why : `This row has no such ${layer.unit}.`));
   } else {
     const listed = sources.writes.filter(({ part }) => Math.abs(part) >= 0.0005).slice(0, LISTED);
     list.replaceChildren(...listed.map((write) => {
@@ -26,7 +24,7 @@ function showSources(layer, row, t, sources, life, go) {
       const swatch = element("i", "");
       swatch.style.background = sourceColour(layer, write.head);
       const text = visible(positionText(layer, row, write.position)).trim();
-      const name = `${write.position === layer.chunk[t] ? "itself, " : ""}${layer.unit} ${write.position}${layer.headCount > 1 ? `, head ${write.head}` : ""}`;
+      const name = `${write.position === layer.chunk[t] ? "itself" : `${layer.unit} ${write.position}`}${layer.headCount > 1 ? `, head ${write.head}` : ""}`;
       button.append(swatch, element("b", text || ""), element("span", name), element("output", signedPercent(write.part)));
       button.addEventListener("click", () => go(stepOf(layer.chunk, write.position)));
       item.append(button);
@@ -43,16 +41,13 @@ function restLines(layer, sources, listed, line) {
   return [
     line("all other writes", sources.others + sum(sources.writes) - sum(listed), "others"),
     line("a state from before the recording", sources.rest, "rest"),
-    ...(layer.unit === "token" ? [] : [line("not additive: no write alone", sources.joint, "joint")]),
+    ...(layer.unit === "token" ? [] : [line("not additive: of several writes together", sources.joint, "joint")]),
     line("together", sum(sources.writes) + sources.others + sources.rest + sources.joint, "sum"),
   ];
 }
 
 function lifeText(layer, row, { half, left, taker, taken }) {
-  const named = (position) => {
-    const text = visible(positionText(layer, row, position)).trim();
-    return `${layer.unit} ${position}${text ? ` “${text}”` : ""}`;
-  };
+  const named = (position) => writeName(layer, row, position);
   const fades = half >= 0 ? `half of it was gone at ${named(half)}` : "more than half of it stayed";
   const by = taker >= 0 ? `; ${named(taker)} took most, ${percent(taken)}` : Number.isFinite(taken) ? "; no write took any of it" : "";
   return `What it wrote: ${fades}, ${percent(left)} was left at the end${by}.`;

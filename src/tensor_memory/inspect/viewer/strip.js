@@ -8,12 +8,16 @@ class Strip {
     Object.assign(this, { canvas, arcs, pen: canvas.getContext("2d") });
     const at = (event) => this.stepAt(event.clientX - canvas.getBoundingClientRect().left);
     const press = (event) => {
-      if (event.type === "pointermove" && event.buttons !== 1) return this.tell(at(event));
-      seek(at(event));
+      this.under = at(event);
+      if (event.type === "pointermove" && event.buttons !== 1) return this.tell(this.under);
+      seek(this.under);
     };
     canvas.addEventListener("pointerdown", press);
     canvas.addEventListener("pointermove", press);
-    canvas.addEventListener("pointerleave", () => (find("strip-hover").textContent = ""));
+    canvas.addEventListener("pointerleave", () => {
+      this.under = null;
+      find("strip-hover").textContent = "";
+    });
     canvas.addEventListener("wheel", (event) => {
       event.preventDefault();
       zoom(Math.exp(event.deltaY * 0.002), at(event));
@@ -35,12 +39,12 @@ class Strip {
   tell(t) {
     const { layer, row, values, measure } = this;
     const text = visible(stepText(layer, t, row)).trim();
-    const value = measure === "share" || measure === "use" ? percent(values[t]) : number(values[t]);
+    const value = measure === "share" ? signedPercent(values[t]) : measure === "use" ? percent(values[t]) : number(values[t]);
     find("strip-hover").textContent = `${layer.unit} ${layer.chunk[t]}${text ? ` “${text}”` : ""} · ${measure} ${value}`;
   }
 
   draw({ layer, row, t, window: shown, values, measure, sources, life, dark }) {
-    Object.assign(this, { layer, row, values, measure, window: shown });
+    Object.assign(this, { layer, row, values, measure, window: shown, sums: layer.unit === "token" && layer.headCount > 1 });
     const style = getComputedStyle(document.documentElement);
     const ratio = Math.min(window.devicePixelRatio || 1, 2);
     const [width, height] = [this.canvas.clientWidth, this.canvas.clientHeight];
@@ -51,6 +55,7 @@ class Strip {
     this.pen.setTransform(ratio, 0, 0, ratio, 0, 0);
     this.drawCells(t, height, style, dark);
     this.drawArcs(t, sources, life);
+    if (this.under != null) this.tell(this.under); // a press changes the shares
     this.canvas.setAttribute("aria-label", `${layer.unit} ${layer.chunk[t]} of the strip, coloured by ${measure}`);
   }
 
@@ -80,11 +85,12 @@ class Strip {
   }
 
   // Two tables: of values above 0 and below. Shares tint the ground in the colour of writes, those
-  // against the read in another. They are made once per theme: a strip has thousands of columns.
+  // against the read in another; neither is a head's where shares are sums over heads. They are
+  // made once per theme: a strip has thousands of columns.
   colours(style, dark) {
-    const key = `${this.measure === "share"} ${dark}`;
+    const key = `${this.measure === "share"} ${dark} ${this.sums}`;
     if (this.tableKey === key) return this.tables;
-    const [ground, ...tints] = ["--ground", "--write", "--input"].map((name) => style.getPropertyValue(name).trim());
+    const [ground, ...tints] = ["--ground", ...(this.sums ? ["--muted", "--use"] : ["--write", "--input"])].map((name) => style.getPropertyValue(name).trim());
     const mixed = (tint, size) => (size === 0 ? ground : `color-mix(in srgb, ${tint} ${(18 + 70 * Math.sqrt(size)).toFixed(0)}%, ${ground})`);
     this.tables = tints.map((tint) => Array.from({ length: LEVELS + 1 }, (_, level) => {
       const size = level / LEVELS;
@@ -109,9 +115,9 @@ class Strip {
       const wide = pen.measureText(text).width > cell - 4;
       const upright = wide && cell < 30;
       pen.textAlign = wide ? "left" : "center";
-      pen.translate(upright || !wide ? this.x(t) : this.x(t) - cell / 2 + 3, upright ? height - 2 : height / 2);
+      pen.translate(upright || !wide ? this.x(t) : Math.max(0, this.x(t) - cell / 2) + 3, upright ? height - 2 : height / 2);
       if (upright) pen.rotate(-Math.PI / 2);
-      if (this.measure !== "share") {
+      if (this.measure !== "share" || this.sums) {
         pen.strokeStyle = halo;
         pen.lineWidth = 3;
         pen.strokeText(text, 0, 0);
@@ -163,4 +169,11 @@ function sourceName(layer, row, { position, head, part, share }) {
   return `${text ? `“${text}” ` : ""}${layer.unit} ${position}${heads} · ${signedPercent(part)} of the read${layer.unit === "token" ? ` · share ${number(share)}` : ""}`;
 }
 
-const signedPercent = (value) => (Math.abs(value) < 5e-6 ? "0 %" : value < 0 ? `−${percent(-value)}` : percent(value));
+// Parts of a read: one decimal for all, so that a list can be added up.
+const signedPercent = (value) => `${(Math.abs(value) < 5e-4 ? 0 : value * 100).toFixed(1).replace("-", "−")} %`;
+
+// A token or chunk by its number, with its text where there is one.
+function writeName(layer, row, position) {
+  const text = visible(positionText(layer, row, position)).trim();
+  return `${layer.unit} ${position}${text ? ` “${text}”` : ""}`;
+}

@@ -82,9 +82,16 @@ class View {
     return [this.width / 2 + right * scale, this.height * 0.47 - this.upwards * up * scale, scale];
   }
 
-  // A memory point of 1 to 4 coordinates; a fourth is projected away.
+  // A memory point of 1 to 4 coordinates in the world; a fourth is projected away, and so is the
+  // axis along which the largest is shown.
+  centre(point) {
+    const centre = [0, 1, 2].map((axis) => point[axis] ?? 0);
+    if (this.flat) centre[this.flat.axis] = this.flat.at;
+    return centre;
+  }
+
   place(point) {
-    return this.project(point[0], point[1] ?? 0, point[2] ?? 0);
+    return this.project(...this.centre(point));
   }
 
   stroke(path, colour, width, alpha = 1) {
