@@ -64,7 +64,8 @@ def test_a_page_follows_a_process_that_generates(processes, browser):
     page.on("request", lambda asked: outside.append(asked.url))
     page.set_default_timeout(PATIENCE)
     page.goto(address)
-    assert "waits for the first step" in text(page, "#empty-reason")
+    assert text(page, "#empty-name") == "Waiting for the first step"
+    assert 'live="run.safetensors"' in text(page, "#empty-code")
     ask(6)
     position = sync_api.expect(page.locator("#position"))
     position.to_have_text("5 / 5", timeout=PATIENCE)

@@ -505,7 +505,10 @@ function showEmpty() {
   const layers = recording.layers.length;
   find("summary").textContent = `${count(layers, "layer")} · no chunk`;
   if (recording.live !== null) {
-    find("empty-reason").textContent = "It is not there yet. This page waits for the first step of a model that is recorded with live=:";
+    const file = JSON.stringify(find("title").textContent);
+    find("empty-name").textContent = "Waiting for the first step";
+    find("empty-reason").textContent = "The file is not there yet. This page opens it as soon as a model writes it:";
+    find("empty-code").textContent = `with tensor_memory.record(model, live=${file}):\n    model(tokens)`;
     return void followLive(() => location.reload());
   }
   find("empty-reason").textContent = layers === 0
