@@ -44,9 +44,9 @@ FIGURES = {
 TITLES = {"binding": "Windowed binding", "language": "Bytes of WikiText-2"}
 
 VIEWS = {
-    "binding": [("binding", (1280, 800), "#t=13&trail=8"), ("phone", (390, 844), "#t=11&trail=8")],
+    "binding": [("binding", (1280, 800), "#t=13"), ("phone", (390, 844), "#t=11")],
     "language": [("language", (1280, 800), "#t=40")],
-    "walk": [("walk", (1280, 800), "#t=150&trail=0")],
+    "walk": [("walk", (1280, 800), "#t=150")],
 }
 """Photographs of a page: name, size of the window, the view."""
 
