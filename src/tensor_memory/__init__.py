@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tensor_memory.leaks import LeakReport, find_leak
     from tensor_memory.ops import backends, memory_scan
     from tensor_memory.ops.places.place_scan import place_scan
+    from tensor_memory.ops.prepared import fixed_weights
     from tensor_memory.place import PlaceMemory, Trace
     from tensor_memory.place_state import PlaceState
     from tensor_memory.residual import MemoryResidual
@@ -40,6 +41,7 @@ __all__ = [
     "backends",
     "detach",
     "find_leak",
+    "fixed_weights",
     "load_memory",
     "memory_disabled",
     "memory_scan",
@@ -65,6 +67,7 @@ _MODULES = {
     "backends": "ops",
     "detach": "attachment",
     "find_leak": "leaks",
+    "fixed_weights": "ops.prepared",
     "load_memory": "checkpoint",
     "memory_disabled": "attachment",
     "memory_scan": "ops",

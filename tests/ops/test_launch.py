@@ -75,7 +75,7 @@ class FakeKernel:
 @pytest.fixture
 def kernel(monkeypatch) -> FakeKernel:
     monkeypatch.setattr(launch, "INTERPRETED", False)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)  # the CPU's
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: "stream", raising=False)
     return FakeKernel()
 
@@ -118,7 +118,7 @@ def test_a_launch_happens_on_the_device_of_its_tensors(kernel, monkeypatch):
             entered.append(index)
 
         def __enter__(self):
-            current.append(None)
+            current.append(-1)
 
         def __exit__(self, *_):
             current.pop()
@@ -128,7 +128,7 @@ def test_a_launch_happens_on_the_device_of_its_tensors(kernel, monkeypatch):
     launch, x = BoundKernel(kernel, {"C": 16}), torch.zeros(8)
     launch((1,), (x, x), (5,))
     launch((1,), (x[1:], x), (5,))  # at an odd address
-    assert entered == [None, None]
+    assert entered == [-1, -1]
     assert len(kernel.compiled) == 2
     assert current == ["another"]
 

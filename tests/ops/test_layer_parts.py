@@ -32,11 +32,16 @@ def draw(*shape: int) -> Tensor:
 def test_norms_of_many_tokens_share_the_sums_for_their_weights(monkeypatch):
     monkeypatch.setattr(norm, "NORM_PROGRAMS", 2)  # for five blocks of 128 tokens
     x, layer, grad, past = draw(600, D).requires_grad_(), nn.LayerNorm(D).to(HERE), *draw(2, 600, D)
+    nn.init.normal_(layer.bias)
     torch.autograd.backward([layer(x), x], [grad, past])
     given = x.detach()
     out, statistics = norm.layer_norm(given, layer.weight, layer.bias, layer.eps, torch.float32)
     assert_same_rms("norm", out, layer(x).detach().double(), torch.float32)
-    grad_x, partial = norm.layer_norm_backward(given, layer.weight, statistics, grad, past)
+    normed = torch.full_like(given, torch.nan)
+    grad_x, partial = norm.layer_norm_backward(
+        given, layer.weight, statistics, grad, past, layer.bias, normed
+    )
+    assert_same(normed, out)
     expected = (x.grad, layer.weight.grad, layer.bias.grad)
     for got, right in zip((grad_x, *partial.sum(0)), expected, strict=True):
         assert_same_rms("gradient", got, right.double(), torch.float32)

@@ -1,11 +1,12 @@
 """A fused layer around a place memory, and one token in one launch, against the plain layer."""
 
+import contextlib
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tensor_memory import MemoryResidual, PlaceConfig, PlaceMemory, residual
+from tensor_memory import MemoryResidual, PlaceConfig, PlaceMemory, fixed_weights, residual
 from tolerances import assert_same, assert_same_rms
 
 token = pytest.importorskip(
@@ -121,6 +122,70 @@ def test_a_fused_layer_drops_what_its_backward_drops():
     assert 0.3 < dropped.float().mean() < 0.7
     (by_output,) = torch.autograd.grad(out[dropped].sum(), [layer.memory.output.weight])
     assert not by_output.any()
+
+
+@pytest.fixture
+def packings(monkeypatch):
+    """Counts how often the weights of a memory were packed."""
+    found = []
+    run = fused._packed
+    monkeypatch.setattr(fused, "_packed", lambda *a: (found.append(1), run(*a))[1])
+    return found
+
+
+def shared_layers():
+    layer = build(CONFIGS["two axes"])
+    return layer, MemoryResidual(layer.memory, gate_init=-0.4, own_memory=False).to(HERE)
+
+
+def through(layers, x, between=lambda: None):
+    first, second = layers
+    x, _ = first(x)
+    between()
+    return second(x)[0]
+
+
+def test_layers_that_share_a_memory_pack_it_once_and_learn_the_same(packings):
+    layers, (x, _) = shared_layers(), draw(CONFIGS["two axes"])
+    weights = dict(torch.nn.ModuleList(layers).named_parameters())
+    found = []
+    for pass_ in (contextlib.nullcontext(), fixed_weights()):
+        with pass_:
+            out = through(layers, x)
+        weight = torch.linspace(-1, 1, out.numel()).reshape(out.shape).to(out)
+        grads = torch.autograd.grad((out * weight).sum(), list(weights.values()))
+        found.append([out, *grads])
+    assert len(packings) == 2 + 1
+    for name, once, apart in zip(["out", *weights], found[1], found[0], strict=True):
+        assert_same_rms(name, once, apart.double(), torch.float32)
+
+
+def test_other_weights_inside_a_pass_are_packed_again(packings):
+    layers, (x, _) = shared_layers(), draw(CONFIGS["two axes"])
+    memory = layers[0].memory
+
+    def change():
+        with torch.no_grad():
+            memory.content.weight += 1.0
+
+    with fixed_weights():
+        before = through(layers, x)
+        through(layers, x)
+        assert len(packings) == 1
+        got = through(layers, x, change)
+        assert len(packings) == 2
+        plain = layers[0](x)[0] - x
+        double = memory.output.weight.detach() * 2
+        while double._version < memory.output.weight._version:
+            double.mul_(1)
+        given = {"memory.output.weight": double}
+        doubled = torch.func.functional_call(layers[0], given, (x,))[0] - x
+        assert len(packings) == 3
+    assert not torch.equal(got, before)
+    assert_same(doubled, 2 * plain)
+    memory.content.weight.data -= 1.0  # nothing is held after a pass
+    with fixed_weights():
+        assert_same(through(layers, x), before)
 
 
 @each_config

@@ -174,7 +174,8 @@ class BlockHook:
         if not torch.compiler.is_compiling() and (torch.is_grad_enabled() or module.training):
             self.first_runs.remember(args, kwargs, given)
         keep = calls.rollback if holder is not None and holder.can_go_back(x) else 0
-        y, state, seen = run_and_remember(self.run, x, given, chunk=self.chunk, keep=keep)
+        with call.fixed_weights():
+            y, state, seen = run_and_remember(self.run, x, given, chunk=self.chunk, keep=keep)
         if depth:
             call.states[slot] = state
         if holder is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +34,7 @@ from tensor_memory.attachment.places import PlaceSource
 from tensor_memory.attachment.rollback import ROLLBACK, Call
 from tensor_memory.attachment.stream import OpenStream, Stream
 from tensor_memory.build import AnyState
+from tensor_memory.ops.prepared import Prepared
 
 DEPTH = "depth"
 """The scope in which one state goes through all blocks."""
@@ -72,6 +74,9 @@ class HostCall:
 
     made: tuple[int, Any] | None = None
     """What `where=` made of the arguments of the modules entered; how many levels deep that was."""
+
+    prepared: Prepared | None = None
+    """What was made of the weights of the memory, which blocks share."""
 
     placed: tuple[list[Any], Tensor] | None = None
     """The places found for the block before, and all that they were found from."""
@@ -122,6 +127,13 @@ class HostCall:
         """Give every holder its states."""
         for holder, slot, state, tokens, call in self.results:
             holder.put(slot, state, tokens, call)
+
+    def fixed_weights(self) -> AbstractContextManager[None]:
+        """For every block: the memory's weights do not change during a call."""
+        if torch.compiler.is_compiling():
+            return nullcontext()
+        self.prepared = self.prepared or Prepared()
+        return self.prepared
 
     def slot(self, path: str) -> str:
         """Name of the state that the next run of block `path` uses."""

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tensor_memory.ops.inputs import prepared
-from tensor_memory.ops.launch import BoundKernel, bind
+from tensor_memory.ops.launch import BoundKernel, bind, or_else
 
 NORM_VALUES = 2048  # per program
 NORM_PROGRAMS = 528  # that share the sums for weight and bias: four per multiprocessor of an H200
@@ -61,20 +61,27 @@ def norm_backward_kernel(
     statistics,
     grad_out,
     grad_past,
+    bias,
     grad_x,
     partial,
+    normed,
     rows,
     loops,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
+    NORMED: tl.constexpr,
 ):
     """What reaches x through its norm, plus what reached it past the norm.
 
-    partial (programs, 2, D): sums for weight and bias over ROWS · loops rows.
+    partial (programs, 2, D): sums for weight and bias over ROWS · loops rows. NORMED: what the
+    norm gave is stored once more.
     """
     c = tl.arange(0, WIDTH)
     factor = tl.load(weight + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
+    offset = tl.zeros([1, WIDTH], dtype=tl.float32)
+    if NORMED:
+        offset += tl.load(bias + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
     to_weight = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
     to_bias = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
     for loop in range(loops):
@@ -86,6 +93,9 @@ def norm_backward_kernel(
         inverse = tl.load(statistics + rows + row, mask=row < rows, other=0.0)[:, None]
         value = tl.load(x + at, mask=own, other=0.0).to(tl.float32)
         value = tl.where(own, (value - mean) * inverse, 0.0)
+        if NORMED:
+            again = value * factor + offset
+            tl.store(normed + at, again.to(normed.dtype.element_ty), mask=own)
         # What scale and shift receive.
         grad = tl.load(grad_out + at, mask=own, other=0.0).to(tl.float32)
         to_weight += grad * value
@@ -107,13 +117,15 @@ class _Launches(NamedTuple):
     """Per program."""
     forward: BoundKernel
     backward: BoundKernel
+    backward_normed: BoundKernel
 
 
 @functools.lru_cache(maxsize=64)
 def _launches(D: int) -> _Launches:
     width = triton.next_power_of_2(D)
     sizes = {"D": D, "WIDTH": width, "ROWS": max(1, NORM_VALUES // width)}
-    return _Launches(sizes["ROWS"], bind(norm_kernel, **sizes), bind(norm_backward_kernel, **sizes))
+    backward = (bind(norm_backward_kernel, **sizes, NORMED=normed) for normed in (False, True))
+    return _Launches(sizes["ROWS"], bind(norm_kernel, **sizes), *backward)
 
 
 def layer_norm(
@@ -129,20 +141,32 @@ def layer_norm(
 
 
 def layer_norm_backward(
-    x: Tensor, weight: Tensor, statistics: Tensor, grad_out: Tensor, grad_past: Tensor
+    x: Tensor,
+    weight: Tensor,
+    statistics: Tensor,
+    grad_out: Tensor,
+    grad_past: Tensor,
+    bias: Tensor | None = None,
+    normed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What x receives through its norm and past it, and partial sums for weight and bias.
 
-    The sums are (programs, 2, d).
+    The sums are (programs, 2, d). `normed`, given with the bias, is filled with what `layer_norm`
+    returned.
     """
     D, rows = x.shape[-1], statistics.shape[1]
     do, weight = _launches(D), prepared(weight, weight.dtype)
     blocks = -(-rows // do.rows)
     programs = min(blocks, NORM_PROGRAMS)
     grad_x, partial = torch.empty_like(x), statistics.new_empty(programs, 2, D)
-    do.backward(
+    kernel = do.backward if normed is None else do.backward_normed
+    bias = weight if bias is None else prepared(bias, bias.dtype)
+    kernel(
         (programs,),
-        (x, weight, statistics, grad_out.contiguous(), grad_past.contiguous(), grad_x, partial),
+        (
+            x, weight, statistics, grad_out.contiguous(), grad_past.contiguous(), bias, grad_x,
+            partial, or_else(normed, grad_x),
+        ),
         (rows, -(-blocks // programs)),
-    )
+    )  # fmt: skip
     return grad_x, partial

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from tensor_memory import MemoryConfig, PlaceConfig, PlaceMemory, TensorMemory
+from tensor_memory import MemoryConfig, PlaceConfig, PlaceMemory, TensorMemory, fixed_weights
 from tensor_memory_lab.models import Carry
 from tensor_memory_lab.models.attention import SelfAttention
 from tensor_memory_lab.models.block import Block, LayerState, Place
@@ -248,13 +248,14 @@ class Stack(nn.Module):
         after: list[LayerState] = []
         threaded = None
         options = {"where": where} if self.config.takes_where else {}
-        for index, block in enumerate(self.blocks):
-            state = (None, None) if states is None else states[index]
-            if self.config.thread_depth and index in self.config.side_layers:
-                x, (_, threaded) = block(x, (None, threaded), flush=True)
-            else:
-                x, state = block(x, state, **options)
-                after.append(state)
+        with fixed_weights():
+            for index, block in enumerate(self.blocks):
+                state = (None, None) if states is None else states[index]
+                if self.config.thread_depth and index in self.config.side_layers:
+                    x, (_, threaded) = block(x, (None, threaded), flush=True)
+                else:
+                    x, state = block(x, state, **options)
+                    after.append(state)
         return x, after
 
     def _attention(self) -> nn.Module:

@@ -29,11 +29,12 @@ from tensor_memory.ops.places import triton as backend
 from tensor_memory.ops.places.inputs import PlaceInputs
 from tensor_memory.ops.places.triton.addresses import tanh
 from tensor_memory.ops.places.triton.token import PlaceWeights
+from tensor_memory.ops.prepared import prepared_once
 
 TOKENS = 64
 """Per program."""
-SUM_ROWS, SUM_COLUMNS = 128, 32
-"""That a program of `sums_kernel` takes at once."""
+SUM_ROWS, SUM_COLUMNS, COPIED = 128, 32, 2048
+"""That a program of `gather_kernel` takes at once."""
 
 
 @triton.jit
@@ -53,13 +54,15 @@ def columns(said, row, real, first, count: tl.constexpr, P: tl.constexpr, R: tl.
 
 @triton.jit(do_not_specialize=["tokens"])
 def heads_kernel(
-    said, base, rate_bias, keep_bias, log_width, write_at, read_at, rate, log_keep, content,
-    width, tokens,
+    said, base, small, write_at, read_at, rate, log_keep, content, width, tokens,
     H: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, n: tl.constexpr, R: tl.constexpr,
     T: tl.constexpr, LEARNED: tl.constexpr, SAME: tl.constexpr, HAS_BASE: tl.constexpr,
     GAUSSIAN: tl.constexpr,
 ):  # fmt: skip
-    """From the heads' product (tokens, R) to the inputs of the recurrence, of one head."""
+    """From the heads' product (tokens, R) to the inputs of the recurrence, of one head.
+
+    small: the memory's small weights, as `Packed` has them.
+    """
     row, head = tl.program_id(0) * T + tl.arange(0, T), tl.program_id(1)
     real = row < tokens
     token, axes = row.to(tl.int64) * H + head, tl.arange(0, 4)
@@ -80,14 +83,14 @@ def heads_kernel(
     else:
         tl.store(write_at + place, at, mask=axis_real)
     beta = tl.load(said + row.to(tl.int64) * R + first + head, mask=real, other=0.0).to(tl.float32)
-    beta += tl.load(rate_bias + head).to(tl.float32)
+    beta += tl.load(small + head).to(tl.float32)
     tl.store(rate + token, sigmoid(beta), mask=real)
     keep = tl.load(said + row.to(tl.int64) * R + first + H + head, mask=real, other=0.0)
-    keep = keep.to(tl.float32) + tl.load(keep_bias + head).to(tl.float32)
+    keep = keep.to(tl.float32) + tl.load(small + H + head).to(tl.float32)
     keep = tl.minimum(keep, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(keep)))
     tl.store(log_keep + token, keep, mask=real)
     if GAUSSIAN:
-        wide = tl.exp(tl.load(log_width + head).to(tl.float32))
+        wide = tl.exp(tl.load(small + 2 * H + head).to(tl.float32))
         tl.store(width + head, wide, mask=tl.program_id(0) == 0)
     v, _, exist = columns(said, row, real, first + 2 * H + head * C, C, CP, R)
     channel = tl.arange(0, CP)
@@ -96,8 +99,8 @@ def heads_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def heads_backward_kernel(
-    said, rate_bias, keep_bias, by_write_at, by_read_at, by_rate, by_log_keep, by_content, by_said,
-    by_bias, tokens,
+    said, small, by_write_at, by_read_at, by_rate, by_log_keep, by_content, by_said, by_bias,
+    tokens,
     H: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, n: tl.constexpr, R: tl.constexpr,
     T: tl.constexpr, LEARNED: tl.constexpr, SAME: tl.constexpr,
 ):  # fmt: skip
@@ -120,13 +123,13 @@ def heads_backward_kernel(
             first = 2 * H * n
     at = row.to(tl.int64) * R + first + head
     beta = tl.load(said + at, mask=real, other=0.0).to(tl.float32)
-    beta = sigmoid(beta + tl.load(rate_bias + head).to(tl.float32))
+    beta = sigmoid(beta + tl.load(small + head).to(tl.float32))
     given = tl.load(by_rate + token, mask=real, other=0.0) * beta * (1.0 - beta)
     tl.store(by_said + at, given, mask=real)
     bias = by_bias + tl.program_id(0) * 2 * H + head
     tl.store(bias, tl.sum(given))
     keep = tl.load(said + at + H, mask=real, other=0.0).to(tl.float32)
-    keep = sigmoid(-keep - tl.load(keep_bias + head).to(tl.float32))
+    keep = sigmoid(-keep - tl.load(small + H + head).to(tl.float32))
     given = tl.load(by_log_keep + token, mask=real, other=0.0) * keep
     tl.store(by_said + at + H, given, mask=real)
     tl.store(bias + H, tl.sum(given))
@@ -138,8 +141,9 @@ def heads_backward_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "epsilon"])
 def readout_kernel(
-    reads, said, read_norm, out, tokens, epsilon,
+    reads, said, small, out, tokens, epsilon,
     H: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
+    NORM_AT: tl.constexpr,
 ):  # fmt: skip
     """norm(r) ⊙ silu(gate) of one head; the gate's columns are the last."""
     row, head = tl.program_id(0) * T + tl.arange(0, T), tl.program_id(1)
@@ -148,14 +152,15 @@ def readout_kernel(
     at = (row.to(tl.int64) * H + head)[:, None] * C + channel[None, :]
     r = tl.load(reads + at, mask=exist, other=0.0)
     inverse = 1.0 / tl.sqrt(tl.sum(r * r, axis=1) / C + epsilon)
-    weight = tl.load(read_norm + channel, mask=channel < C, other=0.0).to(tl.float32)
+    weight = tl.load(small + NORM_AT + channel, mask=channel < C, other=0.0).to(tl.float32)
     tl.store(out + at, r * inverse[:, None] * weight[None, :] * gate * sigmoid(gate), mask=exist)
 
 
 @triton.jit(do_not_specialize=["tokens", "epsilon"])
 def readout_backward_kernel(
-    reads, said, read_norm, residual_gate, by_out, by_reads, by_said, parts, tokens, epsilon,
+    reads, said, small, residual_gate, by_out, by_reads, by_said, parts, tokens, epsilon,
     H: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
+    NORM_AT: tl.constexpr,
 ):  # fmt: skip
     """What reads and the gate's columns receive; parts (programs, C + 1) for the norm and γ.
 
@@ -168,7 +173,8 @@ def readout_backward_kernel(
     r = tl.load(reads + at, mask=exist, other=0.0)
     given = tl.load(by_out + at, mask=exist, other=0.0).to(tl.float32)
     inverse = 1.0 / tl.sqrt(tl.sum(r * r, axis=1) / C + epsilon)[:, None]
-    weight = tl.load(read_norm + channel, mask=channel < C, other=0.0).to(tl.float32)[None, :]
+    weight = tl.load(small + NORM_AT + channel, mask=channel < C, other=0.0)
+    weight = weight.to(tl.float32)[None, :]
     normed, opened = r * inverse, sigmoid(gate)
     slope = opened * (1.0 + gate * (1.0 - opened))
     tl.store(by_said + where, given * normed * weight * slope, mask=exist)
@@ -183,33 +189,51 @@ def readout_backward_kernel(
 
 
 @triton.jit(do_not_specialize=["norm_rows", "bias_rows", "readout_rows", "width_rows"])
-def sums_kernel(
-    by_norm, by_bias, by_readout, by_width, width, sums,
+def gather_kernel(
+    by_norm, by_bias, by_readout, by_width, width, by_heads, by_output, by_layer, by_memory,
     norm_rows, bias_rows, readout_rows, width_rows,
-    NORM: tl.constexpr, BIAS: tl.constexpr, READOUT: tl.constexpr, H: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    D: tl.constexpr, H: tl.constexpr, C: tl.constexpr, R: tl.constexpr, NORM_AT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
-    """The rows of four matrices summed, some columns of one of them, to one vector of all sums.
+    """What all weights receive: the layer's own (2D + 1), and the memory's as `Packed` has them.
 
-    That of by_width is multiplied by the width: it is for its logarithm.
+    The rows of four matrices are summed, some columns of one of them by a program. Gradients of
+    the heads and of W_out are copied. by_width is multiplied by the width: it is for its logarithm.
     """
     matrix, column = tl.program_id(1), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    parts, rows, count, first = by_norm, norm_rows, NORM, 0
-    if matrix == 1:
-        parts, rows, count, first = by_bias, bias_rows, BIAS, NORM
-    if matrix == 2:
-        parts, rows, count, first = by_readout, readout_rows, READOUT, NORM + BIAS
-    if matrix == 3:
-        parts, rows, count, first = by_width, width_rows, H, NORM + BIAS + READOUT
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in range(0, rows, ROWS):
-        row = start + tl.arange(0, ROWS)
-        own = (row < rows)[:, None] & (column < count)[None, :]
-        total += tl.load(parts + row[:, None] * count + column[None, :], mask=own, other=0.0)
-    found = tl.sum(total, axis=0)
-    if matrix == 3:
-        found *= tl.load(width + column, mask=column < count, other=0.0)
-    tl.store(sums + first + column, found, mask=column < count)
+    small = by_memory + (R * D + D * H * C)
+    if matrix < 4:
+        parts, rows, count = by_norm, norm_rows, 2 * D
+        if matrix == 1:
+            parts, rows, count = by_bias, bias_rows, 2 * H
+        if matrix == 2:
+            parts, rows, count = by_readout, readout_rows, C + 1
+        if matrix == 3:
+            parts, rows, count = by_width, width_rows, NORM_AT - 2 * H
+        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for start in range(0, rows, ROWS):
+            row = start + tl.arange(0, ROWS)
+            own = (row < rows)[:, None] & (column < count)[None, :]
+            total += tl.load(parts + row[:, None] * count + column[None, :], mask=own, other=0.0)
+        found = tl.sum(total, axis=0)
+        if matrix == 0:
+            tl.store(by_layer + column, found, mask=column < count)
+        if matrix == 1:
+            tl.store(small + column, found, mask=column < count)
+        if matrix == 2:  # its last column is for γ
+            tl.store(small + NORM_AT + column, found, mask=column < C)
+            tl.store(by_layer + 2 * D - C + column, found, mask=column == C)
+        if matrix == 3:
+            found *= tl.load(width + column, mask=column < count, other=0.0)
+            tl.store(small + 2 * H + column, found, mask=column < count)
+    else:
+        at = tl.program_id(0) * COPIED + tl.arange(0, COPIED)
+        if matrix == 4:
+            given = tl.load(by_heads + at, mask=at < R * D, other=0.0)
+            tl.store(by_memory + at, given.to(tl.float32), mask=at < R * D)
+        else:
+            given = tl.load(by_output + at, mask=at < D * H * C, other=0.0)
+            tl.store(by_memory + R * D + at, given.to(tl.float32), mask=at < D * H * C)
 
 
 class LayerOptions(NamedTuple):
@@ -225,6 +249,18 @@ class LayerOptions(NamedTuple):
     products: torch.dtype
 
 
+class Packed(NamedTuple):
+    """The weights of a memory in a row, and what products and kernels take of them."""
+
+    flat: Tensor
+    """All of them: those of the heads, W_out, the small ones. Gradients go here."""
+    heads: Tensor
+    """(R, d) in the type of products, as W_out"""
+    output: Tensor
+    small: Tensor
+    """(H) each the biases of rate and keep and, where there is one, log_width; (C) norm of reads"""
+
+
 class _Saved(NamedTuple):
     """What the backward needs, but for inputs and results of the recurrence."""
 
@@ -236,15 +272,12 @@ class _Saved(NamedTuple):
     readout: Tensor
     """(B·N, H·C) what W_out takes"""
     heads: Tensor
-    """(R, d) all weights of the heads, in the type of products; W_out too"""
     output: Tensor
+    small: Tensor
     seeds: Tensor
     norm: Tensor
     norm_bias: Tensor
     residual_gate: Tensor
-    rate_bias: Tensor
-    keep_bias: Tensor
-    read_norm: Tensor
 
 
 INPUTS = len(PlaceInputs._fields) - len(PlaceInputs.CHOICES)
@@ -259,22 +292,64 @@ def place_layer(
     options: LayerOptions,
 ) -> tuple[Tensor, Tensor]:
     """x (B, N, d), base (B, N, H, n) to which places are added -> x̂ (B, N, d), the state after."""
-    tensors = (x, base, state, resets, *weights)
+    packed: Packed = prepared_once(_packed, _memory_weights(weights), options.products)
+    own = weights.norm, weights.norm_bias, weights.residual_gate
+    tensors = (x, base, state, resets, *own, packed.flat)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return _PlaceLayer.apply(options, *tensors)  # type: ignore[return-value]
-    return _run(x, base, state, resets, weights, options, keep=False)[0]
+        return _PlaceLayer.apply(options, packed, *tensors)  # type: ignore[return-value]
+    return _run(options, packed, x, base, state, resets, *own, keep=False)[0]
+
+
+def _memory_weights(weights: PlaceWeights) -> tuple[Tensor, ...]:
+    """Those of the memory: the heads in the order of their product's columns, W_out, the small."""
+    order = (
+        weights.write_place, weights.read_place, weights.rate, weights.keep, weights.content,
+        weights.gate, weights.output, weights.rate_bias, weights.keep_bias, weights.log_width,
+        weights.read_norm,
+    )  # fmt: skip
+    return tuple(weight for weight in order if weight is not None)
+
+
+def _packed(weights: tuple[Tensor, ...], products: torch.dtype) -> Packed:
+    """What `_memory_weights` returned, for products in a type."""
+    *heads, output = (weight for weight in weights if weight.ndim == 2)
+    rows, (d, columns) = sum(len(weight) for weight in heads), output.shape
+    flat: Any = _Pack.apply(*weights)
+    low = prepared(flat.detach(), products)
+    return Packed(
+        flat,
+        low.as_strided((rows, d), (d, 1)),
+        low.as_strided((d, columns), (columns, 1), rows * d),
+        flat.detach()[(rows + columns) * d :],
+    )
+
+
+class _Pack(torch.autograd.Function):
+    """Weights -> all of them in one row."""
+
+    @staticmethod
+    def forward(ctx: Any, *weights: Tensor) -> Tensor:
+        ctx.shapes = [weight.shape for weight in weights]
+        return torch.cat([weight.flatten() for weight in weights])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        parts = grads[0].split_with_sizes([shape.numel() for shape in ctx.shapes])
+        return tuple(part.view(shape) for part, shape in zip(parts, ctx.shapes, strict=True))
 
 
 class _PlaceLayer(torch.autograd.Function):
-    """Options, x, base, state, resets and `PlaceWeights` -> x̂, state."""
+    """Options, packed weights, x, base, state, resets, norm, its bias, γ, all weights in one row.
+
+    -> x̂, state.
+    """
 
     @staticmethod
-    def forward(ctx: Any, options: LayerOptions, *tensors: Any) -> tuple[Tensor, Tensor]:
-        weights = PlaceWeights._make(tensors[4:])
-        results, ctx.launches, saved, inputs, kept = _run(*tensors[:4], weights, options, keep=True)
+    def forward(ctx: Any, options: LayerOptions, packed: Packed, *tensors: Any) -> Any:
+        results, ctx.launches, saved, inputs, kept = _run(options, packed, *tensors[:7], keep=True)
         ctx.save_for_backward(*saved, *inputs[:INPUTS], *kept)
         ctx.set_materialize_grads(False)
-        ctx.options, ctx.dtype = options, weights.content.dtype
+        ctx.options, ctx.dtype = options, packed.flat.dtype
         return results
 
     @staticmethod
@@ -285,31 +360,34 @@ class _PlaceLayer(torch.autograd.Function):
 
 
 def _run(
+    options: LayerOptions,
+    packed: Packed,
     x: Tensor,
     base: Tensor | None,
     state: Tensor,
     resets: Tensor | None,
-    weights: PlaceWeights,
-    options: LayerOptions,
+    norm: Tensor,
+    norm_bias: Tensor,
+    residual_gate: Tensor,
     *,
     keep: bool,
 ) -> tuple[tuple[Tensor, Tensor], _Launches, _Saved, PlaceInputs, list[Tensor]]:
     """The layer forward: the results, and what the backward needs."""
-    x, state = x.contiguous(), state.contiguous()
     # Autocast is left on: it takes time to leave, and every product here has its type.
-    heads = torch.cat(_head_weights(weights)).to(options.products)
-    output = prepared(weights.output, options.products)
-    normed, statistics = _normed(x, weights.norm, weights.norm_bias, options)
+    x, state = x.contiguous(), state.contiguous()
+    _, heads, output, small = packed
+    tokens = x.view(-1, x.shape[-1])
+    normed, statistics = layer_norm(tokens, norm, norm_bias, options.epsilon, options.products)
     said = torch.mm(normed, heads.t())
-    do = _launches_of(weights, said, state, base is not None)
-    inputs = _heads(do, said, x.shape[:2], base, state, resets, weights, options)
+    do = _launches_of(packed, state, base is not None)
+    inputs = _heads(do, said, x.shape[:2], base, state, resets, small, options)
     reads, after, kept = backend.forward(inputs, keep=keep, products=options.products)
-    readout = _readout(do, reads, said, weights, options)
+    readout = _readout(do, reads, said, small, options)
     m = torch.mm(readout, output.t())
-    out, seeds = add_each(x, m, weights.residual_gate, options.drop)
+    out, seeds = add_each(x, m, residual_gate, options.drop)
     saved = _Saved(
-        x, statistics, said, reads, readout, heads, output, seeds, weights.norm, weights.norm_bias,
-        weights.residual_gate, weights.rate_bias, weights.keep_bias, weights.read_norm,
+        x, statistics, said, reads, readout, heads, output, small, seeds, norm, norm_bias,
+        residual_gate,
     )  # fmt: skip
     return (out, after), do, saved, inputs, kept
 
@@ -332,100 +410,83 @@ def _run_backward(ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None) 
     # Through the recurrence and the heads.
     found = backend.backward(by_reads, grad_state, inputs, kept, products=products, in_parts=True)
     by_bias = _heads_backward(do, saved, found, by_said)
-    # Through the norm, where what came past it joins.
-    normed, _ = _normed(x, saved.norm, saved.norm_bias, options)
-    by_heads = torch.mm(by_said.t(), normed).to(ctx.dtype)
+    # Through the norm, where what came past it joins; the normed tokens once more on the way.
+    by_normed = torch.mm(by_said, saved.heads)
+    normed = torch.empty_like(by_normed)
     by_x, by_norm = layer_norm_backward(
-        x, saved.norm, saved.statistics, torch.mm(by_said, saved.heads), grad_out
+        x, saved.norm, saved.statistics, by_normed, grad_out, saved.norm_bias, normed
     )
+    by_heads = torch.mm(by_said.t(), normed)
     by_base = None
-    if ctx.needs_input_grad[2]:
+    if ctx.needs_input_grad[3]:
         by_base = found.write_at if found.read_at is None else found.write_at + found.read_at
-    *places, rate, keep, content, gate = by_heads.split_with_sizes(do.head_sizes)
-    write_place, read_place = (*places, None, None)[:2]
-    norm, norm_bias, rate_bias, keep_bias, read_norm, residual_gate, log_width = _sums(
-        do, by_norm, by_bias, by_readout, found.width, inputs.width
-    )
+    parts = by_norm, by_bias, by_readout, or_else(found.width, by_norm)
+    own, by_memory = _gathered(do, parts, inputs.width, by_heads, by_output, ctx.dtype)
     # Autograd brings a gradient to the type of its weight, where that is another.
-    by_weights = PlaceWeights(
-        norm, norm_bias, residual_gate, write_place, read_place, content, rate, rate_bias, keep,
-        keep_bias, log_width, gate, read_norm, by_output,
-    )  # fmt: skip
-    return None, by_x, by_base, found.state, None, *by_weights
-
-
-def _normed(
-    x: Tensor, norm: Tensor, norm_bias: Tensor, options: LayerOptions
-) -> tuple[Tensor, Tensor]:
-    """(B·N, d), and what the norm's backward needs."""
-    tokens = x.view(-1, x.shape[-1])
-    return layer_norm(tokens, norm, norm_bias, options.epsilon, options.products)
-
-
-def _head_weights(weights: PlaceWeights) -> list[Tensor]:
-    """In the order of the columns of the heads' product."""
-    places = [w for w in (weights.write_place, weights.read_place) if w is not None]
-    return [*places, weights.rate, weights.keep, weights.content, weights.gate]
+    return None, None, by_x, by_base, found.state, None, *own, by_memory
 
 
 class _Launches(NamedTuple):
+    places: int
+    """That a token learns: none, one to write and read, or two."""
+    gaussian: bool
     heads: BoundKernel
     heads_backward: BoundKernel
     readout: BoundKernel
     readout_backward: BoundKernel
-    head_sizes: tuple[int, ...]
-    """Rows of the heads' weights, in the order of `_head_weights`."""
-    sums: BoundKernel
-    sum_programs: int
-    sum_sizes: tuple[int, ...]
-    """Of norm, its bias, the biases of rate and keep, the norm of reads, γ and the width."""
+    gather: BoundKernel
+    gather_grid: tuple[int, int]
+    own_sizes: tuple[int, ...]
+    """Of the layer's norm, its bias, and γ."""
+    memory_size: int
+    """Of all weights of the memory."""
 
 
 @functools.lru_cache(maxsize=64)
-def _launches(
-    d: int, H: int, C: int, n: int, R: int, learned: bool, same: bool, gaussian: bool, based: bool
-) -> _Launches:
+def _launches(d: int, H: int, C: int, n: int, R: int, small: int, based: bool) -> _Launches:
     """The kernels around a memory of these sizes."""
+    places, norm_at = (R - 2 * H - 2 * H * C) // (H * n), small - C
+    gaussian = norm_at > 2 * H
     sizes = {"H": H, "C": C, "CP": triton.next_power_of_2(C), "R": R, "T": TOKENS}
-    said = sizes | {"n": n, "LEARNED": learned, "SAME": same}
-    places = [H * n] * ((1 if same else 2) if learned else 0)
-    summed = {"NORM": 2 * d, "BIAS": 2 * H, "READOUT": C + 1, "H": H}
+    said = sizes | {"n": n, "LEARNED": places > 0, "SAME": places < 2}
+    read = sizes | {"NORM_AT": norm_at}
+    gathered = {"D": d, "H": H, "C": C, "R": R, "NORM_AT": norm_at}
+    columns = blocks(max(2 * d, 2 * H, C + 1), SUM_COLUMNS)
     return _Launches(
+        places,
+        gaussian,
         bind(heads_kernel, **said, GAUSSIAN=gaussian, HAS_BASE=based),
         bind(heads_backward_kernel, **said),
-        bind(readout_kernel, **sizes),
-        bind(readout_backward_kernel, **sizes),
-        (*places, H, H, H * C, H * C),
-        bind(sums_kernel, **summed, ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS),
-        blocks(max(summed.values()), SUM_COLUMNS),
-        (d, d, H, H, C, 1, H if gaussian else 0),
+        bind(readout_kernel, **read),
+        bind(readout_backward_kernel, **read),
+        bind(gather_kernel, **gathered, ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, COPIED=COPIED),
+        (max(columns, blocks(max(R, H * C) * d, COPIED)), 6),
+        (d, d, 1),
+        (R + H * C) * d + small,
     )
 
 
-def _launches_of(weights: PlaceWeights, said: Tensor, state: Tensor, based: bool) -> _Launches:
-    gaussian = weights.log_width is not None
-    learned, same = weights.write_place is not None, weights.read_place is None
-    sizes = len(weights.norm), state.shape[1], state.shape[-1], state.ndim - 3, said.shape[1]
-    return _launches(*sizes, learned, same, gaussian, based)
+def _launches_of(packed: Packed, state: Tensor, based: bool) -> _Launches:
+    (R, d), (H, *grid, C) = packed.heads.shape, state.shape[1:]
+    return _launches(d, H, C, len(grid), R, len(packed.small), based)
 
 
 def _heads(
     do: _Launches, said: Tensor, tokens: Sequence[int], base: Tensor | None, state: Tensor,
-    resets: Tensor | None, weights: PlaceWeights, options: LayerOptions,
+    resets: Tensor | None, small: Tensor, options: LayerOptions,
 ) -> PlaceInputs:  # fmt: skip
     """What the tokens say to the recurrence; their content in the type of products."""
     H, *grid, C = state.shape[1:]
     write_at = state.new_empty(*tokens, H, len(grid))
-    read_at = None if weights.read_place is None else torch.empty_like(write_at)
+    read_at = torch.empty_like(write_at) if do.places == 2 else None
     rate, log_keep = state.new_empty(*tokens, H), state.new_empty(*tokens, H)
     content = said.new_empty(*tokens, H, C)
-    width = None if weights.log_width is None else state.new_empty(H)
+    width = state.new_empty(H) if do.gaussian else None
     base = None if base is None else base.contiguous()
     do.heads(
         (blocks(said.shape[0], TOKENS), H),
         (
-            said, or_else(base, write_at), weights.rate_bias, weights.keep_bias,
-            or_else(weights.log_width, write_at), write_at, or_else(read_at, write_at), rate,
+            said, or_else(base, write_at), small, write_at, or_else(read_at, write_at), rate,
             log_keep, content, or_else(width, write_at),
         ),
         (said.shape[0],),
@@ -444,9 +505,8 @@ def _heads_backward(do: _Launches, saved: _Saved, found: PlaceInputs, by_said: T
     do.heads_backward(
         (programs, H),
         (
-            said, saved.rate_bias, saved.keep_bias, found.write_at,
-            or_else(found.read_at, found.write_at), found.rate, found.log_keep, found.content,
-            by_said, by_bias,
+            said, saved.small, found.write_at, or_else(found.read_at, found.write_at), found.rate,
+            found.log_keep, found.content, by_said, by_bias,
         ),
         (said.shape[0],),
     )  # fmt: skip
@@ -454,14 +514,14 @@ def _heads_backward(do: _Launches, saved: _Saved, found: PlaceInputs, by_said: T
 
 
 def _readout(
-    do: _Launches, reads: Tensor, said: Tensor, weights: PlaceWeights, options: LayerOptions
+    do: _Launches, reads: Tensor, said: Tensor, small: Tensor, options: LayerOptions
 ) -> Tensor:
     """What W_out takes, (B·N, H·C)."""
     tokens, (H, C) = said.shape[0], reads.shape[2:]
     out = said.new_empty(tokens, H * C)
     do.readout(
         (blocks(tokens, TOKENS), H),
-        (reads, said, weights.read_norm, out),
+        (reads, said, small, out),
         (tokens, float(options.read_epsilon)),
     )
     return out
@@ -477,26 +537,23 @@ def _readout_backward(
     parts = reads.new_empty(programs * H, C + 1)
     do.readout_backward(
         (programs, H),
-        (
-            reads, saved.said, saved.read_norm, saved.residual_gate, by_out, by_reads, by_said,
-            parts,
-        ),
+        (reads, saved.said, saved.small, saved.residual_gate, by_out, by_reads, by_said, parts),
         (tokens, float(options.read_epsilon)),
-    )  # fmt: skip
+    )
     return by_reads, parts
 
 
-def _sums(
-    do: _Launches, by_norm: Tensor, by_bias: Tensor, by_readout: Tensor, by_width: Tensor | None,
-    width: Tensor | None,
-) -> list[Tensor | None]:  # fmt: skip
-    """What the small weights receive, of parts by program, in the order of `sum_sizes`."""
-    sums = by_norm.new_empty(sum(do.sum_sizes))
-    matrices = [by_norm, by_bias, by_readout, or_else(by_width, by_norm)]
-    do.sums(
-        (do.sum_programs, 3 if by_width is None else 4),
-        (*matrices, or_else(width, by_norm), sums),
-        tuple(len(matrix) for matrix in matrices),
+def _gathered(
+    do: _Launches, parts: tuple[Tensor, ...], width: Tensor | None, by_heads: Tensor,
+    by_output: Tensor, dtype: torch.dtype,
+) -> tuple[Sequence[Tensor], Tensor]:  # fmt: skip
+    """What the layer's own weights receive, and all of the memory's as `Packed` has them."""
+    by_norm = parts[0]
+    by_layer = by_norm.new_empty(sum(do.own_sizes))
+    by_memory = by_norm.new_empty(do.memory_size, dtype=dtype)
+    do.gather(
+        do.gather_grid,
+        (*parts, or_else(width, by_norm), by_heads, by_output, by_layer, by_memory),
+        tuple(part.shape[0] for part in parts),
     )
-    *found, log_width = sums.split_with_sizes(do.sum_sizes)
-    return [*found, None if by_width is None else log_width]
+    return by_layer.split_with_sizes(do.own_sizes), by_memory

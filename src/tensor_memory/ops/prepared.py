@@ -1,0 +1,59 @@
+"""Weights that stay as they are for a while, prepared once for all layers that share them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_prepared: ContextVar[dict[Any, Any] | None] = ContextVar("prepared weights", default=None)
+
+
+def fixed_weights() -> AbstractContextManager[None]:
+    """Inside, weights of a memory do not change, so that layers which share it prepare them once.
+
+    For one forward pass of a model of your own; `attach` does it by itself. On a GPU a training
+    step that is launched from Python gets faster: of the place memory's weights each layer then
+    returns one gradient. Results stay the same. A change in place is noticed, also other weights
+    (`torch.func.functional_call`); a change through `.data` is not.
+
+    >>> from tensor_memory import MemoryResidual, PlaceMemory
+    >>> memory = PlaceMemory(8)
+    >>> layers = [MemoryResidual(memory, own_memory=False) for _ in range(2)]
+    >>> x = torch.randn(1, 5, 8)
+    >>> with fixed_weights():
+    ...     for layer in layers:
+    ...         x, _ = layer(x)
+    """
+    return nullcontext() if torch.compiler.is_compiling() else Prepared()
+
+
+class Prepared(AbstractContextManager[None]):
+    """What was prepared in one forward pass; it can be entered again for the pass' next layer."""
+
+    def __init__(self) -> None:
+        self._held: dict[Any, Any] = {}
+
+    def __enter__(self) -> None:
+        self._token = _prepared.set(self._held)
+
+    def __exit__(self, *_: object) -> None:
+        _prepared.reset(self._token)
+
+
+def prepared_once(make: Callable[..., Any], weights: tuple[Tensor, ...], *options: Any) -> Any:
+    """`make(weights, *options)`, or inside `fixed_weights` what it made of the same weights before.
+
+    Without gradients it is always made again: what is spared is mostly their sum.
+    """
+    held = _prepared.get()
+    if held is None or not torch.is_grad_enabled():
+        return make(weights, *options)
+    key, versions = (*map(id, weights), *options), [weight._version for weight in weights]
+    if key not in held or held[key][1] != versions:
+        held[key] = weights, versions, make(weights, *options)  # an id is theirs while they live
+    return held[key][2]
