@@ -73,7 +73,7 @@ def figure(
         by: the column that tells lines apart.
         panels: columns that tell panels apart.
         x_title: what stands below; the name of `x` unless given.
-        y_title: what stands beside; the name of `y` unless given.
+        y_title: what stands beside; the last part of `y` unless given.
         names: what lines are called instead of the values of `by`.
         theme: "light", on white, or "dark".
     """
@@ -113,7 +113,8 @@ def figure(
         for unused in axes[len(order) :]:
             unused.set_visible(False)
         drawn.supxlabel(x_title or short_name(x), fontsize=9)
-        drawn.supylabel(y_title or (f"{y}, %" if is_percent(y) else y), fontsize=9)
+        measure = short_name(y)
+        drawn.supylabel(y_title or (f"{measure}, %" if is_percent(y) else measure), fontsize=9)
         path = Path(path)
         kind = path.suffix[1:] or "png"
         metadata = {"Date": None} if kind == "svg" else None
