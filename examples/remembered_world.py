@@ -342,7 +342,7 @@ def shorter(walk: Walks, length: int) -> Walks:
 
 def show(models: dict[str, Model], image: Tensor, walk: Walks, output: Path) -> tuple[Path, Path]:
     """Draw what models answer everywhere as the walk goes on: a picture and an animation."""
-    from PIL.Image import Dither
+    from PIL.Image import Dither, Quantize
 
     whole, frames, rows = image[0] / 2 + 0.5, [], []
     for count in range(EVERY, walk.poses.shape[1] + 1, EVERY):
@@ -354,8 +354,10 @@ def show(models: dict[str, Model], image: Tensor, walk: Walks, output: Path) -> 
             titles = [f"seen: {count} glimpses", *models, "the photo"]
             rows.append((titles, [seen, *answered, tile(whole)]))
     picture, animation = output / "answers.png", output / "answers.gif"
-    # Dots of mixed colours would flicker, and double the file.
-    frames = [frame.quantize(128, dither=Dither.NONE) for frame in frames]
+    # Dots of mixed colours would flicker, and double the file. The eyes and the frame are few
+    # pixels: a palette by area would lose their colours.
+    method = {"method": Quantize.MAXCOVERAGE, "kmeans": 1, "dither": Dither.NONE}
+    frames = [frame.quantize(256, **method) for frame in frames]
     _replace(picture, lambda at: sheet(rows or [(["the photo"], [tile(whole)])]).save(at, "PNG"))
     times = [120] * (len(frames) - 1) + [3000]
     _replace(
