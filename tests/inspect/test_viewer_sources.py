@@ -283,6 +283,13 @@ def test_two_recordings_are_shown_beside_each_other_at_one_step(opened, tmp_path
         on.save_page(tmp_path / "refused.html", beside=invented(1, rows=2))
 
 
+def test_two_methods_stand_at_the_same_token(opened):
+    page = opened(recorded(heads=1, tokens=16), beside=invented(1, chunks=4, rows=2, chunk_size=4))
+    slide(page, "#time", 9)
+    assert text(page, "#volume-name") == "A: memory, token 9"
+    assert text(page, "#beside-name") == "B: blocks.0, chunk 2"  # tokens 8 to 11
+
+
 @pytest.mark.exhaustive
 def test_five_thousand_steps_of_eight_layers_can_be_scrubbed(opened):
     page = opened(invented(8, chunks=5000, rows=1, grid=(6, 6, 6)))

@@ -194,7 +194,7 @@ class Recording:
             rows: put only the first so many rows on the page, which then says so.
             limit_mb: refuse a page larger than this.
             beside: another recording of the same rows, such as one with the memory off. The page
-                shows both at the same step; the texts and frames are those of this one.
+                shows both at the same token; the texts and frames are those of this one.
             image: (h, w, 3) uint8, or one for each row, to lie under the grids of a place memory
                 with two axes whose places are given. Its first line is y = -1, its last y = 1, its
                 first column x = -1: y then grows downwards on the page, as it does in photos.

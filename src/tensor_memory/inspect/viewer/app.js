@@ -217,11 +217,11 @@ function start() {
     else find("nothing").textContent = "nothing is left on this side of the cut";
   }
 
-  // A second layer, of this recording or of the one beside it, at the same step and from the same side.
+  // A second layer, of this recording or of the one beside it, at the same token and from the same side.
   function drawBeside() {
     if (state.beside < 0) return;
     const second = layerAt(state.beside);
-    const t = Math.min(state.t, second.chunks - 1);
+    const t = stepOfToken(second, state.row, layer().span[(state.t * recording.rows + state.row) * 2]);
     if (other.axes !== second.axes) other.resetView(second.axes);
     if (second.axes === scene.axes) Object.assign(other, { yaw: scene.yaw, pitch: scene.pitch, zoom: scene.zoom });
     find("volume-name").textContent = stepName(layer(), state.t);

@@ -80,6 +80,15 @@ function stepOf(chunk, position) {
   return low;
 }
 
+// The last step that begins at or before a token: chunks of one memory are not those of another.
+function stepOfToken(layer, row, token) {
+  let found = 0;
+  for (let t = 0; t < layer.chunks; t++) {
+    if (isPresent(layer, t, row) && layer.span[(t * recording.rows + row) * 2] <= token) found = t;
+  }
+  return found;
+}
+
 // Where a position lies between steps: a thinned page has not all of them.
 function fractionOf(chunk, position) {
   const at = stepOf(chunk, position);
