@@ -111,6 +111,12 @@ def test_the_viewer_shows_heads_tokens_places_and_gates(opened):
     page.locator("#layer").select_option("1")
     settle(page)
     assert text(page, "#points") != before
+    overview = page.locator("#overview canvas")
+    assert overview.get_attribute("height") == "1"  # a line for the layer, not one for each head
+    overview.hover()
+    assert text(page, "#strip-hover").startswith("memory head 1, token 8 · use ")
+    overview.click()
+    assert page.locator("#layer").input_value() == "1"
     keep(page, "places")
 
 

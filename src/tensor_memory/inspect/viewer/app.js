@@ -122,7 +122,7 @@ function start() {
   function drawOverview() {
     // The shares in one read are few points: the overview shows use instead.
     const measure = state.measure === "share" ? "use" : state.measure;
-    overview.draw({ measure, row: state.row, t: state.t, hidden: state.hidden, dark: isDark(), values: measureValues });
+    overview.draw({ layer: state.layer, measure, row: state.row, t: state.t, hidden: state.hidden, dark: isDark(), values: measureValues });
     find("strip-hover").dataset.hint = `above: ${measure} in each layer, drag to zoom · below: every ${layer().unit}, press one`;
   }
 

@@ -17,6 +17,13 @@ const headsOf = (index) => recording.layers
   .map((layer, at) => ({ at, head: layer.head, group: layer.group }))
   .filter(({ group }) => group === recording.layers[index].group);
 
+// A view of each layer: the one that is shown, and of the others the same head.
+function linesBeside(index) {
+  const { head } = recording.layers[index];
+  const groups = recording.layers.map((_, at) => headsOf(at)).filter((views, at) => views[0].at === at);
+  return groups.map((views) => (views.find(({ at }) => at === index) ?? views.find((view) => view.head === head) ?? views[0]).at);
+}
+
 const measureNames = (layer) => [...(layer.sources ? ["share"] : []), "use", ...layer.gateNames];
 
 // (T) values of one row; "share" is what each step gave to the read at step t, over the heads shown.

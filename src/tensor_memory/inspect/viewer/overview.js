@@ -1,4 +1,5 @@
 // Layers × time: one line per layer, the largest of each column; a drag chooses what is shown below.
+// Of the heads of a place memory it is the one that is shown.
 
 class Overview {
   constructor(root, { brush, seek }) {
@@ -7,7 +8,7 @@ class Overview {
     const at = (event) => {
       const box = this.canvas.getBoundingClientRect();
       const share = Math.max(0, Math.min(1, (event.clientX - box.left) / box.width));
-      return { step: Math.round(share * (this.count - 1)), line: Math.floor(((event.clientY - box.top) / box.height) * recording.layers.length), x: event.clientX };
+      return { step: Math.round(share * (this.count - 1)), line: this.lines[Math.max(0, Math.min(this.lines.length - 1, Math.floor(((event.clientY - box.top) / box.height) * this.lines.length)))], x: event.clientX };
     };
     this.canvas.addEventListener("pointerdown", (event) => {
       this.canvas.setPointerCapture(event.pointerId);
@@ -18,7 +19,7 @@ class Overview {
       if (begun && Math.abs(event.clientX - begun.x) > 4) brush(begun.step, at(event).step);
     });
     this.canvas.addEventListener("pointerup", (event) => {
-      if (begun && Math.abs(event.clientX - begun.x) <= 4) seek(Math.max(0, Math.min(recording.layers.length - 1, begun.line)), begun.step);
+      if (begun && Math.abs(event.clientX - begun.x) <= 4) seek(begun.line, begun.step);
       begun = null;
     });
     this.canvas.addEventListener("pointercancel", () => (begun = null));
@@ -28,15 +29,16 @@ class Overview {
 
   tell({ line, step }) {
     const layer = recording.layers[line];
-    if (!layer || step >= layer.chunks) return;
-    const value = this.rows[line][step];
+    if (step >= layer.chunks) return;
+    const value = this.rows[this.lines.indexOf(line)][step];
     find("strip-hover").textContent = `${layer.name || `layer ${line}`}, ${layer.unit} ${lightArrays(line).chunk[step]} · ${this.measure} ${this.measure === "use" ? percent(value) : number(value)}`;
   }
 
   // Colours every line again; what only moves is in `point`.
-  draw({ measure, row, t, hidden, dark, values }) {
-    const count = Math.max(...recording.layers.map((layer) => layer.chunks));
-    const lines = recording.layers.length;
+  draw({ layer, measure, row, t, hidden, dark, values }) {
+    const count = Math.max(...recording.layers.map(({ chunks }) => chunks));
+    this.lines = linesBeside(layer);
+    const lines = this.lines.length;
     const each = Math.max(3, Math.min(12, Math.floor(96 / lines)));
     this.count = count;
     this.canvas.style.height = `${each * lines}px`;
@@ -45,7 +47,7 @@ class Overview {
     this.canvas.height = lines;
     const pen = this.canvas.getContext("2d");
     const image = pen.createImageData(width, lines);
-    const rows = recording.layers.map((_, index) => values(index, measure, row, t, hidden));
+    const rows = this.lines.map((index) => values(index, measure, row, t, hidden));
     Object.assign(this, { rows, measure });
     let top = measure === "use" ? 0 : 1;
     if (!top) top = Math.max(...rows.map(largestOf));
@@ -63,9 +65,9 @@ class Overview {
 
   point(index, t, { from, to }) {
     const share = (at) => (this.count > 1 ? (at / (this.count - 1)) * 100 : 50);
-    const lines = recording.layers.length;
+    const lines = this.lines.length;
     Object.assign(this.brushed.style, { left: `${share(from)}%`, width: `${share(to) - share(from)}%` });
     this.brushed.hidden = from === 0 && to >= this.count - 1;
-    Object.assign(this.cursor.style, { left: `${share(t)}%`, top: `${(index / lines) * 100}%`, height: `${100 / lines}%` });
+    Object.assign(this.cursor.style, { left: `${share(t)}%`, top: `${(this.lines.indexOf(index) / lines) * 100}%`, height: `${100 / lines}%` });
   }
 }

@@ -50,7 +50,7 @@ function lifeText(layer, row, { half, left, taker, taken }) {
   const named = (position) => writeName(layer, row, position);
   const fades = half >= 0 ? `half of it was gone at ${named(half)}` : "more than half of it stayed";
   const by = taker >= 0 ? `; ${named(taker)} took most, ${signedPercent(taken)}` : Number.isFinite(taken) ? "; no write took any of it" : "";
-  return `What it wrote: ${fades}, ${signedPercent(left)} was left at the end${by}.`;
+  return `What it wrote: ${fades}, ${signedPercent(left)} was left at the end${by}.`.replaceAll(" %", "\u00a0%");
 }
 
 // One switch per head, in the colour of its marks and arcs.

@@ -62,12 +62,12 @@ class Strip {
   drawCells(t, height, style, dark) {
     const { pen, window: { from, to }, layer, values } = this;
     const cell = (this.right - this.left) / Math.max(to - from, 1);
-    const start = this.left - cell / 2;
-    const columns = Math.max(1, Math.min(Math.round(this.right - this.left + cell), 4096));
+    const [start, whole] = to > from ? [this.left - cell / 2, this.right - this.left + cell] : [this.left, cell];
+    const columns = Math.max(1, Math.min(Math.round(whole), 4096));
     const { high, low } = envelope(values, from, to, columns);
     let top = this.measure === "share" || layer.gateNames.includes(this.measure) ? 1 : 0;
     if (!top) top = largestOf(values);
-    const each = (this.right - this.left + cell) / columns;
+    const each = whole / columns;
     const colours = this.colours(style, dark);
     for (let column = 0; column < columns; column++) {
       const value = Math.abs(low[column]) > Math.abs(high[column]) ? low[column] : high[column];
