@@ -1,6 +1,7 @@
 """Associative recall: rows hold what they ask for, the protocol is zoology's, models fit it."""
 
 from dataclasses import replace
+from functools import partial
 from typing import get_args
 
 import pytest
@@ -11,8 +12,10 @@ from tensor_memory_lab.models.attention import SelfAttention
 from tensor_memory_lab.models.peers import Peer
 from tensor_memory_lab.models.recall import RecallMethod, RecallModelConfig
 from tensor_memory_lab.recipes import find_recipe
-from tensor_memory_lab.tasks.mqar import TESTED, MqarConfig, distinct
+from tensor_memory_lab.tasks.mqar import TESTED, TRAINED, MqarConfig, distinct
 from tensor_memory_lab.tasks.synthetic import generator
+from tensor_memory_lab.train import RunOptions, train
+from tolerances import TOLERANCE
 
 SMALL = MqarConfig(train_rows=12, valid_rows=3, test_rows=3)
 
@@ -195,3 +198,26 @@ def test_a_model_states_all_that_it_keeps():
 def test_what_cannot_be_built_is_refused(make, complaint):
     with pytest.raises(ValueError, match=complaint):
         make()
+
+
+def test_rows_of_one_length_share_compiled_code(tmp_path, monkeypatch):
+    graphs = []
+
+    def backend(graph, inputs, options):
+        graphs.append(graph)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    config = find_recipe("mqar")()
+    model = replace(config.model, method="attention", dim=16)
+    budget = replace(
+        config.budget, steps=9, batch_size=4, evaluate_every=9, evaluation_batches=1, test=False
+    )
+    config = replace(config, task=replace(SMALL, train_rows=4), model=model, budget=budget)
+    records = [
+        train(replace(config, speed=speed), RunOptions(tmp_path / speed, device="cpu", quiet=True))
+        for speed in ("eager", "compile")
+    ]
+    assert len(graphs) == len({length for length, _, _ in TRAINED}) == 3
+    losses = [record["curve"][0]["loss"] for record in records]
+    assert losses[0] == pytest.approx(losses[1], rel=TOLERANCE[torch.float32])

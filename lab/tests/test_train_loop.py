@@ -6,17 +6,21 @@ import itertools
 import json
 import math
 import re
+import threading
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.utils import counters
 
 from tensor_memory_lab.run_config import BudgetConfig, OptimizerConfig
 from tensor_memory_lab.train import RunOptions, load_run, train
 from tensor_memory_lab.train.batches import AHEAD, training_batches
+from tensor_memory_lab.train.compiling import one_compiles
 from tensor_memory_lab.train.loop import _Run
 from tensor_memory_lab.train.record import Journal, Stopwatch
 from tensor_memory_lab.train.step import (
@@ -292,6 +296,46 @@ def test_a_compiled_run_drops_and_gives_the_same(tmp_path, monkeypatch, backend)
     assert compiled["speed"] == "compiled, eager (a CUDA graph needs a CUDA device, got cpu)"
     losses, others = ([entry["loss"] for entry in r["curve"]] for r in (plain, compiled))
     assert losses == pytest.approx(others, rel=1e-5)
+
+
+@pytest.mark.exhaustive
+def test_a_second_run_under_autocast_finds_everything_compiled(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    found = []
+    for rate in (0.1, 0.2):
+        torch._dynamo.reset()
+        counters.clear()
+        config = tiny_run(precision="bf16", speed="compile", optimizer={"lr": rate})
+        run(tmp_path / str(rate), config)
+        found.append(counters["aot_autograd"])
+    assert found[0]["autograd_cache_saved"] == found[1]["autograd_cache_hit"] == 1
+    assert not any(counts["autograd_cache_bypass"] for counts in found)
+
+
+def test_a_run_that_compiles_holds_up_those_with_the_same_code_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    config, same, shape = tiny_run(), threading.Event(), (torch.Size([12, 4]),)
+    model, length = threading.Event(), threading.Event()
+    together = threading.Barrier(3, timeout=30)  # those that waited do not wait for each other
+
+    def follow(config, shape, inside, then=lambda: None):
+        with one_compiles(config, shape):
+            inside.set()
+            then()
+
+    seeds = [replace(config, seed=seed, optimizer=OptimizerConfig(lr=0.1)) for seed in (1, 2)]
+    arguments = [
+        *((like, shape, same, together.wait) for like in seeds),
+        (tiny_run(model={"method": "tensor"}), shape, model),
+        (config, (torch.Size([12, 8]),), length),
+    ]
+    with one_compiles(config, shape):
+        for some in arguments:
+            threading.Thread(target=follow, args=some, daemon=True).start()
+        assert model.wait(30)
+        assert length.wait(30)
+        assert not same.wait(0.5)
+    together.wait()
 
 
 def test_tensorboard_gets_what_the_lines_say(tmp_path):

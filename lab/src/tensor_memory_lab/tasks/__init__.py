@@ -8,7 +8,7 @@ order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypedDict, runtime_checkable
 
@@ -95,6 +95,9 @@ class HasShapes(Protocol):
 
     shapes: int
     """How many, in training or in evaluation."""
+    any_size: Collection[str]
+    """Tensors of a batch whose second dimension compiled code takes in any size: shapes that differ
+    in nothing else share it."""
 
 
 class Annotations(TypedDict, total=False):

@@ -68,6 +68,8 @@ class Mqar(Task):
     test_splits: tuple[str, ...] = ("test",)
     shapes = len(TESTED)
     """Shapes that batches come in, at most."""
+    any_size = ("ask", "target")
+    """Any number of questions: rows of one length share their code."""
 
     def __init__(self, config: MqarConfig, seed: int) -> None:
         self.config, self._seed = config, seed

@@ -20,6 +20,7 @@ from tensor_memory_lab.models import Carry
 from tensor_memory_lab.run_config import OptimizerConfig, RunConfig
 from tensor_memory_lab.tasks import Batch, Task
 from tensor_memory_lab.train.batches import rows_in, rows_of
+from tensor_memory_lab.train.compiling import compiled, one_compiles
 from tensor_memory_lab.train.graph import Graphed, refuse_graph, shapes_of, why_not_graph
 
 if TYPE_CHECKING:
@@ -132,8 +133,8 @@ class Step:
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._loss = self.loss
         if config.speed == "compile":
-            # Each shape of a batch for itself, as each has a graph of its own; dropout as without.
-            self._loss = torch.compile(self.loss, dynamic=False, options={"fallback_random": True})
+            self._loss = compiled(self.loss, task)
+        self._met: set[tuple[torch.Size, ...]] = set()  # shapes of batches
         self._graphed: Graphed | None = None
         self._reason = why_not_graph(self.device, accelerator.num_processes)
         if config.speed != "eager" and self._reason is None:
@@ -203,16 +204,25 @@ class Step:
         for number in range(parts):
             at = (number * rows, (number + 1) * rows)
             carry = None if self.carry is None else rows_of(self.carry, *at)
-            loss, after = self._loss(rows_of(batch, *at), carry)
-            # The scan's backward is Python. On autograd's own thread it would pass the
-            # interpreter lock to and fro, a fifth of a language step.
-            with torch.autograd.set_multithreading_enabled(False):
-                (loss / parts).backward()
+            with self._compiling(batch):
+                loss, after = self._loss(rows_of(batch, *at), carry)
+                # The scan's backward is Python. On autograd's own thread it would pass the
+                # interpreter lock to and fro, a fifth of a language step.
+                with torch.autograd.set_multithreading_enabled(False):
+                    (loss / parts).backward()
             total = total + loss.detach() / parts
             carries.append(after)
         if not self.task.carries or carries[0] is None:
             return total, None
         return total, {name: torch.cat([c[name] for c in carries]) for name in carries[0]}
+
+    def _compiling(self, batch: Batch) -> AbstractContextManager[None]:
+        """Around a forward and a backward pass: the first of each shape compiles both."""
+        shape = tuple(x.shape for x in batch.values())
+        if self.config.speed != "compile" or shape in self._met:
+            return nullcontext()
+        self._met.add(shape)
+        return one_compiles(self.config, shape)
 
     def _average_gradients(self) -> None:
         """One mean over the processes, of all gradients in one vector.
