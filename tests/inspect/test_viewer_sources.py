@@ -148,10 +148,10 @@ def test_a_brush_shows_less_time_and_keys_and_boxes_go_there(opened):
     page.keyboard.press("a")
     settle(page)
     assert page.locator("#overview .window").is_hidden()
-    page.mouse.click(box["x"] + box["width"] * 0.25, box["y"] + box["height"] * 0.9)
+    page.mouse.click(box["x"] + box["width"] * 100.5 / 400, box["y"] + box["height"] * 0.9)
     settle(page)
     assert page.locator("#layer").input_value() == "2"
-    assert int(text(page, "#position").split(" / ")[0]) == pytest.approx(101, abs=2)
+    assert text(page, "#position") == "100 / 399"
     assert text(page, "#strip-hover").startswith("blocks.2, chunk 100 · use ")
     page.keyboard.press("g")
     page.keyboard.type("17")
@@ -288,6 +288,9 @@ def test_two_methods_stand_at_the_same_token(opened):
     slide(page, "#time", 9)
     assert text(page, "#volume-name") == "A: memory, token 9"
     assert text(page, "#beside-name") == "B: blocks.0, chunk 2"  # tokens 8 to 11
+    box = page.locator("#overview canvas").bounding_box()  # both lines are as long as the tokens
+    page.mouse.click(box["x"] + box["width"] * 0.4, box["y"] + box["height"] * 0.8)
+    assert text(page, "#chunk-name").startswith("Chunk 1 ")
 
 
 @pytest.mark.exhaustive

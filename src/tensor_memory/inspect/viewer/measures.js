@@ -59,8 +59,9 @@ function largestOf(values) {
 const light = new Map();
 function lightArrays(index) {
   if (!light.has(index)) {
-    const { use, gates, chunk, flags, peaks } = recording.layers[index];
-    light.set(index, { use: floats(use), gates: floats(gates), chunk: integers(chunk), flags: bytes(flags), peaks: bytes(peaks) });
+    const { use, gates, chunk, flags, peaks, span } = recording.layers[index];
+    const tokens = integers(span).reduce((most, token) => Math.max(most, token), 0);
+    light.set(index, { use: floats(use), gates: floats(gates), chunk: integers(chunk), flags: bytes(flags), peaks: bytes(peaks), tokens });
   }
   return light.get(index);
 }
