@@ -127,7 +127,7 @@ def draw(
                 axis.spines[:].set_visible(False)
             row[0].plot(*walk[:n].T, color="#D55E00", linewidth=0.7)
             row[0].set_ylabel(f"{n:,} glimpses")
-        write_whole(path, lambda at: figure.savefig(at, format="png", dpi=200))
+        write_whole(path, lambda at: figure.savefig(at, format="png", dpi=150))
 
 
 def load_runs(folders: Sequence[Path]) -> tuple[World, dict[str, WorldModel]]:
