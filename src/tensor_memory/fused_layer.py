@@ -23,7 +23,7 @@ from tensor_memory.ops.autograd import is_plain_eager
 from tensor_memory.ops.inputs import products_dtype
 from tensor_memory.place import PlaceMemory
 from tensor_memory.place_state import PlaceState
-from tensor_memory.state import MemoryState, trusted
+from tensor_memory.state import MemoryState, at_least_float32, trusted
 from tensor_memory.tensor import TensorMemory
 from tensor_memory.token_layer import is_dense, place_token, tensor_token
 
@@ -116,9 +116,8 @@ def _place_layer(
         return None
     if not _is_plain_norm(norm, memory.dim) or not _is_plain_place_memory(memory):
         return None
-    fresh = state is None
-    state = memory.checked_state(x, state, where, None, reset)
-    held = state.dequantized().values
+    memory.check(x, state, where, None, reset)
+    fresh, held = state is None, None if state is None else state.dequantized().values
     assert isinstance(norm, nn.LayerNorm)
     assert isinstance(config.wrap, tuple)
     weights = _place_weights(memory, norm, gate)
@@ -134,6 +133,9 @@ def _place_layer(
     single = (
         x.shape[1] == 1 and reset is None and not any(drop) and not any(map(_has_grad, tensors))
     )
+    if state is None or held is None:
+        state = memory.empty_state(x) if single else _unset_state(config, x)
+        held = state.values
     if single and token.serves_token(held):
         if where is not None:
             where = where[:, 0] if where.ndim == 4 else where.expand(-1, config.heads, -1)
@@ -147,9 +149,18 @@ def _place_layer(
             base = base + (where if where.ndim == 4 else where[:, :, None])
         base = base.float()
     products = products_dtype(x)
-    options = layer.LayerOptions(*eps, config.rule, config.wrap, layer.Drop(*drop), products)
+    choices = config.rule, config.wrap, layer.Drop(*drop), products, fresh and not single
+    options = layer.LayerOptions(*eps, *choices)
     out, values = layer.place_layer(x, base, held, reset, named, options)
     return out, state.with_values(values)
+
+
+def _unset_state(config: PlaceConfig, x: Tensor) -> PlaceState:
+    """The state before the first of tokens like x, whose values are not written yet."""
+    shape = (x.shape[0], config.heads, *config.grid, config.channels)
+    values = x.new_empty(shape, dtype=at_least_float32(x.dtype))
+    assert isinstance(config.wrap, tuple)
+    return PlaceState(values, values.new_zeros(x.shape[0], config.axes), config.wrap)
 
 
 def _place_weights(memory: PlaceMemory, norm: nn.LayerNorm, gate: Tensor) -> tuple[Any, ...]:
@@ -212,7 +223,8 @@ def _token_on_cpu(
 
 
 _CPU_TYPES = (torch.float32, torch.float64)
-_PLAIN_PARTS = {nn.Linear, nn.RMSNorm, nn.LayerNorm, TensorMemory, PlaceMemory}
+_PLACE_PARTS = (nn.Linear, nn.RMSNorm)
+_PLAIN_PARTS = {*_PLACE_PARTS, nn.LayerNorm, TensorMemory, PlaceMemory}
 
 
 def _are_plain_and_alike(parts: Sequence[nn.Module | None], gate: Tensor, x: Tensor) -> bool:
@@ -248,10 +260,12 @@ def _is_fused(config: PlaceConfig, device: torch.device, dtype: torch.dtype) -> 
 
 def _is_plain_place_memory(memory: PlaceMemory) -> bool:
     """Whether its parts are those it was built with, without hooks."""
-    parts = [part for part in memory._modules.values() if part is not None]
-    if _has_any_global_hook() or any(map(_has_hooks, (memory, *parts))):
+    if _has_any_global_hook() or _has_hooks(memory):
         return False
-    return all(type(part) is nn.Linear or type(part) is nn.RMSNorm for part in parts)
+    for part in memory._modules.values():
+        if part is not None and (type(part) not in _PLACE_PARTS or _has_hooks(part)):
+            return False
+    return True
 
 
 def _fused_ops(x: Tensor, backend: str) -> Any | None:

@@ -275,12 +275,23 @@ class PlaceMemory(nn.Module):
         reset: Tensor | None = None,
     ) -> PlaceState:
         """The state that a call with these arguments starts from; raise where they do not fit."""
+        self.check(x, state, where, mask, reset)
+        return self.empty_state(x) if state is None else state
+
+    def check(
+        self,
+        x: Tensor,
+        state: PlaceState | None,
+        where: Tensor | None = None,
+        mask: Tensor | None = None,
+        reset: Tensor | None = None,
+    ) -> None:
+        """Raise where the arguments of a call do not fit."""
         check_tokens(x, self.dim, self.output.weight)
         check_marks(x, mask, reset)
         if state is not None:  # before the places, which may have been passed in its place
             PlaceState.require(state, self.config, x)
         self._check_where(x, where)
-        return self.empty_state(x) if state is None else state
 
     def empty_state(self, x: Tensor) -> PlaceState:
         """The state before the first of tokens like x (B, N, d)."""

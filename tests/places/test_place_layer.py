@@ -37,6 +37,15 @@ each_config = pytest.mark.parametrize(
 )
 
 
+@pytest.fixture(autouse=True)
+def _poisoned_memory():
+    """torch.empty gives NaN on a CPU, so that what nobody has written shows."""
+    torch.use_deterministic_algorithms(HERE.type == "cpu")  # cuBLAS would want settings of its own
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture
 def launches(monkeypatch):
     """Counts tokens that went through in one launch."""
@@ -112,6 +121,16 @@ def test_a_fused_layer_is_the_plain_one(name, monkeypatch):
     expected = everything(layer.double(), x.double(), wide, reset)
     for part, value in expected.items():
         assert_same_rms(part, got[part], value, torch.float32)
+
+
+def test_a_large_grid_starts_empty(monkeypatch):
+    config = PlaceConfig(grid=(16, 16), channels=2, kernel="linear")
+    layer, (x, _) = build(config), draw(config)
+    with torch.no_grad():
+        got, state = layer(x)
+    expected, expected_state = plain(monkeypatch, layer, x, None)
+    assert_same(got, expected)
+    assert_same(state.values, expected_state.values)
 
 
 def test_a_fused_layer_drops_what_its_backward_drops():

@@ -130,9 +130,12 @@ def prepared(tensor: Tensor | None, dtype: torch.dtype) -> Any:
 
 def products_dtype(x: Tensor) -> torch.dtype:
     """The type in which a matrix product of x runs here: autocast's, or x's own."""
-    return torch.get_autocast_dtype(x.device.type) if is_autocast(x.device) else x.dtype
+    kind = x.device.type  # asking for it takes time
+    autocast = kind != "meta" and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if autocast else x.dtype
 
 
 def is_autocast(device: torch.device) -> bool:
     """Whether autocast is on for a device. The meta device, which computes nothing, has none."""
-    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+    kind = device.type
+    return kind != "meta" and torch.is_autocast_enabled(kind)

@@ -49,10 +49,18 @@ def _way(inputs: PlaceInputs) -> ModuleType:
 
 
 def forward(
-    inputs: PlaceInputs, *, keep: bool, products: torch.dtype
+    inputs: PlaceInputs, *, keep: bool, products: torch.dtype, fresh: bool = False
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Reads, the state after, and with `keep` what `backward` needs."""
-    return _way(inputs).forward(inputs, keep=keep, products=products)
+    """Reads, the state after, and with `keep` what `backward` needs.
+
+    `fresh`: the state before is empty, and its tensor holds anything.
+    """
+    way = _way(inputs)
+    if fresh and way is dense and inputs.rule == "linear":
+        return dense.forward(inputs, keep=keep, products=products, fresh=True)
+    if fresh:
+        inputs.state.zero_()
+    return way.forward(inputs, keep=keep, products=products)
 
 
 def backward(

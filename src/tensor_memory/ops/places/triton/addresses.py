@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tensor_memory.ops.launch import blocks, or_else
+from tensor_memory.ops.launch import BoundKernel, blocks, or_else
 from tensor_memory.ops.places.inputs import PlaceInputs
 from tensor_memory.ops.places.triton.plan import WARP_VALUES, Plan
 
@@ -203,7 +203,8 @@ def make_addresses(
     B, N, H, _ = inputs.content.shape
     phi = inputs.content.new_empty(B, N, H, plan["V"], dtype=dtype)
     psi = None if inputs.read_at is None else torch.empty_like(phi)
-    plan.bound(address_kernel, warps=_warps(plan))(
+    kernel, _ = plan.once(_kernels)
+    kernel(
         (B * H, blocks(N, plan["T"]), 1 if psi is None else 2),
         (inputs.write_at, inputs.asked_at, or_else(inputs.width, phi), phi, or_else(psi, phi)),
         (N,),
@@ -211,9 +212,13 @@ def make_addresses(
     return phi, psi
 
 
-def _warps(plan: Plan) -> int:
-    """One, which sums along an axis without the others, unless a single address is larger."""
-    return min(8, max(1, plan["P0"] * plan["P1"] * plan["P2"] * plan["P3"] // WARP_VALUES))
+def _kernels(plan: Plan) -> tuple[BoundKernel, BoundKernel]:
+    """Forward and backward."""
+    # One warp sums along an axis without the others; more where a single address is larger.
+    warps = min(8, max(1, plan["P0"] * plan["P1"] * plan["P2"] * plan["P3"] // WARP_VALUES))
+    kernels = address_kernel, address_backward_kernel
+    forward, backward = (plan.bound(kernel, warps=warps) for kernel in kernels)
+    return forward, backward
 
 
 def addresses_backward(
@@ -228,7 +233,8 @@ def addresses_backward(
     by_read_at = None if by_psi is None else torch.empty_like(inputs.asked_at)
     grid = (B * H, blocks(N, plan["T"]), 1 if by_psi is None else 2)
     by_width = inputs.write_at.new_empty(B * grid[1] * grid[2], H)
-    plan.bound(address_backward_kernel, warps=_warps(plan))(
+    _, kernel = plan.once(_kernels)
+    kernel(
         grid,
         (
             inputs.write_at, inputs.asked_at, or_else(inputs.width, by_width), by_phi,

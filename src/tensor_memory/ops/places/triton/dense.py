@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tensor_memory.ops.launch import blocks, or_else
+from tensor_memory.ops.launch import BoundKernel, blocks, or_else
 from tensor_memory.ops.places.addresses import voxels
 from tensor_memory.ops.places.inputs import PlaceInputs
 from tensor_memory.ops.places.triton.addresses import addresses_backward, make_addresses
@@ -423,30 +423,33 @@ class Kept(NamedTuple):
 
 
 def forward(
-    inputs: PlaceInputs, *, keep: bool, products: torch.dtype
+    inputs: PlaceInputs, *, keep: bool, products: torch.dtype, fresh: bool = False
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Reads, the state after, and with `keep` what `backward` needs."""
-    N, plan = inputs.content.shape[1], make_plan(inputs, products)
-    kept = Kept.empty(inputs, products)
+    """Reads, the state after, and with `keep` what `backward` needs.
+
+    `fresh`, of rule "linear" alone: the state before is empty, and its tensor is not read.
+    """
+    (B, N, H, _), plan = inputs.content.shape, make_plan(inputs, products)
+    do, kept = plan.once(_launches), Kept.empty(inputs, products)
     before, written, solved = kept
     phi, psi = make_addresses(inputs, plan, before.dtype)
     after, reads = torch.empty_like(inputs.state), inputs.empty_reads()
     content, rate, log_keep = inputs.content, inputs.rate, inputs.log_keep
     marks = or_else(inputs.resets, phi)
     if written is None or solved is None:
-        plan.bound(state_kernel, **_tiles(plan), BACKWARD=False, HAS_START=True)(
-            _tile_grid(inputs, plan),
+        do.state[not fresh](
+            (B * H, *do.tiles),
             (phi, content, rate, log_keep, marks, inputs.state, before, after),
             (N,),
         )
     else:
-        plan.bound(solve_kernel)(chunk_grid(inputs), (phi, rate, log_keep, marks, solved), (N,))
-        plan.bound(delta_state_kernel, **_columns(plan))(
-            _column_grid(inputs, plan),
+        do.solve(chunk_grid(inputs), (phi, rate, log_keep, marks, solved), (N,))
+        do.state[True](
+            (B * H, *do.tiles),
             (phi, content, rate, log_keep, marks, solved, inputs.state, written, before, after),
             (N,),
         )
-    plan.bound(read_kernel)(
+    do.read(
         chunk_grid(inputs),
         (phi, or_else(psi, phi), or_else(written, content), rate, log_keep, marks, before, reads),
         (N,),
@@ -464,26 +467,25 @@ def backward(
 ) -> PlaceInputs:
     """The gradients in the places of the inputs; the width's in parts (programs, H)."""
     before, written, solved = Kept(*kept)
-    N, plan = inputs.content.shape[1], make_plan(inputs, products)
+    (B, N, H, _), plan = inputs.content.shape, make_plan(inputs, products)
+    do = plan.once(_launches)
     phi, psi = make_addresses(inputs, plan, before.dtype)  # again: keeping them takes much memory
     content, rate, log_keep = inputs.content, inputs.rate, inputs.log_keep
     marks, asked = or_else(inputs.resets, phi), or_else(psi, phi)
     by_after, by_state = torch.empty_like(before), torch.empty_like(inputs.state)
     begins, by_right = or_else(grad_state, by_state), phi
-    has_start = {"HAS_START": grad_state is not None}
+    state_backward = do.state_backward[grad_state is not None]
     if written is None or solved is None:
-        plan.bound(state_kernel, **_tiles(plan), BACKWARD=True, **has_start)(
-            _tile_grid(inputs, plan),
+        state_backward(
+            (B * H, *do.tiles),
             (asked, grad_reads, rate, log_keep, marks, begins, by_after, by_state),
             (N,),
         )
     else:
         by_written, by_right = torch.empty_like(written), torch.empty_like(written)
-        plan.bound(delta_written_kernel)(
-            chunk_grid(inputs), (phi, asked, log_keep, marks, grad_reads, by_written), (N,)
-        )
-        plan.bound(delta_state_backward_kernel, **_columns(plan), **has_start)(
-            _column_grid(inputs, plan),
+        do.written(chunk_grid(inputs), (phi, asked, log_keep, marks, grad_reads, by_written), (N,))
+        state_backward(
+            (B * H, *do.tiles),
             (
                 phi, asked, rate, log_keep, marks, solved, grad_reads, by_written, begins,
                 by_right, by_after, by_state,
@@ -492,7 +494,7 @@ def backward(
         )  # fmt: skip
     by_phi, by_psi = torch.empty_like(phi), None if psi is None else torch.empty_like(psi)
     by_content, by_rate, by_log_keep = (torch.empty_like(t) for t in (content, rate, log_keep))
-    plan.bound(gradient_kernel, VB=min(32, plan["VB"]), SAME=psi is None)(
+    do.gradient[psi is None](
         chunk_grid(inputs),
         (
             phi, asked, content, or_else(written, content), rate, log_keep, marks, before,
@@ -511,22 +513,45 @@ def empty_kept(inputs: PlaceInputs, products: torch.dtype) -> list[Tensor]:
     return Kept.empty(inputs, products).tensors
 
 
-def _tiles(plan: Plan) -> dict[str, int]:
-    """Of a state whose parts are independent."""
-    return {"VB": min(TILE, plan["VB"]), "CB": min(TILE, plan["CB"])}
+class _Launches(NamedTuple):
+    """The kernels of a rule."""
+
+    tiles: tuple[int, ...]
+    """Programs of the kernels over the state, for every row and head."""
+    state: list[BoundKernel]
+    """From an empty state, and from another; "delta" reads it in any case."""
+    state_backward: list[BoundKernel]
+    """Without a gradient of the state after, and with one."""
+    read: BoundKernel
+    gradient: list[BoundKernel]
+    """With places to read of their own, and with one place for both."""
+    solve: BoundKernel
+    """This and `written`: of rule "delta" alone."""
+    written: BoundKernel
 
 
-def _columns(plan: Plan) -> dict[str, int]:
-    """Of a state whose channels are independent."""
-    return {"VB": plan["VP"], "CB": 16}
-
-
-def _tile_grid(inputs: PlaceInputs, plan: Plan) -> tuple[int, int, int]:
-    B, _, H, C = inputs.content.shape
-    tile = _tiles(plan)
-    return B * H, blocks(plan["V"], tile["VB"]), blocks(C, tile["CB"])
-
-
-def _column_grid(inputs: PlaceInputs, plan: Plan) -> tuple[int, int]:
-    B, _, H, C = inputs.content.shape
-    return B * H, blocks(C, _columns(plan)["CB"])
+def _launches(plan: Plan) -> _Launches:
+    V, C = plan["V"], plan["C"]
+    if plan["DELTA"]:  # the channels of its state are independent
+        tile, tiles = {"VB": plan["VP"], "CB": 16}, (blocks(C, 16),)
+        forward, backward = delta_state_kernel, delta_state_backward_kernel
+    else:  # so are the voxels
+        tile = {"VB": min(TILE, plan["VB"]), "CB": min(TILE, plan["CB"])}
+        tiles = blocks(V, tile["VB"]), blocks(C, tile["CB"])
+        forward = backward = state_kernel
+    ways = ((forward, False), (backward, True))
+    states, state_gradients = (
+        [plan.bound(kernel, **tile, BACKWARD=way, HAS_START=has) for has in (False, True)]
+        for kernel, way in ways
+    )
+    width = min(32, plan["VB"])
+    gradient = [plan.bound(gradient_kernel, VB=width, SAME=same) for same in (False, True)]
+    return _Launches(
+        tiles,
+        states,
+        state_gradients,
+        plan.bound(read_kernel),
+        gradient,
+        plan.bound(solve_kernel),
+        plan.bound(delta_written_kernel),
+    )

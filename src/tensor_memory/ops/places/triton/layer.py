@@ -247,6 +247,8 @@ class LayerOptions(NamedTuple):
     wrap: tuple[bool, ...]
     drop: Drop
     products: torch.dtype
+    fresh: bool
+    """Whether the state before is empty; its tensor holds anything then."""
 
 
 class Packed(NamedTuple):
@@ -381,7 +383,9 @@ def _run(
     said = torch.mm(normed, heads.t())
     do = _launches_of(packed, state, base is not None)
     inputs = _heads(do, said, x.shape[:2], base, state, resets, small, options)
-    reads, after, kept = backend.forward(inputs, keep=keep, products=options.products)
+    reads, after, kept = backend.forward(
+        inputs, keep=keep, products=options.products, fresh=options.fresh
+    )
     readout = _readout(do, reads, said, small, options)
     m = torch.mm(readout, output.t())
     out, seeds = add_each(x, m, residual_gate, options.drop)

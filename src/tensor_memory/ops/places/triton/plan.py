@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import triton
 
 from tensor_memory.ops.launch import INTERPRETED, BoundKernel, bind, blocks
 from tensor_memory.ops.places.inputs import PlaceInputs
+
+T = TypeVar("T")
 
 LENGTH = 32
 """L, tokens per chunk. From 64 on products take Hopper's wide instructions, and Triton 3.6 then
@@ -32,6 +34,13 @@ class Plan(dict[str, Any]):
     def __init__(self, constants: dict[str, Any]) -> None:
         super().__init__(constants)
         self._bound: dict[tuple[Any, ...], BoundKernel] = {}
+        self._made: dict[Any, Any] = {}
+
+    def once(self, make: Callable[[Plan], T]) -> T:
+        """What a function makes of these constants, made once: asking for a kernel takes time."""
+        if make not in self._made:
+            self._made[make] = make(self)
+        return self._made[make]
 
     def bound(self, kernel: Any, *, warps: int = WARPS, **more: Any) -> BoundKernel:
         """The kernel with those of the constants that it takes; `more` goes before."""
