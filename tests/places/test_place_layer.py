@@ -6,7 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tensor_memory import MemoryResidual, PlaceConfig, PlaceMemory, fixed_weights, residual
+from tensor_memory import (
+    MemoryResidual,
+    PlaceConfig,
+    PlaceMemory,
+    attach,
+    fixed_weights,
+    residual,
+)
 from tolerances import assert_same, assert_same_rms
 
 token = pytest.importorskip(
@@ -177,6 +184,15 @@ def test_layers_that_share_a_memory_pack_it_once_and_learn_the_same(packings):
     assert len(packings) == 2 + 1
     for name, once, apart in zip(["out", *weights], found[1], found[0], strict=True):
         assert_same_rms(name, once, apart.double(), torch.float32)
+
+
+def test_attached_layers_pack_a_shared_memory_once_a_call(packings):
+    block = torch.nn.TransformerEncoderLayer(DIM, 2, 8, dropout=0.0, batch_first=True)
+    host = torch.nn.TransformerEncoder(block, 2, enable_nested_tensor=False).to(HERE)
+    attach(host, replace(CONFIGS["two axes"], backend="triton"))
+    for calls in (1, 2):
+        host(torch.randn(ROWS, 4, DIM).to(HERE)).sum().backward()
+        assert len(packings) == calls
 
 
 def test_other_weights_inside_a_pass_are_packed_again(packings):
