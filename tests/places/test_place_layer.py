@@ -223,6 +223,37 @@ def test_other_weights_inside_a_pass_are_packed_again(packings):
         assert_same(through(layers, x), before)
 
 
+def test_weights_set_free_inside_a_pass_learn(packings):
+    layers, (x, _) = shared_layers(), draw(CONFIGS["two axes"])
+    memory = layers[0].memory.requires_grad_(False)
+    with fixed_weights():
+        layers[0](x)
+        memory.requires_grad_(True)
+        layers[1](x)[0].sum().backward()
+    assert all(weight.grad is not None for weight in memory.parameters())
+
+
+def test_a_pass_within_a_pass_leaves_nothing_behind(packings):
+    layers, (x, _) = shared_layers(), draw(CONFIGS["two axes"])
+    with fixed_weights():
+        through(layers, x)
+        with fixed_weights():
+            through(layers, x)
+        through(layers, x)
+    assert len(packings) == 2
+    through(layers, x)
+    assert len(packings) == 4
+
+
+def test_weights_made_in_inference_mode_run_in_a_pass():
+    with torch.inference_mode():
+        layers = [layer.requires_grad_(False) for layer in shared_layers()]
+    x, _ = draw(CONFIGS["two axes"])
+    with fixed_weights():
+        got = through(layers, x)
+    assert torch.equal(got, through(layers, x))
+
+
 @each_config
 def test_a_token_in_one_launch_is_the_plain_token(name, launches, monkeypatch):
     layer, tokens = build(CONFIGS[name]), draw(CONFIGS[name])

@@ -34,7 +34,7 @@ from tensor_memory.attachment.places import PlaceSource
 from tensor_memory.attachment.rollback import ROLLBACK, Call
 from tensor_memory.attachment.stream import OpenStream, Stream
 from tensor_memory.build import AnyState
-from tensor_memory.ops.prepared import Prepared
+from tensor_memory.ops.prepared import holding
 
 DEPTH = "depth"
 """The scope in which one state goes through all blocks."""
@@ -75,7 +75,7 @@ class HostCall:
     made: tuple[int, Any] | None = None
     """What `where=` made of the arguments of the modules entered; how many levels deep that was."""
 
-    prepared: Prepared | None = None
+    prepared: dict[Any, Any] = field(default_factory=dict)
     """What was made of the weights of the memory, which blocks share."""
 
     placed: tuple[list[Any], Tensor] | None = None
@@ -130,10 +130,7 @@ class HostCall:
 
     def fixed_weights(self) -> AbstractContextManager[None]:
         """For every block: the memory's weights do not change during a call."""
-        if torch.compiler.is_compiling():
-            return nullcontext()
-        self.prepared = self.prepared or Prepared()
-        return self.prepared
+        return nullcontext() if torch.compiler.is_compiling() else holding(self.prepared)
 
     def slot(self, path: str) -> str:
         """Name of the state that the next run of block `path` uses."""

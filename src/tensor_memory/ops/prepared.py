@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -19,7 +19,8 @@ def fixed_weights() -> AbstractContextManager[None]:
     For one forward pass of a model of your own; `attach` does it by itself. On a GPU a training
     step that is launched from Python gets faster: of the place memory's weights each layer then
     returns one gradient. Results stay the same. A change in place is noticed, also other weights
-    (`torch.func.functional_call`); a change through `.data` is not.
+    (`torch.func.functional_call`); a change through `.data` is not. A CUDA graph is captured around
+    it, not within.
 
     >>> from tensor_memory import MemoryResidual, PlaceMemory
     >>> memory = PlaceMemory(8)
@@ -29,20 +30,17 @@ def fixed_weights() -> AbstractContextManager[None]:
     ...     for layer in layers:
     ...         x, _ = layer(x)
     """
-    return nullcontext() if torch.compiler.is_compiling() else Prepared()
+    return nullcontext() if torch.compiler.is_compiling() else holding({})
 
 
-class Prepared(AbstractContextManager[None]):
-    """What was prepared in one forward pass; it can be entered again for the pass' next layer."""
-
-    def __init__(self) -> None:
-        self._held: dict[Any, Any] = {}
-
-    def __enter__(self) -> None:
-        self._token = _prepared.set(self._held)
-
-    def __exit__(self, *_: object) -> None:
-        _prepared.reset(self._token)
+@contextmanager
+def holding(held: dict[Any, Any]) -> Iterator[None]:
+    """Inside, `held` keeps what is prepared; the next layer of a forward pass may go on with it."""
+    token = _prepared.set(held)
+    try:
+        yield
+    finally:
+        _prepared.reset(token)
 
 
 def prepared_once(make: Callable[..., Any], weights: tuple[Tensor, ...], *options: Any) -> Any:
@@ -53,7 +51,12 @@ def prepared_once(make: Callable[..., Any], weights: tuple[Tensor, ...], *option
     held = _prepared.get()
     if held is None or not torch.is_grad_enabled():
         return make(weights, *options)
-    key, versions = (*map(id, weights), *options), [weight._version for weight in weights]
-    if key not in held or held[key][1] != versions:
-        held[key] = weights, versions, make(weights, *options)  # an id is theirs while they live
+    key, found = (*map(id, weights), *options), [_now(weight) for weight in weights]
+    if key not in held or held[key][1] != found:
+        held[key] = weights, found, make(weights, *options)  # an id is theirs while they live
     return held[key][2]
+
+
+def _now(weight: Tensor) -> tuple[bool, int | None]:
+    """What tells that a weight was changed in place, frozen or set free."""
+    return weight.requires_grad, None if weight.is_inference() else weight._version

@@ -235,7 +235,7 @@ function start() {
   function setBeside(index) {
     state.beside = index;
     find("beside").value = index;
-    for (const of of ["volume-beside", "beside-name", "volume-name"]) find(of).hidden = index < 0;
+    for (const id of ["volume-beside", "beside-name", "volume-name"]) find(id).hidden = index < 0;
     find("stage").classList.toggle("two", index >= 0);
     redraw();
   }
