@@ -19,7 +19,7 @@ from tensor_memory_lab.cli import main
 from tensor_memory_lab.commands import jobs
 from tensor_memory_lab.commands.arguments import parse_run
 from tensor_memory_lab.commands.grid import Stage
-from tensor_memory_lab.commands.tries import in_lots
+from tensor_memory_lab.commands.tries import first_runs, in_lots
 from tensor_memory_lab.recipes import find_recipe
 from tensor_memory_lab.records import append, read_records, run_name, write_result
 
@@ -148,6 +148,11 @@ def test_runs_of_equal_time_get_the_steps_that_take_it(monkeypatch):
     timed = [r for r in found if r["steps"] == 200]
     assert [r["shared_device"] for r in timed] == [False, False]
     assert all(r["tries"]["seconds"] == 10 for r in found if "tries" in r)
+
+
+def test_a_value_of_the_grid_does_not_hide_those_tried():
+    stage = Stage([SIGN], {"optimizer.lr": [0.1]}, tries={"optimizer.lr": [0.1, 0.2]})
+    assert [run.config.optimizer.lr for run in first_runs([stage])] == [0.1, 0.2]
 
 
 def test_a_stage_that_tries_is_done_before_the_next_begins():

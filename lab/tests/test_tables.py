@@ -208,7 +208,12 @@ def test_a_rate_that_was_tried_belongs_to_the_method():
         for method, rate in ((BASE, 0.1), (TENSOR, 0.2))
     ]
     assert cells(best, less)[1]["accuracy less base"] == "–"
-    assert cells([one | tries for one in best], less)[1]["accuracy less base"] != "–"
+    best = [one | tries for one in best]
+    assert cells(best, less)[1]["accuracy less base"] != "–"
+    other = run(BASE, task=SignTaskConfig(numbers=16)) | tries
+    other |= {"settings": {"optimizer.lr": 0.3, "budget.steps": 20}}
+    with pytest.raises(ValueError, match="expected one row of 'base' to compare with, got 2"):
+        cells([*best, other], less | {"match": ["recipe"]}, rows=["label", "task.numbers"])
 
 
 def test_select_compares_what_is_shown():

@@ -89,7 +89,7 @@ def _combinations(stage: Stage) -> Iterator[Stage]:
 def _tried(stage: Stage) -> Stage:
     # All methods with the first value, then with the next: what runs side by side at the start
     # then compiles different code, and later runs find theirs compiled.
-    over = dict(stage.tries) | dict(stage.over) | {"seed": [SEED]}
+    over = dict(stage.tries) | dict(stage.over) | dict(stage.tries) | {"seed": [SEED]}
     flags = stage.flags if stage.tried is None else stage.tried
     over |= {"budget.test": ["False"]}
     return replace(stage, over=over, flags=flags, tries={}, tried=None, seconds=None)

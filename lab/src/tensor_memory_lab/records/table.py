@@ -341,10 +341,17 @@ class _Cells:
         names = ("label", "method") if one.match else ("label",)
         same = one.match or [n for n in self.by if n not in ("label", "method", "variant")]
         same = [name for name in ("recipe", *same) if name in runs]
-        for found in self.groups:
-            named = method in [found[name].iloc[0] for name in names]
-            if named and _same_setting(found, runs) and all(_same(found, runs, n) for n in same):
-                return found
+        named = [g for g in self.groups if method in [g[name].iloc[0] for name in names]]
+        alike = [g for g in named if all(_same(g, runs, name) for name in same)]
+        for tried in (True, False):  # the same rate, else the rate that was tried for each
+            found = [g for g in alike if _setting(g, tried=tried) == _setting(runs, tried=tried)]
+            if len(found) > 1 and not tried:
+                raise ValueError(
+                    f"table: expected one row of {method!r} to compare with, got {len(found)} that "
+                    "differ in what was tried; add a field to 'match', or leave some out"
+                )
+            if found:
+                return found[0]
         return None
 
     def _elsewhere(self, one: Column, runs: Frame) -> Frame:
@@ -405,18 +412,15 @@ def _same(some: Frame, other: Frame, name: str) -> bool:
     return value_text(some[name].iloc[0]) == value_text(other[name].iloc[0])
 
 
-def _same_setting(some: Frame, other: Frame) -> bool:
-    """Whether two rows are of one setting; what was tried for each belongs to its method."""
-    records = [runs["record"].iloc[0] for runs in (some, other)]
-    one, two = (
-        {
-            name: value
-            for name, value in r.get("settings", {}).items()
-            if name not in r.get("tries", {})
-        }
-        for r in records
-    )
-    return one == two
+def _setting(runs: Frame, *, tried: bool) -> dict[str, Any]:
+    """The setting of a row, with what was tried for it or without; that belongs to its method.
+
+    So do steps where all train for equal time.
+    """
+    record = runs["record"].iloc[0]
+    tries = record.get("tries", {})
+    left_out = () if tried else (*tries, *(("budget.steps",) if "seconds" in tries else ()))
+    return {n: value for n, value in record.get("settings", {}).items() if n not in left_out}
 
 
 def _bare(label: str, without: tuple[str, ...]) -> str:

@@ -8,7 +8,7 @@ order.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypedDict, runtime_checkable
 
@@ -91,13 +91,14 @@ class KeepsAssets(Protocol):
 
 @runtime_checkable
 class HasShapes(Protocol):
-    """A task whose batches come in a few shapes; a CUDA graph is captured for each."""
+    """A task whose batches come in a few shapes; a CUDA graph is captured for each.
+
+    It may have `any_size`, names of tensors whose second dimension compiled code takes in any size:
+    shapes that differ in nothing else then share their code.
+    """
 
     shapes: int
     """How many, in training or in evaluation."""
-    any_size: Collection[str]
-    """Tensors of a batch whose second dimension compiled code takes in any size: shapes that differ
-    in nothing else share it."""
 
 
 class Annotations(TypedDict, total=False):

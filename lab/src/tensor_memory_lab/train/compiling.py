@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tensor_memory_lab.run_config import RunConfig
-from tensor_memory_lab.tasks import Batch, HasShapes
+from tensor_memory_lab.tasks import Batch
 
 try:
     import fcntl
@@ -36,7 +36,7 @@ def compiled(loss: Callable[..., Any], task: Any) -> Callable[..., Any]:
     if (name := "unsafe_marked_cacheable_functions") in torch._inductor.list_options():
         options[name] = CACHED
     made = torch.compile(loss, dynamic=False, options=options)
-    free: Collection[str] = task.any_size if isinstance(task, HasShapes) else ()
+    free: Collection[str] = getattr(task, "any_size", ())
 
     def call(batch: Batch, *more: Any) -> Any:
         for name in free:
@@ -57,7 +57,8 @@ def one_compiles(config: RunConfig[Any, Any], shape: tuple[torch.Size, ...]) -> 
     if fcntl is None:
         yield
         return
-    from torch._inductor.runtime.cache_dir_utils import cache_dir  # slow to load
+    # Slow to load; newer versions have it elsewhere too.
+    from torch._inductor.codecache import cache_dir  # pyright: ignore[reportPrivateImportUsage]
 
     code = (config.task, config.model, config.precision, config.budget.accumulate, shape)
     name = hashlib.blake2b(repr(code).encode(), digest_size=8).hexdigest()
@@ -67,4 +68,8 @@ def one_compiles(config: RunConfig[Any, Any], shape: tuple[torch.Size, ...]) -> 
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 fcntl.flock(file, fcntl.LOCK_SH)  # those that waited go on beside each other
-        yield
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # a process that was forked inside would hold it
+                fcntl.flock(file, fcntl.LOCK_UN)
