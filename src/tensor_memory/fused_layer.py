@@ -209,7 +209,8 @@ def _token_on_cpu(
         if options.keys() - {"where"} or not is_dense(config.grid, config.kernel):
             return None
         where = options.get("where")
-        state = memory.checked_state(x, state, where)
+        memory.check(x, state, where)
+        state = memory.empty_state(x) if state is None else state
         if state.scale is not None or state.values.dtype != x.dtype or _has_grad(state.values):
             return None
         return place_token(memory, norm, gate, x, state, where)

@@ -236,7 +236,8 @@ class PlaceMemory(nn.Module):
         reset: Tensor | None = None,
     ) -> tuple[PlaceInputs, PlaceState]:
         """What the tokens say to the recurrence; in float32 or better even under autocast."""
-        state = self.checked_state(x, state, where, mask, reset)
+        self.check(x, state, where, mask, reset)
+        state = self.empty_state(x) if state is None else state
         config = self.config
         if mask is not None:
             x = x.masked_fill(~mask[..., None], 0)  # garbage there must reach no gradient
@@ -265,18 +266,6 @@ class PlaceMemory(nn.Module):
             resets=reset,
         )
         return inputs, state
-
-    def checked_state(
-        self,
-        x: Tensor,
-        state: PlaceState | None,
-        where: Tensor | None = None,
-        mask: Tensor | None = None,
-        reset: Tensor | None = None,
-    ) -> PlaceState:
-        """The state that a call with these arguments starts from; raise where they do not fit."""
-        self.check(x, state, where, mask, reset)
-        return self.empty_state(x) if state is None else state
 
     def check(
         self,
