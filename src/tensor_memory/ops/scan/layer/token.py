@@ -94,6 +94,7 @@ def token_kernel(
             tl.store(next_tokens + b * (K * WIDTH_D) + k * WIDTH_D + c, nothing, mask=own)
 
     # μ and the read of every head.
+    V: tl.constexpr = D * H * W
     readout += b * (R * C)
     if READ:
         for head in tl.static_range(R):
@@ -103,7 +104,6 @@ def token_kernel(
                 at_y = coordinate(coordinates, normed, head * AXES + 1, c, WIDTH_D)
             if D > 1:
                 at_z = coordinate(coordinates, normed, head * AXES + 2, c, WIDTH_D)
-            V: tl.constexpr = D * H * W
             r = read_place(hidden + b * (C * V), at_x, at_y, at_z, 1, V, C, D, H, W)
             tl.store(readout + head * C + voxel, r)
         tl.debug_barrier()  # every thread needs all of it
