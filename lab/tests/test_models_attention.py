@@ -66,15 +66,17 @@ def turned(x):
     return made
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("window", [None, 3, 64])
-def test_rotary_positions_turn_queries_and_keys_before_the_product(monkeypatch, window):
+def test_rotary_positions_turn_queries_and_keys_before_the_product(monkeypatch, window, compiled):
     monkeypatch.setattr(attention_module, "SMALL", 0)
     module = drawn(SelfAttention(12, 2, window=window, length=150, rotary=True))
     x = torch.randn(2, 150, 12, dtype=DOUBLE)
     q, k, v = split_heads(module.qkv(x), 3, module.heads)
     scores = turned(q) @ turned(k).transpose(-1, -2) / math.sqrt(q.shape[-1])
     mixed = softmax_attention(scores, v, visible(150, window=window))
-    assert_same(module(x)[0], module.project(mixed.transpose(1, 2).flatten(2)))
+    attend = torch.compile(module, backend="eager") if compiled else module
+    assert_same(attend(x)[0], module.project(mixed.transpose(1, 2).flatten(2)))
 
 
 @pytest.mark.parametrize("cuts", [(7,), (1, 6), (2, 2, 3)])
