@@ -97,6 +97,10 @@ def plain(monkeypatch, layer, *tokens):
     return found
 
 
+def weights_like(out):
+    return torch.linspace(-1, 1, out.numel()).reshape(out.shape).to(out)
+
+
 def everything(layer, x, where, reset):
     """Output, state and every gradient of a call that continues another."""
     state = layer(x[:, :1], **({} if where is None else {"where": where[:, :1]}))[1].detach()
@@ -105,8 +109,7 @@ def everything(layer, x, where, reset):
     at = {} if where is None else {"where": where.clone().requires_grad_()}
     layer.zero_grad()
     out, after = layer(x, state, reset=reset, **at)
-    weight = torch.linspace(-1, 1, out.numel()).reshape(out.shape).to(out)
-    ((out * weight).sum() + after.values.square().sum()).backward()
+    ((out * weights_like(out)).sum() + after.values.square().sum()).backward()
     found = {"out": out, "after": after.values, "x": x.grad, "state": state.values.grad}
     found |= {name: given.grad for name, given in at.items()}
     return found | {name: p.grad.clone() for name, p in layer.named_parameters()}
@@ -126,8 +129,11 @@ def test_a_fused_layer_is_the_plain_one(name, monkeypatch):
     layer.memory.config = replace(layer.memory.config, backend="reference")
     wide = None if where is None else where.double()
     expected = everything(layer.double(), x.double(), wide, reset)
+    # The gate's gradient is one sum over all outputs: of 10 in absolute values 0.17 is left.
+    by_gate = weights_like(x) * (expected["out"] - x) * (1 - layer.gate.sigmoid())
     for part, value in expected.items():
-        assert_same_rms(part, got[part], value, torch.float32)
+        terms = by_gate if part == "gate" else None
+        assert_same_rms(part, got[part], value, torch.float32, terms)
 
 
 def test_a_large_grid_starts_empty(monkeypatch):
