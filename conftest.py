@@ -13,7 +13,10 @@ from typing import Any
 
 import pytest
 
-collect_ignore_glob = ["conftest.py", "*/conftest.py"]  # one name for several modules, no doctests
+collect_ignore_glob = [
+    "conftest.py", "*/conftest.py",  # one name for several modules, no doctests
+    "*/compile_kernels.py",  # a program that imports triton
+]  # fmt: skip
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell ignores Ctrl-C for what it runs in the background, and processes that tests start
