@@ -11,7 +11,6 @@ It is a program of its own, because the interpreter replaces kernels as they are
 from __future__ import annotations
 
 import ast
-import gc
 import importlib
 import inspect
 import json
@@ -159,21 +158,29 @@ def marks(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.bool)
 
 
-def layer(config: Any, *, low: bool = False, reset: bool = False, **drop: float) -> None:
-    """A layer forward and backward, then token by token through two chunks."""
+def layer(
+    config: Any,
+    *,
+    low: bool = False,
+    reset: bool = False,
+    decode: bool = True,
+    dtype: Any = torch.float32,
+    **drop: float,
+) -> None:
+    """A layer forward and backward, and with `decode` token by token through two chunks."""
     placed, dim, N = isinstance(config, PlaceConfig), 10, 4
     kind = PlaceMemory if placed else TensorMemory
-    made = MemoryResidual(kind(dim, replace(config, backend="triton")), **drop)
+    made = MemoryResidual(kind(dim, replace(config, backend="triton")), **drop).to(dtype)
     more = {"reset": marks(2, N)} if reset else {}
     given = placed and config.places != "learned"
     with torch.autocast("cpu", torch.bfloat16, enabled=low):
-        x, where = zeros(2, N, dim), torch.zeros(2, N, config.axes)
+        x, where = zeros(2, N, dim).to(dtype), torch.zeros(2, N, config.axes)
         out, state = made(x, **more, **({"where": where} if given else {}))
         (out.sum() + (state.values if placed else state.cell).sum()).backward()
         made.eval()
         state = None
         with torch.no_grad():
-            for t in range(N):
+            for t in range(N if decode else 0):
                 at = {"where": where[:, t : t + 1]} if given else {}
                 _, state = made(x[:, t : t + 1], state, **at)
 
@@ -214,7 +221,7 @@ def few_calls() -> None:
     """Every statement of every kernel at least once, and twice what is in a loop over heads."""
     paper = MemoryConfig(channels=16, grid=(2, 3, 4), chunk_size=2)
     layer(replace(paper, channels=64, read_heads=2, write_heads=2), dropout=0.1, drop_path=0.1)
-    layer(replace(paper, reads="token", write="nearest"), low=True)
+    layer(replace(paper, reads="token", write="nearest"), low=True, decode=False)
     scan(32, (32, 32), B=34, M=1, pointwise=True, masks=True)  # two programs a row, four tiles
     read(torch.zeros(2, 3, 2, 2), torch.zeros(2, 16, 4, 4))
     place = PlaceConfig(heads=2, kernel="linear", share_places=False, places="offset")
@@ -228,16 +235,15 @@ def few_calls() -> None:
 
 
 def more_calls() -> None:
-    """Sizes as they are used, with every rule, kernel and precision."""
-    paper, place = MemoryConfig(chunk_size=2), PlaceConfig.recall()
-    for low in (False, True):
-        layer(replace(paper, read_heads=4, write_heads=4, reads="token"), low=low)
-        scan(64, (16, 16, 16), B=64, M=1, low=low, masks=True)
-        for rule in ("linear", "delta"):
-            layer(replace(place, rule=rule), low=low, reset=True)
-            places((4, 4, 4, 4), rule, gaussian=True, C=64, low=low, same=True, wrap=True)
-            places((16, 16, 16), rule, C=64, low=low, ends=low)
-    scan(128, (16, 16, 16), low=True)
+    """Sizes as they are used."""
+    paper, place = MemoryConfig(chunk_size=2, read_heads=4, write_heads=4), PlaceConfig.recall()
+    layer(replace(paper, reads="token"), dtype=torch.bfloat16)
+    scan(64, (16, 16, 16), B=64, M=1, low=True, masks=True)
+    scan(128, (4, 4))
+    for rule in ("linear", "delta"):
+        layer(replace(place, rule=rule), dtype=torch.bfloat16)
+        layer(replace(place, rule=rule), reset=True)
+        places((16, 16, 16), rule, C=64, low=True)
 
 
 def resources(code: Any) -> dict[str, int]:
@@ -252,7 +258,6 @@ def resources(code: Any) -> dict[str, int]:
 
 def main(results: str, extent: str = "few") -> None:
     assert not launch.INTERPRETED, "TRITON_INTERPRET is set: the interpreter has the kernels"
-    gc.disable()  # a quarter of the time
     compiled, visited = pretend_hopper(), note_compiled_lines()
     if extent == "few":
         stop_behind_the_front_end()

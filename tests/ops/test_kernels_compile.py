@@ -44,3 +44,5 @@ def test_every_kernel_becomes_machine_code_that_fits_on_hopper(tmp_path):
     for kernel in found["kernels"]:
         print(*kernel.values())  # pytest -s: registers, bytes of the stack, of shared memory
         assert kernel["shared"] <= SHARED_MEMORY, kernel["name"]
+        # The assembler's choice where it gives up; nearly all values then lie in memory.
+        assert kernel["registers"] > 32 or kernel["stack"] == 0, kernel["name"]

@@ -23,7 +23,14 @@ from tensor_memory.ops.launch import INTERPRETED, BoundKernel, Grid, bind, or_el
 from tensor_memory.ops.scan.inputs import ScanInputs
 from tensor_memory.ops.scan.triton.filter import axis_taps, neighbours, place
 from tensor_memory.ops.scan.triton.forward_scan import Kept, filtered_writes
-from tensor_memory.ops.scan.triton.plan import BACKWARD_SHARE, PROGRAMS, Shape, layout, plan_of
+from tensor_memory.ops.scan.triton.plan import (
+    ALL_REGISTERS,
+    BACKWARD_SHARE,
+    PROGRAMS,
+    Shape,
+    layout,
+    plan_of,
+)
 from tensor_memory.ops.scan.triton.step import (
     arrive,
     gate_slopes,
@@ -386,10 +393,11 @@ def _recompute_slopes(inputs: ScanInputs, shape: Shape, written: Tensor, kept: K
     slopes = written.new_empty(S, B, V, p.gates, C)
     blocks = -(-S * B * V // p.block)
     programs = min(blocks, PROGRAMS * SLOPES_SHARE[C])
+    options = p.alone | ALL_REGISTERS if C > 64 and not INTERPRETED else p.alone
     kernel = bind(
         slopes_kernel,
         C=C, V=V, BLOCK=p.block, WRITES=shape.writes, RESIDENT=p.resident,
-        PRODUCTS=p.products, FAST=p.fast, STAGES=SLOPES_STAGES, **p.alone,
+        PRODUCTS=p.products, FAST=p.fast, STAGES=SLOPES_STAGES, **options,
     )  # fmt: skip
     writes = or_else(inputs.writes, written)
     kernel(

@@ -35,6 +35,8 @@ BLOCK_WARPS = 4
 BLOCK_BYTES = 4096  # that a program holds of one volume
 TILE_CHOICES = 3  # sizes of a piece of a plane: whole, half, quarter
 PROGRAMS = 132  # that share a sum over all voxels of all steps: one per multiprocessor of an H200
+# By itself the assembler takes 32 where values are many, and ten times the time; the rest spills.
+ALL_REGISTERS = {"maxnreg": 255}
 
 
 def why_not(state: Sequence[int], device: torch.device, dtype: torch.dtype) -> str | None:
@@ -182,8 +184,8 @@ def layout(shape: Shape, share: dict[int, int], *, alone: bool = False) -> Layou
     most = SCAN_TILE[C] * warps // SCAN_WARPS
     tile = max(16, min(power_of_2(-(-V // parts)), most))
     options: dict[str, Any] = {"num_warps": warps, "num_stages": 1}
-    if C > 64:
-        options["maxnreg"] = 255  # the assembler takes 32 by itself, and ten times the time
+    if C > 64 or (C == 64 and not shape.low):
+        options |= ALL_REGISTERS
     if parts > 1:
         options["launch_cooperative_grid"] = True
     return Layout(
