@@ -16,7 +16,7 @@ if why_not("triton", HERE) is not None:
     pytest.skip(f"triton: {why_not('triton', HERE)}", allow_module_level=True)
 
 from tensor_memory.ops import launch
-from tensor_memory.ops.launch import BoundKernel, bind
+from tensor_memory.ops.launch import Alike, BoundKernel, bind
 from tensor_memory.ops.scan.triton import plan
 from tensor_memory.ops.scan.triton.plan import Shape, layout
 
@@ -176,6 +176,33 @@ def test_arguments_that_need_other_code_do_not_run_what_is_compiled(kernel, x, c
     launch((1,), (x, y), (count,))
     assert len(kernel.compiled) == 2
     assert kernel.ran == []
+
+
+def test_launches_alike_find_their_code_without_asking_for_types(kernel):
+    launch, x, y = BoundKernel(kernel, {"C": 16}), torch.zeros(8), torch.zeros(8)
+    for _ in range(3):
+        with Alike((x,), torch.bfloat16):
+            launch((3, 2), (x, y), (5,))
+    assert len(kernel.compiled) == 1
+    straight = (3, 2, 1, "stream", "code", "metadata", None, None, None)
+    assert kernel.ran == [(*straight, x.data_ptr(), y.data_ptr(), 5, 16)] * 2
+    low = x.half()
+    with Alike((low,), torch.bfloat16):
+        launch((3, 2), (low, y), (5,))
+    with pytest.raises(KeyError), Alike((x,), torch.bfloat16):
+        raise KeyError
+    launch((3, 2), (x.double(), y), (5,))  # outside every launch asks
+    assert len(kernel.compiled) == 3
+
+
+def test_what_is_unusual_is_alike_to_nothing(kernel, monkeypatch):
+    x = torch.zeros(8)
+    assert Alike((x, x), "a choice").kind is not None
+    assert Alike((x, x[1:])).kind is None
+    assert Alike((x,), None).kind is None
+    assert Alike((torch.empty(1, device="meta").expand(2**31),)).kind is None
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
+    assert Alike((x,)).kind is None
 
 
 def test_the_same_constants_give_the_same_launch(kernel):

@@ -20,6 +20,7 @@ token = pytest.importorskip(
     "tensor_memory.ops.places.triton.token", reason="the fused backend needs triton"
 )
 fused = pytest.importorskip("tensor_memory.ops.places.triton.layer")
+launch = pytest.importorskip("tensor_memory.ops.launch")
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DIM, ROWS = 12, 3
 
@@ -51,6 +52,26 @@ def _poisoned_memory():
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
+
+
+TYPES = {}
+"""Of a kernel's tensors, by the kernel and the number that `Alike` has for them."""
+
+
+@pytest.fixture(autouse=True)
+def _launches_are_alike(monkeypatch):
+    """A launch inside `Alike` is as promised: its number tells all types, and no address is odd."""
+    run = launch.BoundKernel.__call__
+
+    def checked(self, grid, tensors, numbers=()):
+        kind = launch._thread.kind
+        if kind is not None:
+            types = [tensor.dtype for tensor in tensors]
+            assert TYPES.setdefault((id(self), kind), types) == types
+            assert all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+        run(self, grid, tensors, numbers)
+
+    monkeypatch.setattr(launch.BoundKernel, "__call__", checked)
 
 
 @pytest.fixture
@@ -144,6 +165,26 @@ def test_a_large_grid_starts_empty(monkeypatch):
     expected, expected_state = plain(monkeypatch, layer, x, None)
     assert_same(got, expected)
     assert_same(state.values, expected_state.values)
+
+
+def test_an_odd_number_of_places_leaves_no_odd_address():
+    layer = build(PlaceConfig(grid=(260,), channels=2, heads=1, rule="delta", kernel="linear"))
+    TYPES.clear()
+    out, _ = layer(torch.randn(1, 3, DIM).to(HERE))
+    out.sum().backward()
+    assert len(TYPES) > 12  # so many kernels were launched inside `Alike`, and looked at
+
+
+def test_a_layer_runs_under_autocast_and_without_in_turn():
+    layer, (x, _) = build(CONFIGS["two axes"]), draw(CONFIGS["two axes"])
+    found = []
+    for low in (False, True, False):
+        with torch.autocast(HERE.type, torch.bfloat16, enabled=low):
+            out, _ = layer(x)
+        found.append([out, *torch.autograd.grad(out.square().sum(), list(layer.parameters()))])
+    exact, low, again = found
+    assert all(map(torch.equal, exact, again))
+    assert_same_rms("out", low[0], exact[0].double(), torch.bfloat16)
 
 
 def test_a_fused_layer_drops_what_its_backward_drops():

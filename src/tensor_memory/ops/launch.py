@@ -4,6 +4,7 @@ Triton derives a kernel's variant from every argument of every launch and asks t
 every pointer. That takes longer than most of our kernels run: a training step launched from Python
 takes a fifth longer with it (docs/evidence/kernel-log.md). Here a kernel is bound to its constants
 once (`bind`). A launch then looks at types and alignment only, and hands over plain addresses.
+Within `Alike` it does not even look at these: they are found once for many launches.
 
 This goes past Triton's public interface. It is done only where compiled code takes its arguments in
 a way known here; otherwise every launch is an ordinary one. Triton's own launch hooks see only the
@@ -15,6 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -33,6 +35,7 @@ INTERPRETED = not isinstance(_nothing, triton.JITFunction)
 
 _pointer, _dtype = Tensor.data_ptr, operator.attrgetter("dtype")  # mapped: half a loop's time
 _ALIGNED = 16  # bytes: what compiled code may rely on
+_MOST = 2**31  # from here on integers have code of their own
 _GRID = ("gridX", "gridY", "gridZ", "stream", "function")
 _HOOKS = ("kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook")
 Grid = tuple[int, ...]
@@ -50,6 +53,44 @@ class Variant(NamedTuple):
     """Holds the code: some versions unload it with this object."""
 
 
+class _Thread(threading.local):
+    """What a thread knows of the tensors that it launches kernels with."""
+
+    kind: int | None = None
+    """A number for their types; None where every launch must ask."""
+    stream: int = 0
+
+
+_thread = _Thread()
+_kinds: dict[tuple[Any, ...], int] = {}
+
+
+class Alike:
+    """Within, on this thread, all types and addresses of launches follow from these tensors.
+
+    Whoever enters it promises that: tensors made inside have types that depend on nothing but the
+    types of these tensors and `choices`, start where memory was allocated, and no number is larger
+    than the size of the first. Then a kernel's code is found by one number, `kind`. It is None,
+    and launches ask as ever, where one is at an odd address, the first is huge or on a device
+    that is not the current one, or None is among the choices.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], *choices: Any) -> None:
+        self.kind, device = None, tensors[0].get_device()
+        odd = functools.reduce(operator.or_, map(_pointer, tensors)) % _ALIGNED
+        here = INTERPRETED or torch._C._cuda_getDevice() == device
+        if here and not odd and tensors[0].numel() < _MOST and None not in choices:
+            self.kind = _kinds.setdefault((device, *map(_dtype, tensors), *choices), len(_kinds))
+            self.stream = 0 if INTERPRETED else torch._C._cuda_getCurrentRawStream(device)
+
+    def __enter__(self) -> None:
+        if self.kind is not None:
+            _thread.kind, _thread.stream = self.kind, self.stream
+
+    def __exit__(self, *_: object) -> None:
+        _thread.kind = None
+
+
 class BoundKernel:
     """A kernel with its constants and launch options; call it with a grid, tensors and numbers.
 
@@ -59,7 +100,8 @@ class BoundKernel:
 
     def __init__(self, kernel: Any, settings: dict[str, Any]) -> None:
         self.kernel, self.settings = kernel, settings
-        self.variants: dict[tuple[Any, ...], Variant | None] = {}
+        self.variants: dict[tuple[Any, ...] | int | None, Variant | None] = {}
+        """By device and types, and by the `kind` of `Alike`."""
 
     def __call__(
         self, grid: tuple[int, ...], tensors: Sequence[Tensor], numbers: tuple[float, ...] = ()
@@ -68,6 +110,13 @@ class BoundKernel:
         if INTERPRETED:
             self.kernel[grid](*tensors, *numbers, **self.settings)
             return
+        variant = self.variants.get(_thread.kind)
+        if variant is not None:
+            variant.run(
+                *(*grid, 1, 1)[:3], _thread.stream, *variant.before,
+                *map(_pointer, tensors), *numbers, *variant.constants,
+            )  # fmt: skip
+            return
         device = tensors[0].get_device()
         if torch._C._cuda_getDevice() != device:
             with torch.cuda.device(device):
@@ -75,7 +124,7 @@ class BoundKernel:
             return
         pointers = list(map(_pointer, tensors))
         odd = functools.reduce(operator.or_, pointers) % _ALIGNED
-        if odd or (numbers and max(numbers) >= 2**31):
+        if odd or (numbers and max(numbers) >= _MOST):
             # Odd addresses and huge integers have code of their own, and are rare.
             self.kernel[grid](*tensors, *numbers, **self.settings)
             return
@@ -92,6 +141,8 @@ class BoundKernel:
                 *(*grid, 1, 1)[:3], stream, *variant.before,
                 *pointers, *numbers, *variant.constants,
             )  # fmt: skip
+        if _thread.kind is not None:
+            self.variants[_thread.kind] = self.variants[types]
 
 
 def _variant(compiled: Any, constants: list[Any]) -> Variant | None:

@@ -23,7 +23,7 @@ from tensor_memory.config import Rule
 from tensor_memory.ops.autograd import by_name, no_autocast, refuse_second_derivative
 from tensor_memory.ops.gated_sum import Drop, add_each, each_backward
 from tensor_memory.ops.inputs import prepared
-from tensor_memory.ops.launch import BoundKernel, bind, blocks, or_else
+from tensor_memory.ops.launch import Alike, BoundKernel, bind, blocks, or_else
 from tensor_memory.ops.layer_norm import layer_norm, layer_norm_backward
 from tensor_memory.ops.places import triton as backend
 from tensor_memory.ops.places.inputs import PlaceInputs
@@ -257,8 +257,10 @@ class Packed(NamedTuple):
     flat: Tensor
     """All of them: those of the heads, W_out, the small ones. Gradients go here."""
     heads: Tensor
-    """(R, d) in the type of products, as W_out"""
+    """(R, d) in the type of products, as W_out; and both transposed"""
     output: Tensor
+    to_heads: Tensor
+    to_output: Tensor
     small: Tensor
     """(H) each the biases of rate and keep and, where there is one, log_width; (C) norm of reads"""
 
@@ -273,9 +275,6 @@ class _Saved(NamedTuple):
     reads: Tensor
     readout: Tensor
     """(B·N, H·C) what W_out takes"""
-    heads: Tensor
-    output: Tensor
-    small: Tensor
     seeds: Tensor
     norm: Tensor
     norm_bias: Tensor
@@ -297,9 +296,13 @@ def place_layer(
     packed: Packed = prepared_once(_packed, _memory_weights(weights), options.products)
     own = weights.norm, weights.norm_bias, weights.residual_gate
     tensors = (x, base, state, resets, *own, packed.flat)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return _PlaceLayer.apply(options, packed, *tensors)  # type: ignore[return-value]
-    return _run(options, packed, x, base, state, resets, *own, keep=False)[0]
+    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    given = [tensor for tensor in (base, resets) if tensor is not None]
+    known = Alike((x, state, *own, packed.small, *given), options.products, keep)
+    if keep:
+        return _PlaceLayer.apply(options, packed, known, *tensors)  # type: ignore[return-value]
+    with known:
+        return _run(options, packed, *tensors[:7], keep=False)[0]
 
 
 def _memory_weights(weights: PlaceWeights) -> tuple[Tensor, ...]:
@@ -309,7 +312,7 @@ def _memory_weights(weights: PlaceWeights) -> tuple[Tensor, ...]:
         weights.gate, weights.output, weights.rate_bias, weights.keep_bias, weights.log_width,
         weights.read_norm,
     )  # fmt: skip
-    return tuple(weight for weight in order if weight is not None)
+    return tuple([weight for weight in order if weight is not None])
 
 
 def _packed(weights: tuple[Tensor, ...], products: torch.dtype) -> Packed:
@@ -317,13 +320,10 @@ def _packed(weights: tuple[Tensor, ...], products: torch.dtype) -> Packed:
     *heads, output = (weight for weight in weights if weight.ndim == 2)
     rows, (d, columns) = sum(len(weight) for weight in heads), output.shape
     flat: Any = _Pack.apply(*weights)
-    low = prepared(flat.detach(), products)
-    return Packed(
-        flat,
-        low.as_strided((rows, d), (d, 1)),
-        low.as_strided((d, columns), (columns, 1), rows * d),
-        flat.detach()[(rows + columns) * d :],
-    )
+    low, small = prepared(flat.detach(), products), flat.detach()[(rows + columns) * d :]
+    to_heads = low.as_strided((d, rows), (1, d))
+    to_output = low.as_strided((columns, d), (1, columns), rows * d)
+    return Packed(flat, to_heads.t(), to_output.t(), to_heads, to_output, small)
 
 
 class _Pack(torch.autograd.Function):
@@ -341,23 +341,27 @@ class _Pack(torch.autograd.Function):
 
 
 class _PlaceLayer(torch.autograd.Function):
-    """Options, packed weights, x, base, state, resets, norm, its bias, γ, all weights in one row.
-
-    -> x̂, state.
-    """
+    """x, base, state, resets, norm, its bias, γ, all weights in one row -> x̂, state."""
 
     @staticmethod
-    def forward(ctx: Any, options: LayerOptions, packed: Packed, *tensors: Any) -> Any:
-        results, ctx.launches, saved, inputs, kept = _run(options, packed, *tensors[:7], keep=True)
+    def forward(
+        ctx: Any, options: LayerOptions, packed: Packed, known: Alike, *tensors: Any
+    ) -> Any:
+        with known:
+            results, ctx.launches, saved, inputs, kept = _run(
+                options, packed, *tensors[:7], keep=True
+            )
         ctx.save_for_backward(*saved, *inputs[:INPUTS], *kept)
         ctx.set_materialize_grads(False)
-        ctx.options, ctx.dtype = options, packed.flat.dtype
+        # Nobody else can change what is packed.
+        ctx.options, ctx.kind, ctx.packed = options, known.kind, packed
         return results
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         refuse_second_derivative()
-        with no_autocast(next(g.device for g in grads if g is not None)):  # products as in forward
+        given = [grad for grad in grads if grad is not None]
+        with no_autocast(given[0].device), Alike(given, ctx.kind):  # products as in forward
             return _run_backward(ctx, *grads)
 
 
@@ -377,28 +381,25 @@ def _run(
     """The layer forward: the results, and what the backward needs."""
     # Autocast is left on: it takes time to leave, and every product here has its type.
     x, state = x.contiguous(), state.contiguous()
-    _, heads, output, small = packed
+    small = packed.small
     tokens = x.view(-1, x.shape[-1])
     normed, statistics = layer_norm(tokens, norm, norm_bias, options.epsilon, options.products)
-    said = torch.mm(normed, heads.t())
+    said = torch.mm(normed, packed.to_heads)
     do = _launches_of(packed, state, base is not None)
     inputs = _heads(do, said, x.shape[:2], base, state, resets, small, options)
     reads, after, kept = backend.forward(
         inputs, keep=keep, products=options.products, fresh=options.fresh
     )
     readout = _readout(do, reads, said, small, options)
-    m = torch.mm(readout, output.t())
+    m = torch.mm(readout, packed.to_output)
     out, seeds = add_each(x, m, residual_gate, options.drop)
-    saved = _Saved(
-        x, statistics, said, reads, readout, heads, output, small, seeds, norm, norm_bias,
-        residual_gate,
-    )  # fmt: skip
+    saved = _Saved(x, statistics, said, reads, readout, seeds, norm, norm_bias, residual_gate)
     return (out, after), do, saved, inputs, kept
 
 
 def _run_backward(ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None) -> tuple[Any, ...]:
     """The gradients of what `_PlaceLayer.forward` was given."""
-    options, do = ctx.options, ctx.launches
+    options, do, packed = ctx.options, ctx.launches, ctx.packed
     saved, rest = by_name(ctx.saved_tensors, _Saved)
     inputs, kept = PlaceInputs(*rest[:INPUTS], options.rule, options.wrap), rest[INPUTS:]
     x, said, products = saved.x, saved.said, options.products
@@ -408,26 +409,25 @@ def _run_backward(ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None) 
     by_m = each_backward(grad_out, saved.residual_gate, saved.seeds, options.drop, products)
     by_output = torch.mm(by_m.t(), saved.readout)
     by_said = torch.empty_like(said)
-    by_reads, by_readout = _readout_backward(
-        do, torch.mm(by_m, saved.output), saved, by_said, options
-    )
+    by_out = torch.mm(by_m, packed.output)
+    by_reads, by_readout = _readout_backward(do, by_out, saved, packed.small, by_said, options)
     # Through the recurrence and the heads.
     found = backend.backward(by_reads, grad_state, inputs, kept, products=products, in_parts=True)
-    by_bias = _heads_backward(do, saved, found, by_said)
+    by_bias = _heads_backward(do, said, packed.small, found, by_said)
     # Through the norm, where what came past it joins; the normed tokens once more on the way.
-    by_normed = torch.mm(by_said, saved.heads)
+    by_normed = torch.mm(by_said, packed.heads)
     normed = torch.empty_like(by_normed)
     by_x, by_norm = layer_norm_backward(
         x, saved.norm, saved.statistics, by_normed, grad_out, saved.norm_bias, normed
     )
     by_heads = torch.mm(by_said.t(), normed)
     by_base = None
-    if ctx.needs_input_grad[3]:
+    if ctx.needs_input_grad[4]:
         by_base = found.write_at if found.read_at is None else found.write_at + found.read_at
     parts = by_norm, by_bias, by_readout, or_else(found.width, by_norm)
-    own, by_memory = _gathered(do, parts, inputs.width, by_heads, by_output, ctx.dtype)
+    own, by_memory = _gathered(do, parts, inputs.width, by_heads, by_output, packed.small.dtype)
     # Autograd brings a gradient to the type of its weight, where that is another.
-    return None, None, by_x, by_base, found.state, None, *own, by_memory
+    return None, None, None, by_x, by_base, found.state, None, *own, by_memory
 
 
 class _Launches(NamedTuple):
@@ -441,7 +441,8 @@ class _Launches(NamedTuple):
     gather: BoundKernel
     gather_grid: tuple[int, int]
     own_sizes: tuple[int, ...]
-    """Of the layer's norm, its bias, and γ."""
+    """Of the layer's norm, its bias, and γ; and their sum."""
+    own_size: int
     memory_size: int
     """Of all weights of the memory."""
 
@@ -466,13 +467,14 @@ def _launches(d: int, H: int, C: int, n: int, R: int, small: int, based: bool) -
         bind(gather_kernel, **gathered, ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, COPIED=COPIED),
         (max(columns, blocks(max(R, H * C) * d, COPIED)), 6),
         (d, d, 1),
+        2 * d + 1,
         (R + H * C) * d + small,
     )
 
 
 def _launches_of(packed: Packed, state: Tensor, based: bool) -> _Launches:
     (R, d), (H, *grid, C) = packed.heads.shape, state.shape[1:]
-    return _launches(d, H, C, len(grid), R, len(packed.small), based)
+    return _launches(d, H, C, len(grid), R, packed.small.shape[0], based)
 
 
 def _heads(
@@ -501,15 +503,17 @@ def _heads(
     )  # fmt: skip
 
 
-def _heads_backward(do: _Launches, saved: _Saved, found: PlaceInputs, by_said: Tensor) -> Tensor:
+def _heads_backward(
+    do: _Launches, said: Tensor, small: Tensor, found: PlaceInputs, by_said: Tensor
+) -> Tensor:
     """Fills `by_said` but for the gate's columns; parts (programs, 2, H) for rate and keep."""
-    said, H = saved.said, found.rate.shape[2]
+    H = found.rate.shape[2]
     programs = blocks(said.shape[0], TOKENS)
     by_bias = found.rate.new_empty(programs, 2, H)
     do.heads_backward(
         (programs, H),
         (
-            said, saved.small, found.write_at, or_else(found.read_at, found.write_at), found.rate,
+            said, small, found.write_at, or_else(found.read_at, found.write_at), found.rate,
             found.log_keep, found.content, by_said, by_bias,
         ),
         (said.shape[0],),
@@ -532,8 +536,9 @@ def _readout(
 
 
 def _readout_backward(
-    do: _Launches, by_out: Tensor, saved: _Saved, by_said: Tensor, options: LayerOptions
-) -> tuple[Tensor, Tensor]:
+    do: _Launches, by_out: Tensor, saved: _Saved, small: Tensor, by_said: Tensor,
+    options: LayerOptions,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What reads receive, and parts for the norm's weight and γ; fills the gate's columns."""
     reads, tokens = saved.reads, saved.said.shape[0]
     H, C = reads.shape[2:]
@@ -541,7 +546,7 @@ def _readout_backward(
     parts = reads.new_empty(programs * H, C + 1)
     do.readout_backward(
         (programs, H),
-        (reads, saved.said, saved.small, saved.residual_gate, by_out, by_reads, by_said, parts),
+        (reads, saved.said, small, saved.residual_gate, by_out, by_reads, by_said, parts),
         (tokens, float(options.read_epsilon)),
     )
     return by_reads, parts
@@ -553,11 +558,11 @@ def _gathered(
 ) -> tuple[Sequence[Tensor], Tensor]:  # fmt: skip
     """What the layer's own weights receive, and all of the memory's as `Packed` has them."""
     by_norm = parts[0]
-    by_layer = by_norm.new_empty(sum(do.own_sizes))
+    by_layer = by_norm.new_empty(do.own_size)
     by_memory = by_norm.new_empty(do.memory_size, dtype=dtype)
     do.gather(
         do.gather_grid,
         (*parts, or_else(width, by_norm), by_heads, by_output, by_layer, by_memory),
-        tuple(part.shape[0] for part in parts),
+        tuple([part.shape[0] for part in parts]),
     )
     return by_layer.split_with_sizes(do.own_sizes), by_memory

@@ -748,8 +748,8 @@ def backward(
         torch.empty_like(t) for t in (inputs.write_at, content, rate, log_keep)
     )
     by_read_at = None if same else torch.empty_like(inputs.asked_at)
-    by_near, by_among = rate.new_empty(2, *rate.shape, LENGTH)
-    by_asked, by_wrote = rate.new_empty(2, *rate.shape, plan["E"])
+    by_near, by_among = (rate.new_empty(*rate.shape, LENGTH) for _ in range(2))
+    by_asked, by_wrote = (rate.new_empty(*rate.shape, plan["E"]) for _ in range(2))
     plan.bound(sparse_gradient_kernel, warps=4)(
         chunk_grid(inputs),
         (
