@@ -23,7 +23,7 @@ from tensor_memory.ops.autograd import is_plain_eager
 from tensor_memory.ops.inputs import products_dtype
 from tensor_memory.place import PlaceMemory
 from tensor_memory.place_state import PlaceState
-from tensor_memory.state import MemoryState, at_least_float32, trusted
+from tensor_memory.state import MemoryState, trusted
 from tensor_memory.tensor import TensorMemory
 from tensor_memory.token_layer import is_dense, place_token, tensor_token
 
@@ -114,13 +114,13 @@ def _place_layer(
         return None
     if backend not in ("auto", "triton") or not (x.is_cuda or backend == "triton"):
         return None
-    if not _is_plain_norm(norm, memory.dim) or not _is_plain_place_memory(memory):
+    weights = _place_weights(memory, norm, gate)
+    if weights is None:
         return None
     memory.check(x, state, where, None, reset)
     fresh, held = state is None, None if state is None else state.dequantized().values
     assert isinstance(norm, nn.LayerNorm)
     assert isinstance(config.wrap, tuple)
-    weights = _place_weights(memory, norm, gate)
     tensors = (x, held, where, *weights)
     if x.numel() == 0 or not is_plain_eager(tensors) or why_not("triton", x.device) is not None:
         return None
@@ -158,27 +158,31 @@ def _place_layer(
 def _unset_state(config: PlaceConfig, x: Tensor) -> PlaceState:
     """The state before the first of tokens like x, whose values are not written yet."""
     shape = (x.shape[0], config.heads, *config.grid, config.channels)
-    values = x.new_empty(shape, dtype=at_least_float32(x.dtype))
+    values = x.new_empty(shape, dtype=torch.float32)
     assert isinstance(config.wrap, tuple)
     return PlaceState(values, values.new_zeros(x.shape[0], config.axes), config.wrap)
 
 
-def _place_weights(memory: PlaceMemory, norm: nn.LayerNorm, gate: Tensor) -> tuple[Any, ...]:
+def _place_weights(memory: PlaceMemory, norm: nn.Module, gate: Tensor) -> tuple[Any, ...] | None:
     """Everything the layer learns, in the order of `PlaceWeights`.
 
-    By name: asked for as an attribute, a parameter is searched for, which takes longer.
+    None where a part is not the one it was built with, or has hooks. By name: asked for as an
+    attribute, a parameter is searched for, which takes longer.
     """
-    parts = memory._modules
-
-    def learned(part: str, name: str = "weight") -> Any:
-        module = parts.get(part)
-        return None if module is None else module._parameters[name]
-
+    if not _is_plain_norm(norm, memory.dim) or _has_hooks(memory):
+        return None
+    own, of = norm._parameters, {}
+    for name, part in memory._modules.items():
+        if part is not None:
+            if type(part) not in _PLACE_PARTS or _has_hooks(part):
+                return None
+            of[name] = part._parameters
+    write, read, rate, keep = of.get("write_place"), of.get("read_place"), of["rate"], of["keep"]
     return (
-        norm._parameters["weight"], norm._parameters["bias"], gate,
-        learned("write_place"), learned("read_place"), learned("content"), learned("rate"),
-        learned("rate", "bias"), learned("keep"), learned("keep", "bias"),
-        memory._parameters.get("log_width"), learned("gate"), learned("norm"), learned("output"),
+        own["weight"], own["bias"], gate, write and write["weight"], read and read["weight"],
+        of["content"]["weight"], rate["weight"], rate["bias"], keep["weight"], keep["bias"],
+        memory._parameters.get("log_width"), of["gate"]["weight"], of["norm"]["weight"],
+        of["output"]["weight"],
     )  # fmt: skip
 
 
@@ -257,16 +261,6 @@ def _has_grad(tensor: Tensor | None) -> bool:
 def _is_fused(config: PlaceConfig, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the fused backend serves a memory, which takes longer to ask than a short call."""
     return PlaceMemory(1, config).backend_on(device, dtype) == "triton"
-
-
-def _is_plain_place_memory(memory: PlaceMemory) -> bool:
-    """Whether its parts are those it was built with, without hooks."""
-    if _has_any_global_hook() or _has_hooks(memory):
-        return False
-    for part in memory._modules.values():
-        if part is not None and (type(part) not in _PLACE_PARTS or _has_hooks(part)):
-            return False
-    return True
 
 
 def _fused_ops(x: Tensor, backend: str) -> Any | None:

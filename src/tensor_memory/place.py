@@ -277,7 +277,8 @@ class PlaceMemory(nn.Module):
     ) -> None:
         """Raise where the arguments of a call do not fit."""
         check_tokens(x, self.dim, self.output.weight)
-        check_marks(x, mask, reset)
+        if mask is not None or reset is not None:
+            check_marks(x, mask, reset)
         if state is not None:  # before the places, which may have been passed in its place
             PlaceState.require(state, self.config, x)
         self._check_where(x, where)
@@ -305,7 +306,7 @@ class PlaceMemory(nn.Module):
         return place if given is None else given + place
 
     def _check_where(self, x: Tensor, where: Tensor | None) -> None:
-        config, wanted = self.config, (*x.shape[:2], self.config.axes)
+        config = self.config
         if config.places == "learned":
             if where is not None:
                 raise ValueError(
@@ -314,6 +315,7 @@ class PlaceMemory(nn.Module):
                     "PlaceConfig(places='given') or 'offset'"
                 )
             return
+        wanted = (*x.shape[:2], config.axes)
         if where is None:
             raise ValueError(
                 f"where: expected places of shape (B, N, n) = {wanted}, since the config has "

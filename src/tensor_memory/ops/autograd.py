@@ -25,6 +25,7 @@ from torch.autograd import forward_ad
 from tensor_memory.ops.inputs import is_autocast
 
 PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN_OR_NONE = frozenset({*PLAIN, type(None)})
 NO_SECOND_DERIVATIVE = (
     "expected a backward that is not differentiated again, got create_graph=True; a layer fused "
     'into a few launches has no second derivative: choose backend="torch", which has'
@@ -315,7 +316,7 @@ def is_plain_eager(tensors: Iterable[Tensor | None]) -> bool:
         or torch._C._len_torch_dispatch_stack()
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
-        or any(value is not None and type(value) not in PLAIN for value in tensors)
+        or not _PLAIN_OR_NONE.issuperset(map(type, tensors))
     )
 
 

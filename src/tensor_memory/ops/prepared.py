@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -51,12 +52,16 @@ def prepared_once(make: Callable[..., Any], weights: tuple[Tensor, ...], *option
     held = _prepared.get()
     if held is None or not torch.is_grad_enabled():
         return make(weights, *options)
-    key, found = (*map(id, weights), *options), [_now(weight) for weight in weights]
-    if key not in held or held[key][1] != found:
-        held[key] = weights, found, make(weights, *options)  # an id is theirs while they live
-    return held[key][2]
+    key = (*map(id, weights), *options)
+    if key in held:  # an id is theirs while they are held
+        _, found, made = held[key]
+        if found == list(map(_now, weights)):
+            return made
+    made = make(weights, *options)
+    if not any(map(Tensor.is_inference, weights)):  # these do not know their version
+        held[key] = weights, list(map(_now, weights)), made
+    return made
 
 
-def _now(weight: Tensor) -> tuple[bool, int | None]:
-    """What tells that a weight was changed in place, frozen or set free."""
-    return weight.requires_grad, None if weight.is_inference() else weight._version
+_now = operator.attrgetter("requires_grad", "_version")
+"""What tells that a weight was changed in place, frozen or set free."""
