@@ -126,25 +126,30 @@ def _place_layer(
         return None
     if not _is_fused(config, x.device, x.dtype):
         return None
-    from tensor_memory.ops.places.triton import layer, token
-
+    layer, token = _place_ops()
     read_norm: Any = memory._modules["norm"]
     eps, named = (norm.eps, read_norm.eps), token.PlaceWeights(*weights)
     single = (
         x.shape[1] == 1 and reset is None and not any(drop) and not any(map(_has_grad, tensors))
     )
-    if state is None or held is None:
-        state = memory.empty_state(x) if single else _unset_state(config, x)
+    if single and state is None:
+        state = memory.empty_state(x)
         held = state.values
-    if single and token.serves_token(held):
+    if held is None or state is None:  # empty; its values are written by nobody
+        shape = (x.shape[0], config.heads, *config.grid, config.channels)
+        held = x.new_empty(shape, dtype=torch.float32)
+        origin = held.new_zeros(shape[0], len(config.grid))
+    else:
+        origin = state.origin
+    if state is not None and single and token.serves_token(held):
         if where is not None:
             where = where[:, 0] if where.ndim == 4 else where.expand(-1, config.heads, -1)
-        origin, choices = state.origin, (config.rule, config.wrap)
+        choices = config.rule, config.wrap
         out, values = token.token_forward(x, named, *eps, where, origin, held, *choices)
         return out, state.with_values(values)
     base = None
     if where is not None or not fresh:
-        base = state.origin[:, None, None].expand(-1, x.shape[1], config.heads, -1)
+        base = origin[:, None, None].expand(-1, x.shape[1], config.heads, -1)
         if where is not None:
             base = base + (where if where.ndim == 4 else where[:, :, None])
         base = base.float()
@@ -152,15 +157,17 @@ def _place_layer(
     choices = config.rule, config.wrap, layer.Drop(*drop), products, fresh and not single
     options = layer.LayerOptions(*eps, *choices)
     out, values = layer.place_layer(x, base, held, reset, named, options)
+    if state is None:
+        return out, PlaceState(values, origin, config.wrap)
     return out, state.with_values(values)
 
 
-def _unset_state(config: PlaceConfig, x: Tensor) -> PlaceState:
-    """The state before the first of tokens like x, whose values are not written yet."""
-    shape = (x.shape[0], config.heads, *config.grid, config.channels)
-    values = x.new_empty(shape, dtype=torch.float32)
-    assert isinstance(config.wrap, tuple)
-    return PlaceState(values, values.new_zeros(x.shape[0], config.axes), config.wrap)
+@functools.cache
+def _place_ops() -> tuple[Any, Any]:
+    """A layer around the fused place memory, and its single token; they import triton."""
+    from tensor_memory.ops.places.triton import layer, token
+
+    return layer, token
 
 
 def _place_weights(memory: PlaceMemory, norm: nn.Module, gate: Tensor) -> tuple[Any, ...] | None:
@@ -173,10 +180,14 @@ def _place_weights(memory: PlaceMemory, norm: nn.Module, gate: Tensor) -> tuple[
         return None
     own, of = norm._parameters, {}
     for name, part in memory._modules.items():
-        if part is not None:
-            if type(part) not in _PLACE_PARTS or _has_hooks(part):
-                return None
-            of[name] = part._parameters
+        if part is None:
+            continue
+        # `_has_hooks` of every part, without calling it: a call takes as long as what it asks.
+        if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks:
+            return None
+        if part._backward_pre_hooks or "forward" in part.__dict__ or type(part) not in _PLACE_PARTS:
+            return None
+        of[name] = part._parameters
     write, read, rate, keep = of.get("write_place"), of.get("read_place"), of["rate"], of["keep"]
     return (
         own["weight"], own["bias"], gate, write and write["weight"], read and read["weight"],

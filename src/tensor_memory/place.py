@@ -281,7 +281,8 @@ class PlaceMemory(nn.Module):
             check_marks(x, mask, reset)
         if state is not None:  # before the places, which may have been passed in its place
             PlaceState.require(state, self.config, x)
-        self._check_where(x, where)
+        if where is not None or self.config.places != "learned":
+            self._check_where(x, where)
 
     def empty_state(self, x: Tensor) -> PlaceState:
         """The state before the first of tokens like x (B, N, d)."""
