@@ -300,7 +300,7 @@ def place_layer(
     given = [tensor for tensor in (base, resets) if tensor is not None]
     known = Alike((x, state, *own, packed.small, *given), options.products, keep)
     if keep:
-        return _PlaceLayer.apply(options, packed, known, *tensors)  # type: ignore[return-value]
+        return _apply(options, packed, known, *tensors)
     with known:
         return _run(options, packed, *tensors[:7], keep=False)[0]
 
@@ -363,6 +363,10 @@ class _PlaceLayer(torch.autograd.Function):
         given = [grad for grad in grads if grad is not None]
         with no_autocast(given[0].device), Alike(given, ctx.kind):  # products as in forward
             return _run_backward(ctx, *grads)
+
+
+# Without PyTorch's search of all arguments for transforms: where this layer runs, none is on.
+_apply: Any = super(torch.autograd.Function, _PlaceLayer).apply
 
 
 def _run(
