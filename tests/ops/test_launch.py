@@ -201,7 +201,10 @@ def test_what_is_unusual_is_alike_to_nothing(kernel, monkeypatch):
     assert Alike((x, x[1:])).kind is None
     assert Alike((x,), None).kind is None
     assert Alike((torch.empty(1, device="meta").expand(2**31),)).kind is None
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(torch._C, "_cuda_getDevice", lambda: 1)
+        assert Alike((x,)).kind is None
+    monkeypatch.delattr(torch._C, "_cuda_getCurrentRawStream")
     assert Alike((x,)).kind is None
 
 

@@ -72,13 +72,14 @@ class Alike:
     types of these tensors and `choices`, start where memory was allocated, and no number is larger
     than the size of the first. Then a kernel's code is found by one number, `kind`. It is None,
     and launches ask as ever, where one is at an odd address, the first is huge or on a device
-    that is not the current one, or None is among the choices.
+    that is not the current one, None is among the choices, or no stream can be asked for.
     """
 
     def __init__(self, tensors: Sequence[Tensor], *choices: Any) -> None:
         self.kind, device = None, tensors[0].get_device()
         odd = functools.reduce(operator.or_, map(_pointer, tensors)) % _ALIGNED
-        here = INTERPRETED or torch._C._cuda_getDevice() == device
+        can_ask = INTERPRETED or hasattr(torch._C, "_cuda_getCurrentRawStream")
+        here = can_ask and (INTERPRETED or torch._C._cuda_getDevice() == device)
         if here and not odd and tensors[0].numel() < _MOST and None not in choices:
             self.kind = _kinds.setdefault((device, *map(_dtype, tensors), *choices), len(_kinds))
             self.stream = 0 if INTERPRETED else torch._C._cuda_getCurrentRawStream(device)
