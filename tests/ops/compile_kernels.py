@@ -203,11 +203,12 @@ def scan(
 
 
 def places(
-    grid: tuple[int, ...], rule: str, *, C: int = 4, gaussian: bool = False, resets: bool = False,
-    wrap: bool = False, same: bool = False, low: bool = False, ends: bool = True,
+    grid: tuple[int, ...], rule: str, *, N: int = 5, C: int = 4, gaussian: bool = False,
+    resets: bool = False, wrap: bool = False, same: bool = False, low: bool = False,
+    ends: bool = True,
 ) -> None:  # fmt: skip
     """The place memory's recurrence; `same`: reads have the places of writes."""
-    B, N, H, n = 2, 5, 2, len(grid)
+    B, H, n = 2, 2, len(grid)
     inputs = place_inputs(
         write_at=zeros(B, N, H, n), read_at=None if same else zeros(B, N, H, n),
         content=zeros(B, N, H, C), rate=zeros(B, N, H), log_keep=zeros(B, N, H),
@@ -233,6 +234,8 @@ def few_calls() -> None:
     places((17, 17), "linear", wrap=True, same=True, low=True)
     places((17, 16), "delta", resets=True)
     places((300,), "delta", same=True, low=True, ends=False)
+    places((8, 8), "linear", N=32, C=16, gaussian=True, low=True)
+    places((2, 2, 2, 2), "linear", resets=True, low=True)
 
 
 def more_calls() -> None:
@@ -245,6 +248,7 @@ def more_calls() -> None:
         layer(replace(place, rule=rule), dtype=torch.bfloat16)
         layer(replace(place, rule=rule), reset=True)
         places((16, 16, 16), rule, C=64, low=True)
+    places((8, 8), "linear", N=64, C=32, gaussian=True, low=True)
 
 
 def resources(code: Any) -> dict[str, int]:

@@ -27,6 +27,8 @@ CASES = {  # grid, channels, tokens, rule, Gaussian, resets, wrap, one place for
     "sparse, hardly moving": ((4, 5), 3, 100, "linear", False, False, False, True),
     "sparse, forgetting": ((4, 5), 3, 40, "linear", False, False, False, False),
     "sparse, a torus": ((2, 3, 4), 2, 40, "linear", False, True, True, False),
+    "many tokens": ((2, 3, 2, 3), 2, 170, "linear", True, True, False, True),
+    "whole chunks": ((8, 8), 16, 96, "linear", True, True, False, False),
     "delta, hardly moving": ((4, 4), 2, 70, "delta", True, False, False, False),
 }
 
@@ -101,6 +103,24 @@ def test_the_fused_places_agree_with_the_chunked_ones(name, products, monkeypatc
 )
 def test_no_gradient_of_the_state_after_is_a_gradient_of_zero(name, monkeypatch):
     check(name, torch.float32, monkeypatch, by_state=False)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "two axes",
+        "whole chunks",
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive)
+            for name in ("three axes, interpolated", "a single token", "many tokens")
+        ),
+    ],
+)
+def test_reading_by_segments_agrees_as_exactly_in_float32(name, monkeypatch):
+    # It serves bfloat16 alone, where small mistakes hide.
+    monkeypatch.setattr(fused.segments, "TYPES", (torch.float32,))
+    monkeypatch.setattr(fused.dense, "forward", None)
+    check(name, torch.float32, monkeypatch)
 
 
 @pytest.mark.exhaustive

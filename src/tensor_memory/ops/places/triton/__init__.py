@@ -1,8 +1,9 @@
 """The fused place memory, `backend="triton"`: what it serves, and its two directions.
 
-`dense.py` multiplies whole addresses, which `addresses.py` makes; `visits.py` (rule "linear") and
-`sparse.py` (rule "delta") touch the corners of a place alone; `token.py` takes one token through a
-whole layer; `plan.py` says how they are launched.
+`dense.py` multiplies whole addresses, which `addresses.py` makes; `segments.py` is its forward on
+small grids in bfloat16; `visits.py` (rule "linear") and `sparse.py` (rule "delta") touch the
+corners of a place alone; `token.py` takes one token through a whole layer; `plan.py` says how they
+are launched.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from tensor_memory.ops.places.addresses import voxels
 from tensor_memory.ops.places.inputs import PlaceInputs
-from tensor_memory.ops.places.triton import dense, sparse, visits
+from tensor_memory.ops.places.triton import dense, segments, sparse, visits
 
 MOST_CHANNELS = 64
 """C that a program can hold on chip beside its chunk."""
@@ -56,8 +57,10 @@ def forward(
     `fresh`: the state before is empty, and its tensor holds anything.
     """
     way = _way(inputs)
-    if fresh and way is dense and inputs.rule == "linear":
-        return dense.forward(inputs, keep=keep, products=products, fresh=True)
+    if way is dense and segments.serves(inputs, products):
+        way = segments
+    if fresh and way in (segments, dense) and inputs.rule == "linear":
+        return way.forward(inputs, keep=keep, products=products, fresh=True)
     if fresh:
         inputs.state.zero_()
     return way.forward(inputs, keep=keep, products=products)

@@ -51,8 +51,9 @@ def factor(
         d -= tl.floor(d / SIZE) * SIZE + SIZE / 2
     if GAUSSIAN:
         nearest = at - tl.floor(at + 0.5)  # whose weight is 1, so that no sum is zero
-        e = tl.exp(-0.5 * (d * d - (nearest * nearest)[:, None]) / (width * width))
-        slope = -e * d / (width * width)
+        inverse = 1.0 / (width * width)
+        e = tl.exp((d * d - (nearest * nearest)[:, None]) * (-0.5 * inverse))
+        slope = -e * d * inverse
     else:
         e = tl.maximum(1.0 - tl.abs(d), 0.0)
         low = tl.minimum(tl.floor(at), SIZE - 1.0 if WRAP else SIZE - 2.0).to(tl.int32)[:, None]

@@ -18,7 +18,8 @@ T = TypeVar("T")
 LENGTH = 32
 """L, tokens per chunk. From 64 on products take Hopper's wide instructions, and Triton 3.6 then
 writes astray."""
-WARPS = 2
+WARPS, STAGES = 2, 3
+"""Of a program, and chunks of a loop whose loads are under way at a time."""
 WARP_VALUES = 1024
 """Of addresses that a warp makes, which decides T, the tokens of a program."""
 
@@ -42,13 +43,15 @@ class Plan(dict[str, Any]):
             self._made[make] = make(self)
         return self._made[make]
 
-    def bound(self, kernel: Any, *, warps: int = WARPS, **more: Any) -> BoundKernel:
+    def bound(
+        self, kernel: Any, *, warps: int = WARPS, stages: int = STAGES, **more: Any
+    ) -> BoundKernel:
         """The kernel with those of the constants that it takes; `more` goes before."""
-        key = (id(kernel), warps, *more.items())
+        key = (id(kernel), warps, stages, *more.items())
         if key not in self._bound:
             constants = self | more
             taken = {name: constants[name] for name in kernel.arg_names if name in constants}
-            options = {} if INTERPRETED else {"num_warps": warps}
+            options = {} if INTERPRETED else {"num_warps": warps, "num_stages": stages}
             self._bound[key] = bind(kernel, **taken, **options)
         return self._bound[key]
 
@@ -75,7 +78,8 @@ def _plan(
     float32_products: str,
 ) -> Plan:
     constants = grid_constants(grid, wrap)
-    V, padded = constants["V"], math.prod(constants[f"P{axis}"] for axis in range(4))
+    sides = [constants[f"P{axis}"] for axis in range(4)]
+    V, padded, columns = constants["V"], math.prod(sides), sum(sides[4 - len(grid) :])
     precision = "tf32x3" if float32_products == "highest" else "tf32"
     exact, low = ("ieee", "bf16-emulated") if INTERPRETED else (precision, "bf16")
     is_low = products == torch.bfloat16
@@ -88,6 +92,8 @@ def _plan(
             "VP": max(16, triton.next_power_of_2(V)),
             "CB": max(16, triton.next_power_of_2(C)),
             "T": max(1, WARP_VALUES // padded),
+            "F": columns,
+            "K": max(16, triton.next_power_of_2(columns)),
             "L": LENGTH,
             "STEPS": (LENGTH - 1).bit_length(),
             "E": 2 ** len(grid),
