@@ -330,6 +330,36 @@ def test_lines_have_their_names_at_their_ends_and_shares_the_whole_axis(tmp_path
     assert "base" not in written
 
 
+def test_bytes_stand_on_a_logarithmic_axis_of_powers_of_two(tmp_path):
+    kept = {BASE: (9_000, 17_000, 34_000), TENSOR: (11_000, 20_000, 38_000)}
+    records = [
+        {**run(model, seed=0, accuracy=0.9), "state_bytes": size}
+        for model, sizes in kept.items()
+        for size in sizes
+    ]
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        path = figure(frame(records), tmp_path / "a.svg", x="state_bytes", y="test.accuracy")
+    ticks = re.findall(r' x="(\S+)" [^>]*>(\d+ KiB)</text>', path.read_text())
+    assert [name for _, name in ticks] == ["8 KiB", "16 KiB", "32 KiB"]
+    first, second, third = (float(place) for place, _ in ticks)
+    assert second - first == pytest.approx(third - second, abs=0.01)
+
+
+def test_a_peer_has_its_colour_in_every_figure_and_shares_it_with_nobody(tmp_path):
+    peers, others = ("gla", "deltanet"), ("base", "wide", "window", "xl", "slots", "tensor")
+    colours = []
+    for methods in (peers, others + peers):
+        records = [run(replace(BASE, method=name)) for name in methods]
+        with matplotlib.rc_context({"svg.fonttype": "none"}):
+            path = figure(frame(records), tmp_path / "a.svg", y="valid.accuracy", theme="dark")
+        found = re.findall(r'fill: (#\w{6})"[^>]*>([a-z]+)</text>', path.read_text())
+        colours.append({name: colour for colour, name in found if name != "step"})
+    alone, among = colours
+    assert set(alone) == set(peers)
+    assert alone.items() <= among.items()
+    assert len(set(among.values())) == len(among) == 8
+
+
 def test_a_page_is_filled_and_checked(here, capsys):
     declared = Path("tables.toml")
     declared.write_text(

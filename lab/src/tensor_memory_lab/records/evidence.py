@@ -18,7 +18,7 @@ TABLE = {
     "study", "where", "except", "each", "like", "rows", "only", "columns", "across", "sort",
     "titles", "names", "caption", "value", "less",
 }  # fmt: skip
-DRAWN = {"x", "y", "by", "panels", "x_title", "y_title", "names"}
+DRAWN = {"x", "y", "by", "panels", "x_title", "y_title", "names", "even"}
 
 
 class Evidence:

@@ -5,6 +5,7 @@ One style: one width, names at the ends of lines, shares from 0 to 100 %, on whi
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,15 +17,18 @@ from matplotlib.figure import Figure
 
 from tensor_memory_lab.files import write_whole
 from tensor_memory_lab.records.table import Frame, interval
-from tensor_memory_lab.records.text import is_percent, order_key, short_name, value_text
+from tensor_memory_lab.records.text import bytes_text, is_percent, order_key, short_name, value_text
 
 COLOURS = (
     "#000000", "#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#D55E00", "#0072B2", "#888888",
 )  # fmt: skip
 """Those of Okabe and Ito, which colour-blind readers tell apart."""
 
-MEMORY, MEMORIES = "#0072B2", ("tensor", "spatial")
+MEMORY, MEMORIES = "#0072B2", ("tensor", "spatial", "place")
 """The memory's own colour in every figure, and how the names of its methods begin."""
+
+PEERS = {"gla": "#CC79A7", "deltanet": "#D55E00", "gated-deltanet": "#009E73"}
+"""The colours of the peers that stand in several figures."""
 
 ON_DARK = {"#000000": "#F2F2F2", MEMORY: "#4C9BFF", "#56B4E9": "#A6E1FF", "#888888": "#9A9A9A"}
 """What colours become that would be lost on a dark page."""
@@ -60,6 +64,7 @@ def figure(
     x_title: str = "",
     y_title: str = "",
     names: Mapping[str, str] | None = None,
+    even: bool = False,
     theme: Theme = "light",
 ) -> Path:
     """Draw a measure against steps, or against any column, a line for each value of `by`.
@@ -75,6 +80,7 @@ def figure(
         x_title: what stands below; the name of `x` unless given.
         y_title: what stands beside; the last part of `y` unless given.
         names: what lines are called instead of the values of `by`.
+        even: lines of one width, where none covers another.
         theme: "light", on white, or "dark".
     """
     keys = [tuple(value_text(run[name]) for name in panels) for _, run in runs.iterrows()]
@@ -89,14 +95,16 @@ def figure(
         for axis, key in zip(axes, order, strict=False):
             inside = runs[[one == key for one in keys]]
             lines = [line for line in looks if (inside[by] == line).any()]
-            ends = {}
+            ends, places = {}, []
             for place, line in enumerate(lines):
                 points = _points(inside[inside[by] == line], x, y)
-                above = (len(lines) - 1 - place) / max(1, len(lines) - 1)
+                above = 0.5 if even else (len(lines) - 1 - place) / max(1, len(lines) - 1)
                 width = THIN + (THICK - THIN) * above
                 _draw(axis, points, looks[line], width, len(lines) <= MANY, x)
+                places += list(points["x"])
                 if len(points):
                     ends[line] = float(points["mean"].iloc[-1])
+            _scale(axis, places, x)
             if is_percent(y):  # the same for all, so that noise looks as small as it is
                 axis.set_ylim(-2, 102)
             known = names or {}
@@ -227,21 +235,34 @@ def _draw(
         axis.vlines(
             points["x"], points["low"], points["high"], color=colour, alpha=0.4, linewidth=4
         )
-    if x != "step" and points["x"].min() > 0 and points["x"].max() >= 8 * points["x"].min():
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(points["x"], [f"{place:g}" for place in points["x"]])
-        axis.minorticks_off()
+
+
+def _scale(axis: Any, places: Sequence[float], x: str) -> None:
+    """A logarithmic axis for bytes, and for whatever else grows eightfold or more."""
+    low, high = min(places, default=0.0), max(places, default=0.0)
+    if x == "step" or low <= 0 or not (x.endswith("bytes") or high >= 8 * low):
+        return
+    axis.set_xscale("log", base=2)
+    if x.endswith("bytes"):  # every method keeps another number of them
+        ticks = [2.0**power for power in range(int(math.log2(low)), int(math.log2(high)) + 1)]
+        axis.set_xticks(ticks, [bytes_text(tick).replace(".0 ", " ") for tick in ticks])
+    else:
+        ticks = sorted(set(places))
+        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.minorticks_off()
 
 
 def _looks(runs: Frame, by: str, theme: Theme) -> dict[Any, tuple[str, str]]:
     """Colour and dash of every line: memories have one colour, as long as dashes tell them apart.
 
-    The others, and further memories, take the other colours in their order.
+    Known peers have their own. The others, and further memories, take what is left in its order.
     """
     lines = sorted(dict.fromkeys(runs[by]), key=lambda line: order_key(value_text(line)))
     memories = [line for line in lines if str(line).startswith(MEMORIES)][: len(DASHES)]
     found = {line: (MEMORY, DASHES[place]) for place, line in enumerate(memories)}
-    colours = [colour for colour in COLOURS if colour != MEMORY]
+    found |= {line: (PEERS[line], "-") for line in lines if line in PEERS}
+    taken = {MEMORY, *(colour for colour, _ in found.values())}
+    colours = [colour for colour in COLOURS if colour not in taken]
     for place, line in enumerate(line for line in lines if line not in found):
         dash = DASHES[place // len(colours) % len(DASHES)]
         found[line] = colours[place % len(colours)], dash
