@@ -81,6 +81,7 @@ NOT_YET = (
     "language-places",
     "maze",
     "mqar",
+    "mqar-whole",
     "open",
     "places-windowed",
     "vision-places",
