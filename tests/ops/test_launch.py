@@ -195,6 +195,19 @@ def test_launches_alike_find_their_code_without_asking_for_types(kernel):
     assert len(kernel.compiled) == 3
 
 
+def test_an_inner_alike_has_its_own_code_and_leaves_the_outer_one_as_it_was(kernel):
+    x, y = torch.zeros(8), torch.zeros(8)
+    launch = BoundKernel(kernel, {"C": 16})
+    with Alike((x,)):
+        launch((1,), (x, y), (5,))
+        with Alike((x[1:],)):  # an odd address: every launch asks
+            launch((1,), (x.double(), y), (5,))
+        assert len(kernel.compiled) == 2
+        launch((1,), (x, y), (5,))
+    assert len(kernel.compiled) == 2
+    assert len(kernel.ran) == 1
+
+
 def test_what_is_unusual_is_alike_to_nothing(kernel, monkeypatch):
     x = torch.zeros(8)
     assert Alike((x, x), "a choice").kind is not None

@@ -175,6 +175,20 @@ def test_an_odd_number_of_places_leaves_no_odd_address():
     assert len(TYPES) > 12  # so many kernels were launched inside `Alike`, and looked at
 
 
+def test_what_runs_while_saved_tensors_are_fetched_is_not_taken_for_alike():
+    layer, (x, _) = build(CONFIGS["two axes"]), draw(CONFIGS["two axes"])
+    kinds = []
+
+    def fetched(tensor):  # as activation checkpointing does, which runs a block again here
+        kinds.append(launch._thread.kind)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, fetched):
+        layer(x)[0].sum().backward()
+    assert kinds
+    assert set(kinds) == {None}
+
+
 def test_a_layer_runs_under_autocast_and_without_in_turn():
     layer, (x, _) = build(CONFIGS["two axes"]), draw(CONFIGS["two axes"])
     found = []

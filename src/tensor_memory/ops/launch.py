@@ -76,20 +76,21 @@ class Alike:
     """
 
     def __init__(self, tensors: Sequence[Tensor], *choices: Any) -> None:
-        self.kind, device = None, tensors[0].get_device()
+        self.kind, self.stream, device = None, 0, tensors[0].get_device()
         odd = functools.reduce(operator.or_, map(_pointer, tensors)) % _ALIGNED
         can_ask = INTERPRETED or hasattr(torch._C, "_cuda_getCurrentRawStream")
         here = can_ask and (INTERPRETED or torch._C._cuda_getDevice() == device)
         if here and not odd and tensors[0].numel() < _MOST and None not in choices:
             self.kind = _kinds.setdefault((device, *map(_dtype, tensors), *choices), len(_kinds))
-            self.stream = 0 if INTERPRETED else torch._C._cuda_getCurrentRawStream(device)
+            if not INTERPRETED:
+                self.stream = torch._C._cuda_getCurrentRawStream(device)
 
     def __enter__(self) -> None:
-        if self.kind is not None:
-            _thread.kind, _thread.stream = self.kind, self.stream
+        self.outer = _thread.kind, _thread.stream
+        _thread.kind, _thread.stream = self.kind, self.stream
 
     def __exit__(self, *_: object) -> None:
-        _thread.kind = None
+        _thread.kind, _thread.stream = self.outer
 
 
 class BoundKernel:

@@ -361,8 +361,9 @@ class _PlaceLayer(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         refuse_second_derivative()
         given = [grad for grad in grads if grad is not None]
+        saved = ctx.saved_tensors  # which may run a forward again: not inside `Alike`
         with no_autocast(given[0].device), Alike(given, ctx.kind):  # products as in forward
-            return _run_backward(ctx, *grads)
+            return _run_backward(ctx, saved, *grads)
 
 
 # Without PyTorch's search of all arguments for transforms: where this layer runs, none is on.
@@ -401,10 +402,12 @@ def _run(
     return (out, after), do, saved, inputs, kept
 
 
-def _run_backward(ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None) -> tuple[Any, ...]:
+def _run_backward(
+    ctx: Any, tensors: Sequence[Tensor], grad_out: Tensor | None, grad_state: Tensor | None
+) -> tuple[Any, ...]:
     """The gradients of what `_PlaceLayer.forward` was given."""
     options, do, packed = ctx.options, ctx.launches, ctx.packed
-    saved, rest = by_name(ctx.saved_tensors, _Saved)
+    saved, rest = by_name(tensors, _Saved)
     inputs, kept = PlaceInputs(*rest[:INPUTS], options.rule, options.wrap), rest[INPUTS:]
     x, said, products = saved.x, saved.said, options.products
     grad_out = torch.zeros_like(x) if grad_out is None else grad_out.contiguous()
