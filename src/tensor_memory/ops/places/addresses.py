@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tensor_memory.ops.products import product
+
 
 def factors(
     places: Tensor, grid: Sequence[int], width: Tensor | None, wrap: Sequence[bool]
@@ -82,10 +84,10 @@ def outer(parts: Sequence[Tensor]) -> Tensor:
 
 def overlap(parts: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
     """φ(q)·φ(p) of every pair, axis by axis: (..., T, G) and (..., L, G) -> (..., T, L)."""
-    product = parts[0] @ others[0].mT
+    found = product(parts[0], others[0].mT)
     for part, other in zip(parts[1:], others[1:], strict=True):
-        product = product * (part @ other.mT)
-    return product
+        found = found * product(part, other.mT)
+    return found
 
 
 def corners(places: Tensor, grid: Sequence[int], wrap: Sequence[bool]) -> tuple[Tensor, Tensor]:

@@ -25,6 +25,7 @@ from torch import Tensor
 from tensor_memory.ops.autograd import can_ask, differentiable_gradients
 from tensor_memory.ops.places.addresses import corners, factors, outer, overlap, voxels
 from tensor_memory.ops.places.inputs import PlaceInputs
+from tensor_memory.ops.products import product
 
 CHUNK = 64
 """L: the products within a chunk grow with it, the steps between chunks shrink."""
@@ -121,7 +122,7 @@ def _dense_block(block: PlaceInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     weighted = chunks.rate * chunks.value
     before, values = [], []  # the state before each chunk, and what the chunk writes
     if block.rule == "linear":
-        added = (inwards @ weighted).unbind(2)
+        added = product(inwards, weighted).unbind(2)
         for s, add in enumerate(added):
             before.append(state)
             state = keep[:, :, s, None, None] * state + add
@@ -131,15 +132,14 @@ def _dense_block(block: PlaceInputs, state: Tensor) -> tuple[Tensor, Tensor]:
         outwards = write_address * chunks.from_state
         for s in range(keep.shape[2]):
             before.append(state)
-            held = outwards[:, :, s] @ state
-            value = inverse[:, :, s] @ (
-                weighted[:, :, s] - chunks.rate[:, :, s] * held
-            )  # (B, H, L, C)
+            held = product(outwards[:, :, s], state)
+            asked = weighted[:, :, s] - chunks.rate[:, :, s] * held
+            value = product(inverse[:, :, s], asked)  # (B, H, L, C)
             values.append(value)
-            state = keep[:, :, s, None, None] * state + inwards[:, :, s] @ value
+            state = keep[:, :, s, None, None] * state + product(inwards[:, :, s], value)
         written = torch.stack(values, 2)
-    reads = attention(chunks) @ written
-    reads = reads + (read_address * chunks.from_state) @ torch.stack(before, 2)
+    reads = product(attention(chunks), written)
+    reads = reads + product(read_address * chunks.from_state, torch.stack(before, 2))
     return _flat(reads, N), state
 
 
@@ -184,13 +184,13 @@ def _sparse_segment(segment: PlaceInputs, state: Tensor) -> tuple[Tensor, Tensor
     solve = None
     if segment.rule == "delta":
         inverse = delta_inverse(chunks)
-        given = inverse @ given
+        given = product(inverse, given)
         solve = inverse * (chunks.rate * chunks.from_state).mT
     held, written, state = SparseChunks.apply(
         _by_chunk(write_index), _by_chunk(read_index), _by_chunk(write_weight),
         _by_chunk(read_weight), given, solve, chunks.to_state, chunks.total, state,
     )  # type: ignore[misc]  # fmt: skip
-    reads = attention(chunks) @ written + chunks.from_state * held
+    reads = product(attention(chunks), written) + chunks.from_state * held
     return _flat(reads, N), state
 
 

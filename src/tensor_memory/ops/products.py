@@ -1,0 +1,40 @@
+"""Batched products that are fast on an Arm CPU too.
+
+There torch 2.13 multiplies by transposed matrices one after the other, 5 to 50 times slower than by
+copies of them. The backward of every product has one: a training step of a place memory takes half
+to a third of the time with this.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensor_memory.ops.autograd import is_plain_eager
+
+COPY_TRANSPOSED = platform.machine() == "aarch64"
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b for a (..., M, K) and b (..., K, L) of the same batch."""
+    if not COPY_TRANSPOSED or a.is_cuda or not is_plain_eager((a, b)):
+        return a @ b
+    return _Product.apply(a, b)  # type: ignore[return-value]
+
+
+class _Product(torch.autograd.Function):
+    """a, b -> a @ b."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a @ b.contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None]:
+        (a, b), (by_a, by_b) = ctx.saved_tensors, ctx.needs_input_grad
+        to_a = product(grads[0], b.mT) if by_a else None
+        return to_a, product(a.mT, grads[0]) if by_b else None
