@@ -221,6 +221,18 @@ def test_what_is_unusual_is_alike_to_nothing(kernel, monkeypatch):
     assert Alike((x,)).kind is None
 
 
+def test_threads_that_ask_at_once_get_numbers_of_their_own():
+    x, found = torch.zeros(8), []
+
+    class Choice:
+        def __hash__(self):  # while a thread asks, another one does
+            if not found:
+                found.append(Alike((x,), "another").kind)
+            return 0
+
+    assert Alike((x,), Choice()).kind != found[0]
+
+
 def test_the_same_constants_give_the_same_launch(kernel):
     assert bind(kernel, C=16) is bind(kernel, C=16)
     assert bind(kernel, C=16) is not bind(kernel, C=32)

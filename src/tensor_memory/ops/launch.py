@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import operator
 import threading
 from collections.abc import Callable, Sequence
@@ -63,6 +64,7 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _kinds: dict[tuple[Any, ...], int] = {}
+_new_kind = itertools.count()  # not how many there are: threads that ask at once would get the same
 
 
 class Alike:
@@ -81,7 +83,8 @@ class Alike:
         can_ask = INTERPRETED or hasattr(torch._C, "_cuda_getCurrentRawStream")
         here = can_ask and (INTERPRETED or torch._C._cuda_getDevice() == device)
         if here and not odd and tensors[0].numel() < _MOST and None not in choices:
-            self.kind = _kinds.setdefault((device, *map(_dtype, tensors), *choices), len(_kinds))
+            key = (device, *map(_dtype, tensors), *choices)
+            self.kind = _kinds.setdefault(key, next(_new_kind))
             if not INTERPRETED:
                 self.stream = torch._C._cuda_getCurrentRawStream(device)
 
