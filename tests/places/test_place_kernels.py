@@ -163,6 +163,40 @@ def test_a_place_on_a_voxel_has_the_slope_of_what_follows(backend, sparse, monke
     torch.testing.assert_close(got.cpu().double(), torch.stack(slopes), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "name", ["two axes", "delta, a circle", "sparse, a torus", "sparse, delta, a torus"]
+)
+def test_a_reset_at_the_first_token_frees_a_row_of_what_is_not_a_number(name, monkeypatch):
+    if name.startswith("sparse"):
+        monkeypatch.setattr(fused, "SPARSE_FROM", {"linear": 1, "delta": 1})
+    grid, C, _, rule, gaussian, _, wrap, _ = CASES[name]
+    n, ones = len(grid), torch.ones(2, 3, 1, device=DEVICE)
+    state = torch.zeros(2, 1, *grid, C, device=DEVICE)
+    state[0] = torch.nan
+    leaves = {
+        "write_at": ones[..., None].expand(-1, -1, -1, n) * 0.3,
+        "read_at": None,
+        "content": ones[..., None].expand(-1, -1, -1, C),
+        "rate": ones * 0.5,
+        "log_keep": -ones,
+        "width": ones[0, 0] if gaussian else None,
+        "state": state,
+    }
+    given = {
+        name: None if leaf is None else leaf.clone().requires_grad_()
+        for name, leaf in leaves.items()
+    }
+    starts = torch.tensor([[True, False, False]], device=DEVICE).expand(2, -1)
+    inputs = place_inputs(**given, rule=rule, wrap=(wrap,) * n, resets=starts)
+    reads, after = run_places(inputs, "triton", torch.float32)
+    (reads.sum() + after.sum()).backward()
+    found = [reads, after, *(leaf.grad for leaf in given.values() if leaf is not None)]
+    for values in found:  # both rows had the same tokens
+        assert values.isfinite().all()
+        if values.ndim > 1:
+            assert_same(values[0], values[1])
+
+
 def test_a_planted_wrong_gradient_is_noticed(monkeypatch):
     run = fused.backward
 

@@ -57,6 +57,8 @@ def forward(
     `fresh`: the state before is empty, and its tensor holds anything.
     """
     way = _way(inputs)
+    if not fresh:
+        inputs = _emptied(inputs)
     if way is dense and segments.serves(inputs, products):
         way = segments
     if fresh and way in (segments, dense) and inputs.rule == "linear":
@@ -76,10 +78,21 @@ def backward(
     in_parts: bool = False,
 ) -> PlaceInputs:
     """The gradients in the places of the inputs; `in_parts` leaves the width's (programs, H)."""
-    found = _way(inputs).backward(grad_reads, grad_state, inputs, kept, products=products)
+    way = _way(inputs)
+    if way is not dense:  # which looks at no state but those it kept
+        inputs = _emptied(inputs)
+    found = way.backward(grad_reads, grad_state, inputs, kept, products=products)
     if in_parts or found.width is None:
         return found
     return found._replace(width=found.width.sum(0))
+
+
+def _emptied(inputs: PlaceInputs) -> PlaceInputs:
+    """Rows that begin with a reset, empty: a decay of 0 alone would keep a NaN."""
+    if inputs.resets is None:
+        return inputs
+    begins = inputs.resets[:, 0].view(-1, *[1] * (inputs.state.ndim - 1))
+    return inputs._replace(state=inputs.state.masked_fill(begins, 0))
 
 
 def empty_kept(inputs: PlaceInputs, products: torch.dtype) -> list[Tensor]:
