@@ -131,6 +131,20 @@ def test_what_is_unusual_takes_the_plain_path(taken: list[str]) -> None:
     assert taken == []
 
 
+@pytest.mark.parametrize(
+    "memory",
+    [
+        PlaceMemory(DIM, PlaceConfig(**PLACE["gaussian"])),
+        TensorMemory(DIM, MemoryConfig(**TENSOR["chunks of one"])),
+    ],
+    ids=["places", "tensor"],
+)
+def test_a_part_that_was_given_a_bias_has_one(memory: Any, taken: list[str]) -> None:
+    memory.content = torch.nn.Linear(DIM, memory.content.out_features)
+    assert_steps_as_with_gradients(layer(memory))
+    assert taken == []
+
+
 @torch.no_grad()
 def test_what_is_wrong_is_refused_as_on_the_plain_path(taken: list[str]) -> None:
     made = layer(TensorMemory(DIM, MemoryConfig(**TENSOR["paper"])))

@@ -124,6 +124,8 @@ def _place_layer(
     tensors = (x, held, where, *weights)
     if x.numel() == 0 or not is_plain_eager(tensors) or why_not("triton", x.device) is not None:
         return None
+    if held is not None and held.dtype != torch.float32:
+        return None
     if not _is_fused(config, x.device, x.dtype):
         return None
     layer, token = _place_ops()
@@ -187,7 +189,9 @@ def _place_weights(memory: PlaceMemory, norm: nn.Module, gate: Tensor) -> tuple[
             return None
         if part._backward_pre_hooks or "forward" in part.__dict__ or type(part) not in _PLACE_PARTS:
             return None
-        of[name] = part._parameters
+        of[name] = learned = part._parameters
+        if (learned.get("bias") is None) is (name in _BIASED):
+            return None
     write, read, rate, keep = of.get("write_place"), of.get("read_place"), of["rate"], of["keep"]
     return (
         own["weight"], own["bias"], gate, write and write["weight"], read and read["weight"],
@@ -219,6 +223,9 @@ def _token_on_cpu(
         return None
     if not _are_plain_and_alike((memory, norm, *memory._modules.values()), gate, x):
         return None
+    for name, part in memory._modules.items():
+        if part is not None and (part._parameters.get("bias") is None) is (name in _BIASED):
+            return None
     assert isinstance(norm, nn.LayerNorm)
     if isinstance(memory, PlaceMemory):
         if options.keys() - {"where"} or not is_dense(config.grid, config.kernel):
@@ -240,6 +247,7 @@ def _token_on_cpu(
 
 _CPU_TYPES = (torch.float32, torch.float64)
 _PLACE_PARTS = (nn.Linear, nn.RMSNorm)
+_BIASED = {"rate", "keep", "spread", "mix"}  # the parts of both memories with a bias
 _PLAIN_PARTS = {*_PLACE_PARTS, nn.LayerNorm, TensorMemory, PlaceMemory}
 
 

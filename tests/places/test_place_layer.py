@@ -355,6 +355,23 @@ def test_what_must_be_learned_from_or_heard_runs_plainly(launches):
     assert not launches
 
 
+def test_a_part_that_was_given_a_bias_has_one():
+    layer, (x, _) = build(CONFIGS["two axes"]), draw(CONFIGS["two axes"])
+    before, _ = layer(x)
+    content = torch.nn.Linear(DIM, 6).to(HERE)
+    content.weight, content.bias.data[:] = layer.memory.content.weight, 5.0
+    layer.memory.content = content
+    assert not torch.equal(layer(x)[0], before)
+
+
+def test_a_state_in_float64_is_refused_as_without_a_layer():
+    layer, (x, _) = build(CONFIGS["two axes"]), draw(CONFIGS["two axes"])
+    _, state = layer(x)
+    for call in (layer, layer.memory):
+        with pytest.raises(ValueError, match=r"it computes in float32, got torch\.float64"):
+            call(x, state.to(torch.float64))
+
+
 @pytest.mark.gpu
 def test_a_token_takes_one_launch():
     layer, (x, _) = build(CONFIGS["two axes"]), draw(CONFIGS["two axes"])
