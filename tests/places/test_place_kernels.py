@@ -163,6 +163,50 @@ def test_a_place_on_a_voxel_has_the_slope_of_what_follows(backend, sparse, monke
     torch.testing.assert_close(got.cpu().double(), torch.stack(slopes), rtol=1e-5, atol=1e-5)
 
 
+def placed(backend, where, grid, wrap, kernel, rule):
+    """Reads (B, N, C) and the state after, of tokens at places (B, N) on a diagonal."""
+    (B, N), n = where.shape, len(grid)
+    one = torch.ones(B, N, 1, device=DEVICE)
+    inputs = place_inputs(
+        write_at=where[..., None, None].expand(-1, -1, 1, n).to(DEVICE), read_at=None,
+        content=one[..., None], rate=one, log_keep=-one,
+        width=one[0, 0] if kernel == "gaussian" else None,
+        state=torch.zeros(B, 1, *grid, 1, device=DEVICE),
+        rule=rule, wrap=(wrap,) * n, resets=None,
+    )  # fmt: skip
+    reads, after = run_places(inputs, backend, torch.float32)
+    return reads[:, :, 0], after
+
+
+@pytest.mark.whole_cross
+@pytest.mark.parametrize("rule", ["linear", "delta"])
+@pytest.mark.parametrize("kernel", ["linear", "gaussian"])
+@pytest.mark.parametrize("wrap", [False, True])
+@pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
+def test_a_place_that_is_not_a_number_spoils_its_row_alone(
+    backend, wrap, kernel, rule, monkeypatch
+):
+    monkeypatch.setattr(chunked, "SPARSE_FROM", 0)
+    monkeypatch.setattr(fused, "SPARSE_FROM", {"linear": 1, "delta": 1})
+    where = torch.tensor([[0.1, torch.nan, 0.1], [0.1, 0.4, 0.1]])
+    reads, after = placed(backend, where, (5, 4), wrap, kernel, rule)
+    assert reads[0, 1].isnan().all()
+    assert after[0].isnan().any()
+    assert reads[1].isfinite().all()
+    assert after[1].isfinite().all()
+
+
+def test_a_place_many_turns_away_is_a_place_of_the_grid(monkeypatch):
+    monkeypatch.setattr(fused, "SPARSE_FROM", {"linear": 1})
+    found, run = [], fused.visits.forward
+    keeping = lambda *a, **k: (found.append(run(*a, **k | {"keep": True})), found[-1])[1]  # noqa: E731
+    monkeypatch.setattr(fused.visits, "forward", keeping)
+    where = torch.logspace(7, 12, 200).view(2, 100) * torch.tensor([[1.0], [-1.0]])
+    placed("triton", where, (17,), True, "linear", "linear")
+    voxels = fused.visits.Kept(*found[0][2]).voxels
+    assert (voxels.min().item(), voxels.max().item()) == (0, 16)
+
+
 @pytest.mark.parametrize(
     "name", ["two axes", "delta, a circle", "sparse, a torus", "sparse, delta, a torus"]
 )

@@ -71,7 +71,7 @@ def _between(at: Tensor, size: int, wraps: bool) -> tuple[Tensor, Tensor]:
     what precedes: its slope is that to one side.
     """
     low = at.detach().floor().clamp(max=size - 1 if wraps else size - 2)
-    return low.long(), at - low
+    return low.long().clamp(min=0), at - low  # a voxel also where the coordinate is NaN
 
 
 def outer(parts: Sequence[Tensor]) -> Tensor:

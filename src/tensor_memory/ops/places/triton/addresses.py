@@ -30,6 +30,19 @@ def tanh(x):
 
 
 @triton.jit
+def clamped(at, most):
+    """Between 0 and `most`; NaN stays, where a plain minimum would make it a place."""
+    at = tl.maximum(at, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(at, most, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def below(at, last):
+    """The lower of the two voxels beside coordinates in voxels; 0 of NaN."""
+    return tl.minimum(tl.where(at >= 0.0, tl.floor(at), 0.0), last).to(tl.int32)
+
+
+@triton.jit
 def factor(
     place, width, SIZE: tl.constexpr, WRAP: tl.constexpr, P: tl.constexpr, GAUSSIAN: tl.constexpr
 ):
@@ -44,7 +57,7 @@ def factor(
         at -= tl.floor(at / SIZE) * SIZE
     else:  # a place beyond the border moves nothing
         unit = tl.where((at >= 0.0) & (at <= SIZE - 1.0), unit, 0.0)
-        at = tl.minimum(tl.maximum(at, 0.0), SIZE - 1.0)
+        at = clamped(at, SIZE - 1.0)
     d = at[:, None] - voxel[None, :].to(tl.float32)
     if WRAP:
         d += SIZE / 2
@@ -56,7 +69,7 @@ def factor(
         slope = -e * d * inverse
     else:
         e = tl.maximum(1.0 - tl.abs(d), 0.0)
-        low = tl.minimum(tl.floor(at), SIZE - 1.0 if WRAP else SIZE - 2.0).to(tl.int32)[:, None]
+        low = below(at, SIZE - 1.0 if WRAP else SIZE - 2.0)[:, None]
         slope = tl.where(voxel[None, :] == (low + 1) % SIZE, 1.0, 0.0)
         slope = tl.where(voxel[None, :] == low, -1.0, slope)
     e = tl.where((voxel < SIZE)[None, :], e, 0.0)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from tensor_memory.ops.launch import blocks, or_else
 from tensor_memory.ops.places.inputs import PlaceInputs
+from tensor_memory.ops.places.triton.addresses import below, clamped
 from tensor_memory.ops.places.triton.dense import (
     decay_between,
     decays,
@@ -57,17 +58,17 @@ def axis_of(
     unit = tl.full(at.shape, (SIZE - 1) / 2, tl.float32)
     if WRAP:
         at -= tl.floor(at / SIZE) * SIZE
-        low = tl.minimum(tl.floor(at), SIZE - 1.0)
+        at = clamped(at, SIZE * 1.0)  # a huge place has no digits left, and its turn may be missed
+        low = below(at, SIZE - 1.0)
     else:  # a place beyond the border moves nothing
         unit = tl.where((at >= 0.0) & (at <= SIZE - 1.0), unit, 0.0)
-        at = tl.minimum(tl.maximum(at, 0.0), SIZE - 1.0)
-        low = tl.minimum(tl.floor(at), SIZE - 2.0)
-    upper = at - low
+        at = clamped(at, SIZE - 1.0)
+        low = below(at, SIZE - 2.0)
+    upper = at - low.to(tl.float32)
     size = tl.sqrt((1.0 - upper) * (1.0 - upper) + upper * upper)
     lower, upper, unit = (1.0 - upper) / size, upper / size, unit / size
     grown = upper - lower
     by_lower, by_upper = unit * (-1.0 - lower * grown), unit * (1.0 - upper * grown)
-    low = low.to(tl.int32)
     return low, (low + 1) % SIZE, lower, upper, by_lower, by_upper
 
 
