@@ -166,3 +166,22 @@ def test_a_state_with_a_graph_keeps_it(taken: list[str]) -> None:
     y, _ = made(x.detach()[:, :1], state)
     assert y.requires_grad
     assert taken == []
+
+
+@pytest.mark.parametrize("given", ["where", "shift"])
+def test_a_frozen_layer_tells_where_a_single_token_should_have_been(
+    given: str, taken: list[str]
+) -> None:
+    config = PlaceConfig(grid=(4, 4), channels=3, heads=2, places="given")
+    made = layer(PlaceMemory(DIM, config)).requires_grad_(False)
+    x, where = torch.randn(1, 1, DIM).double(), torch.rand(1, 1, 2).double()
+    places = {"where": where, "shift": torch.tensor([0.1, -0.05]).double()}
+    state = made(x, where=-where)[1]
+    taken.clear()
+
+    def read(place: Tensor) -> Tensor:
+        at = places | {given: place}
+        return made(x, state.moved(at["shift"]), where=at["where"])[0]
+
+    assert torch.autograd.gradcheck(read, places[given].requires_grad_())
+    assert taken == []

@@ -133,7 +133,7 @@ def _place_layer(
     eps, named = (norm.eps, read_norm.eps), token.PlaceWeights(*weights)
     single = (
         x.shape[1] == 1 and reset is None and not any(drop) and not any(map(_has_grad, tensors))
-    )
+    ) and (state is None or not _has_grad(state.origin))
     if single and state is None:
         state = memory.empty_state(x)
         held = state.values
@@ -233,7 +233,9 @@ def _token_on_cpu(
         where = options.get("where")
         memory.check(x, state, where)
         state = memory.empty_state(x) if state is None else state
-        if state.scale is not None or state.values.dtype != x.dtype or _has_grad(state.values):
+        if state.scale is not None or state.values.dtype != x.dtype:
+            return None
+        if any(map(_has_grad, (state.values, state.origin, where))):
             return None
         return place_token(memory, norm, gate, x, state, where)
     if options.keys() - {"flush"} or options.get("flush", False) is not False:

@@ -355,6 +355,15 @@ def test_what_must_be_learned_from_or_heard_runs_plainly(launches):
     assert not launches
 
 
+def test_a_frozen_layer_tells_where_a_single_token_should_have_been(launches):
+    layer, (x, _) = build(CONFIGS["two axes"]).requires_grad_(False), draw(CONFIGS["two axes"])
+    state, shift = layer(x)[1], torch.tensor([0.1, 0.05], device=HERE, requires_grad=True)
+    layer(x[:, :1], state.moved(shift))[0].sum().backward()
+    assert shift.grad is not None
+    assert shift.grad.all()
+    assert not launches
+
+
 def test_a_part_that_was_given_a_bias_has_one():
     layer, (x, _) = build(CONFIGS["two axes"]), draw(CONFIGS["two axes"])
     before, _ = layer(x)
