@@ -163,8 +163,9 @@ class PlaceMemory(nn.Module):
                 starts with an empty memory; the first goes on from `state`. A document without
                 tokens changes nothing.
             group: processes that hold the parts of one sequence, cut anywhere, in the order of
-                their ranks; x, where, mask and reset are this process' part. Each gets the m of its
-                part and the state after the last part. See below.
+                their ranks; x, where, mask and reset are this process' part, of the same rows
+                everywhere. Each gets the m of its part and the state after the last part. See
+                below.
 
         With a group the call equals one of the whole sequence in one process, its gradients too.
         All processes make the same calls with the state that the last one returned to them, or
@@ -327,6 +328,8 @@ class PlaceMemory(nn.Module):
             got, remedy = type(where).__name__, "torch.as_tensor(where, dtype=torch.float32)"
             if isinstance(where, Tensor):
                 got, remedy = where.dtype, ".float()"
+                if not dense:
+                    got, remedy = "a sparse or nested one", ".to_dense() or .to_padded_tensor(0.0)"
             raise TypeError(
                 f"where: expected a tensor of floats, got {got}; convert it with {remedy}"
             )

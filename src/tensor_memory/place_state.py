@@ -183,7 +183,11 @@ class PlaceState:
         )
 
     def resized(self, grid: Sequence[int]) -> PlaceState:
-        """The same world on another grid, resampled by interpolation between voxels."""
+        """The same world on another grid, resampled by interpolation between voxels.
+
+        What is at a place stays there. On an axis that wraps, the whole turn stays whole instead:
+        what was at the share t of a turn is there again, and in places a turn is 2 G / (G - 1).
+        """
         size = PlaceConfig(grid=grid).grid  # type: ignore[arg-type]  # which checks it
         if len(size) != len(self.grid):
             raise ValueError(

@@ -458,6 +458,11 @@ def test_rows_are_selected_and_emptied():
         (lambda m, x: m(x, where=x), ValueError, r"where: expected places .* got \(2, 5, 6\)"),
         (lambda m, x: m(x, where=[0]), TypeError, "floats, got list; .*torch.as_tensor"),
         (
+            lambda m, x: m(x, where=x[..., :2].to_sparse()),
+            TypeError,
+            r"floats, got a sparse or nested one; convert it with .to_dense\(\)",
+        ),
+        (
             lambda m, x: m(x, where=x[..., :3]),
             ValueError,
             r"got \(2, 5, 3\); give each token 2 coordinates, one per axis of the grid \(8, 8\)",

@@ -55,7 +55,7 @@ def place_scan(
         read_at: (B, N, H, n) places q; None reads where it writes.
         content: (B, N, H, C) what is written, v.
         rate: (B, N, H) β.
-        log_keep: (B, N, H) log α, at most 0.
+        log_keep: (B, N, H) log α, at most 0 and finite; -1000 keeps nothing.
         width: (H) of the Gaussian in voxels; None interpolates between the nearest voxels.
         state: (B, H, *grid, C) S before the first token.
         rule: "linear" adds, "delta" overwrites.
