@@ -20,7 +20,7 @@ EXACT = 1e-10
 
 @st.composite
 def configs(draw, **fixed):
-    axes = draw(st.integers(1, 3))
+    axes = draw(st.integers(1, 4))
     places = draw(st.sampled_from(["learned", "given", "offset"]))
     options = {
         "grid": tuple(draw(st.integers(2, 5 if axes < 3 else 3)) for _ in range(axes)),
