@@ -149,6 +149,8 @@ def _place_layer(
         choices = config.rule, config.wrap
         out, values = token.token_forward(x, named, *eps, where, origin, held, *choices)
         return out, state.with_values(values)
+    if not layer.serves(*x.shape[:2], config.heads):
+        return None
     base = None
     if where is not None or not fresh:
         base = origin[:, None, None].expand(-1, x.shape[1], config.heads, -1)

@@ -298,3 +298,21 @@ def test_what_the_kernels_cannot_hold_is_refused_by_name():
     )
     assert "rule 'delta' it takes up to 256 voxels, got 4096" in (fused.why_not(inputs) or "")
     assert fused.why_not(inputs._replace(width=None)) is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "grid"),
+    [(32_768, 1, (2, 2)), (1, 65_535 * 256 + 1, (2, 2)), (1, 1, (2048, 2048))],
+    ids=["rows", "tokens", "voxels"],
+)
+def test_more_programs_than_a_gpu_launches_are_refused(rows, tokens, grid):
+    def drawn(rows, tokens, grid):
+        rate = torch.empty(rows, tokens, 2, device="meta")
+        at, content = rate[..., None].expand(-1, -1, -1, 2), rate[..., None]
+        state = torch.empty(rows, 2, *grid, 1, device="meta")
+        return place_inputs(
+            at, None, content, rate, rate, None, state, rule="linear", wrap=None, resets=None
+        )
+
+    assert "65,535 rows × heads" in (fused.why_not(drawn(rows, tokens, grid)) or "")
+    assert fused.why_not(drawn(min(rows, 32_767), min(tokens, 65_535 * 256), (2, 2))) is None

@@ -167,6 +167,14 @@ def test_a_large_grid_starts_empty(monkeypatch):
     assert_same(state.values, expected_state.values)
 
 
+def test_more_rows_than_a_gpu_launches_go_the_plain_way(monkeypatch):
+    layer, (x, _) = build(CONFIGS["two axes"]), draw(CONFIGS["two axes"])
+    expected = layer(x)[0]
+    monkeypatch.setattr(fused, "place_layer", None)
+    monkeypatch.setattr(fused, "MOST_PROGRAMS", len(x))
+    assert_same(layer(x)[0], expected)
+
+
 def test_an_odd_number_of_places_leaves_no_odd_address():
     layer = build(PlaceConfig(grid=(260,), channels=2, heads=1, rule="delta", kernel="linear"))
     TYPES.clear()

@@ -13,9 +13,11 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from tensor_memory.ops.launch import blocks
 from tensor_memory.ops.places.addresses import voxels
 from tensor_memory.ops.places.inputs import PlaceInputs
 from tensor_memory.ops.places.triton import dense, segments, sparse, visits
+from tensor_memory.ops.places.triton.plan import LENGTH, MOST_PROGRAMS, make_plan
 
 MOST_CHANNELS = 64
 """C that a program can hold on chip beside its chunk."""
@@ -38,6 +40,14 @@ def why_not(inputs: PlaceInputs) -> str | None:
         return (
             f"with rule '{inputs.rule}' it takes up to {most} voxels, got {V}; more with kernel "
             f"'linear' and up to {SPARSE_AXES} axes"
+        )
+    B, N, H, _ = inputs.content.shape
+    tokens = make_plan(inputs, inputs.dtype)["T"] if _way(inputs) is dense else LENGTH
+    programs = max(B * H, blocks(N, tokens), blocks(V, visits.VOXELS))
+    if not torch.compiler.is_compiling() and programs > MOST_PROGRAMS:
+        return (
+            f"it takes up to {MOST_PROGRAMS:,} rows × heads, {MOST_PROGRAMS * tokens:,} tokens in "
+            f"a call and {MOST_PROGRAMS * visits.VOXELS:,} voxels, got {B} × {H}, {N} and {V}"
         )
     return None
 

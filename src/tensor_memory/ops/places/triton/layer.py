@@ -28,6 +28,7 @@ from tensor_memory.ops.layer_norm import layer_norm, layer_norm_backward
 from tensor_memory.ops.places import triton as backend
 from tensor_memory.ops.places.inputs import PlaceInputs
 from tensor_memory.ops.places.triton.addresses import tanh
+from tensor_memory.ops.places.triton.plan import MOST_PROGRAMS
 from tensor_memory.ops.places.triton.token import PlaceWeights
 from tensor_memory.ops.prepared import prepared_once
 
@@ -282,6 +283,11 @@ class _Saved(NamedTuple):
 
 
 INPUTS = len(PlaceInputs._fields) - len(PlaceInputs.CHOICES)
+
+
+def serves(rows: int, tokens: int, heads: int) -> bool:
+    """Whether a call of this size can be launched; each memory alone may serve a longer one."""
+    return max(rows * heads, tokens) <= MOST_PROGRAMS
 
 
 def place_layer(

@@ -22,6 +22,8 @@ WARPS, STAGES = 2, 3
 """Of a program, and chunks of a loop whose loads are under way at a time."""
 WARP_VALUES = 1024
 """Of addresses that a warp makes, which decides T, the tokens of a program."""
+MOST_PROGRAMS = 65_535
+"""That CUDA launches along the second and third axis of a grid."""
 
 
 def low_dtype(products: torch.dtype) -> torch.dtype:
