@@ -1,16 +1,20 @@
 """Every peer against flash-linear-attention's naive recurrences, and against itself in parts."""
 
 import math
+import sys
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tensor_memory import PlaceConfig, find_leak
+from tensor_memory_lab.bench import places
 from tensor_memory_lab.bench.place_shapes import PlaceShape, addresses
+from tensor_memory_lab.bench.timing import QUICK
 from tensor_memory_lab.models.gated_rule import LEAST_DECAY, gated_rule
 from tensor_memory_lab.models.peers import PEERS, PeerConfig, dplr_rule, unit
 from tolerances import assert_same, assert_same_rms
@@ -97,6 +101,20 @@ def with_gradients(function, kind, inputs):
     loss = sum((x * torch.randn(x.shape)).sum() for x in (read, state))
     found = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True)
     return {"read": read, "after": state} | dict(zip(inputs, found, strict=True))
+
+
+@pytest.mark.parametrize("rule", places.RULES)
+def test_the_benchmark_asks_their_operator_for_what_a_place_scan_computes(rule, monkeypatch):
+    name = places.FLA[rule]
+    loop = getattr(naive_module(name), f"naive_recurrent_{name}")
+    operator = SimpleNamespace(**{f"chunk_{name}": loop})
+    monkeypatch.setitem(sys.modules, f"fla.ops.{name}", operator)  # which needs a GPU
+    monkeypatch.setattr(places, "captured", lambda call: call)
+    config = PlaceConfig(grid=(3, 4), channels=2, heads=2, rule=rule)
+    row = {"ms": {"forward": {"eager": {"median": 1.0}}}}
+    shape = PlaceShape(2, 5, config, torch.float32)
+    places.measure_fla(shape, row, torch.device("cpu"), QUICK, seed=0)
+    assert row[name]["rms_ratio"] < 1e-6
 
 
 @pytest.mark.parametrize("forgets", [0.02, 0.6])

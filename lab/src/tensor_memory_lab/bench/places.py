@@ -5,7 +5,7 @@
 The recurrence `place_scan`: both rules with the Gaussian kernel, and the linear kernel on growing
 grids at equal tokens; timed as `bench scan` does. The fused backend serves where it can and
 "torch" elsewhere; every row says which. On a GPU products are in bfloat16, and where
-flash-linear-attention is installed, its `chunk_simple_gla` gets the same addresses.
+flash-linear-attention is installed, its operator for the rule gets the same addresses.
 
 On a CPU also a whole `PlaceMemory` forward and backward on two threads, beside its token-by-token
 reference and beside a `TensorMemory` that writes every token and holds as many values.
@@ -14,6 +14,7 @@ reference and beside a `TensorMemory` that writes every token and holds as many 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 from dataclasses import replace
 from functools import partial
@@ -37,7 +38,9 @@ from tensor_memory_lab.bench.timing import (
 )
 from tensor_memory_lab.progress import progress
 
-RULES = ("linear", "delta")
+FLA = {"linear": "simple_gla", "delta": "gated_delta_rule"}
+"""What flash-linear-attention calls a rule."""
+RULES = tuple(FLA)
 GRIDS = ((8, 8), (16, 16), (64, 64))
 """For the linear kernel."""
 
@@ -80,23 +83,25 @@ def measure_shape(
     return row
 
 
-def measure_simple_gla(
+def measure_fla(
     shape: PlaceShape, row: dict[str, Any], device: torch.device, budget: Budget, seed: int
 ) -> None:
     """The forward of flash-linear-attention on addresses that are made beforehand."""
-    from fla.ops.simple_gla import chunk_simple_gla  # pyright: ignore[reportMissingImports]
-
     inputs = shape.draw(device, seed)
     given, phi = inputs.arguments, addresses(shape, inputs)
+    name, keys, rates = FLA["linear"], given["rate"][..., None] * phi, {}
+    if shape.config.rule == "delta":
+        name, keys, rates = FLA["delta"], phi, {"beta": given["rate"].to(shape.products)}
     theirs = partial(
-        chunk_simple_gla,
+        getattr(importlib.import_module(f"fla.ops.{name}"), f"chunk_{name}"),
         q=phi.to(shape.products),
-        k=(given["rate"][..., None] * phi).to(shape.products),
+        k=keys.to(shape.products),
         v=given["content"].to(shape.products),
         g=given["log_keep"],
         scale=1.0,
         initial_state=given["state"].flatten(2, -2),
         output_final_state=True,
+        **rates,
     )
 
     def forward() -> Any:
@@ -109,7 +114,7 @@ def measure_simple_gla(
     ms = {"eager": measure(forward, device, budget)}
     ms["graph"] = measure(captured(forward), device, budget)
     ours = row["ms"]["forward"]
-    row["simple_gla"] = {
+    row[name] = {
         "ms": {"forward": ms},
         "rms_ratio": rms_ratio(forward()[0], reads),
         "ratio": {how: ours[how]["median"] / ms[how]["median"] for how in ours},
@@ -162,11 +167,10 @@ def run(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     with progress("places", len(shapes) + len(RULES) * on_cpu, unit="shapes") as advance:
         for name, shape in shapes.items():
             row = result["shapes"][name] = measure_shape(shape, options, device, budget)
-            if name == "linear rule" and "ms" in row and not on_cpu:
-                row["simple_gla"] = None
-                if importlib.util.find_spec("fla") is not None:
-                    with report.recorded(row["errors"], "simple_gla"):
-                        measure_simple_gla(shape, row, device, budget, options.seed)
+            timed = name.endswith("rule") and "ms" in row and not on_cpu
+            if timed and importlib.util.find_spec("fla") is not None:
+                with report.recorded(row["errors"], "fla"):
+                    measure_fla(shape, row, device, budget, options.seed)
             advance(note=name)
         _compare_grids(result["shapes"])
         for rule in RULES if on_cpu else ():
@@ -203,8 +207,8 @@ def tables(result: dict[str, Any]) -> list[report.Rows]:
             )
         over = row.get("over_smallest_grid", {}).get("forward_backward", {})
         line["over the smallest grid"] = " / ".join(map(number, over.values())) or "–"
-        theirs = (row.get("simple_gla") or {}).get("ratio", {})
-        line["forward over simple_gla"] = " / ".join(map(number, theirs.values())) or "–"
+        theirs = (row.get(FLA[row["shape"]["rule"]]) or {}).get("ratio", {})
+        line["forward over fla"] = " / ".join(map(number, theirs.values())) or "–"
         line["peak, MiB"] = report.mib(row["peak_bytes"]["forward_backward"])
         shapes.append(line)
     memories = [
