@@ -294,7 +294,8 @@ class PlaceMemory(nn.Module):
         config = self.config
         given = None
         if where is not None:
-            given = _float32(where)
+            # float64, as NumPy has a pose, would make a state of twice the bytes
+            given = where.to(torch.promote_types(x.dtype, torch.float32))
             if given.ndim == 3:
                 given = given[:, :, None].expand(-1, -1, config.heads, -1)
         if config.places == "given":

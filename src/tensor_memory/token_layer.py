@@ -128,7 +128,7 @@ def place_token(
     h = _normed(norm, x)
     base = state.origin.unsqueeze(1)  # (B, 1 or H, n)
     if where is not None:
-        base = base + (where[:, 0] if where.ndim == 4 else where)
+        base = base + (where[:, 0] if where.ndim == 4 else where).to(base.dtype)
     write_at = read_at = base.expand(B, H, config.axes)
     if config.places != "given":
         write_at = read_at = F.linear(h, weights["write_place"]).tanh_().view_as(write_at) + base

@@ -390,6 +390,17 @@ def test_half_precision_keeps_a_float32_state():
     assert (m.dtype, state.values.dtype) == (torch.bfloat16, torch.float32)
 
 
+def test_a_pose_in_float64_gives_what_it_gives_in_float32():
+    layer = MemoryResidual(PlaceMemory(8, PlaceConfig.map(axes=2)))
+    x, where = torch.randn(2, 1, 8), torch.rand(2, 1, 2) * 2 - 1
+    for call in (layer, torch.no_grad()(layer)):
+        y, state = call(x, where=where)
+        again, other = call(x, where=where.double())
+        assert torch.equal(again, y)
+        assert torch.equal(other.values, state.values)
+        assert other.nbytes == state.nbytes
+
+
 def test_a_state_is_saved_and_loaded(tmp_path):
     config = PlaceConfig(grid=(3, 4), channels=2, heads=1, wrap=(True, False))
     state = PlaceState(torch.randn(2, 1, 3, 4, 2), torch.rand(2, 2), config.wrap)
