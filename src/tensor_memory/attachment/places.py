@@ -60,7 +60,7 @@ class PlaceSource:
         if not (isinstance(where, str) and where.isidentifier()) and not callable(where):
             raise TypeError(
                 "where: expected the name of an argument of the host's call, or a function of "
-                f"such arguments, got {where!r}; write where='pose' or where=lambda pose: ..."
+                f"such arguments, got {where!r:.80}; write where='pose' or where=lambda pose: ..."
             )
         chosen: Any = where
         return cls(chosen, config)
