@@ -177,6 +177,8 @@ def test_a_picture_lies_upright_under_the_places_it_was_taken_at(opened, tmp_pat
         recorded().save_page(tmp_path / "page.html", image=photo)
     with pytest.raises(TypeError, match=r"uint8 tensor of .*got torch.float32 .*; colours"):
         recording.save_page(tmp_path / "page.html", image=photo.float())
+    with pytest.raises(TypeError, match=r"got ndarray; torch.tensor\(numpy.array\(image\)\)"):
+        recording.save_page(tmp_path / "page.html", image=photo.numpy())
     with pytest.raises(ValueError, match="with B = 2 rows"):
         recording.save_page(tmp_path / "page.html", image=photo.expand(3, 20, 30, 3))
     with pytest.raises(TypeError, match="beside: expected another Recording, got str"):

@@ -37,9 +37,12 @@ def checked_images(image: Tensor, rows: int) -> Tensor:
     images = image[None] if one else image
     if not isinstance(images, Tensor) or images.dtype != torch.uint8 or images.ndim != 4:
         got = f"{image.dtype} of {shape}" if isinstance(image, Tensor) else shape
+        remedy = "colours from 0 to 1 are (255 * image).to(torch.uint8)"
+        if not isinstance(image, Tensor):
+            remedy = "torch.tensor(numpy.array(image)) makes one of an array or a photo"
         raise TypeError(
             f"image: expected a uint8 tensor of shape (h, w, 3), or (B, h, w, 3), got {got}; "
-            "colours from 0 to 1 are (255 * image).to(torch.uint8)"
+            f"{remedy}"
         )
     if images.shape[3] != 3 or not images.numel() or (not one and len(images) != rows):
         raise ValueError(

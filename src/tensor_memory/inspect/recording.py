@@ -195,9 +195,9 @@ class Recording:
             limit_mb: refuse a page larger than this.
             beside: another recording of the same rows, such as one with the memory off. The page
                 shows both at the same token; the texts and frames are those of this one.
-            image: (h, w, 3) uint8, or one for each row, to lie under the grids of a place memory
-                with two axes whose places are given. Its first line is y = -1, its last y = 1, its
-                first column x = -1: y then grows downwards on the page, as it does in photos.
+            image: a uint8 tensor (h, w, 3), or one for each row, to lie under the grids of a place
+                memory with two axes whose places are given. Its first line is y = -1, its last
+                y = 1, its first column x = -1: y then grows downwards on the page, as in photos.
         """
         options: dict[str, Any] = {"title": title, "every": every, "rows": rows, "image": image}
         write_text(path, self._page(limit_mb=limit_mb, beside=beside, **options))
