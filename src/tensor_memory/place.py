@@ -40,6 +40,10 @@ class Trace(NamedTuple):
     read: Tensor
     """(B, R, H, C) what was read, before the norm."""
 
+    def __repr__(self) -> str:
+        shapes = (f"{name} {tuple(array.shape)}" for name, array in self._asdict().items())
+        return f"Trace({', '.join(shapes)})"
+
 
 class PlaceMemory(nn.Module):
     """A memory of places for tokens of width `dim`; the form that pays where the world is spatial.

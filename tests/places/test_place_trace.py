@@ -54,6 +54,18 @@ def test_shares_of_several_blocks_add_up_to_the_read(rule, kernel, way):
         assert not trace.share[:, r, t + 1 :].any()
 
 
+def test_what_a_notebook_prints_has_shapes_and_no_values():
+    memory, x = PlaceMemory(DIM, SMALL), torch.randn(2, 50, DIM)
+    with record(memory) as recording:
+        memory(x)
+    assert repr(memory.trace(x, reads=[9])).startswith("Trace(share (2, 1, 50, 2), content (2, 50")
+    assert repr(recording[0].trace([9])).startswith("RecordedTrace(share (1, 10, 2), position (1,")
+    for told in (recording[0], recording[0].head(0), recording[0].history):
+        assert repr(told).startswith(f"{type(told).__name__}(")
+        assert "write_at (50, 2, " in repr(told)
+        assert "tensor" not in repr(told)
+
+
 def test_nothing_asked_for_is_nothing_told():
     memory, x = PlaceMemory(DIM, SMALL), torch.randn(2, 5, DIM)
     trace = memory.trace(x, reads=torch.zeros(0, dtype=torch.long))

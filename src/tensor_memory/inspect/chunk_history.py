@@ -24,7 +24,7 @@ from tensor_memory.tensor import TensorMemory
 PER_CHUNK = ("read_at", "write_at", "spread", "content", "writes", "resets")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ChunkHistory(History):
     """What went into one layer's recurrence. Index t of row b is its chunk `first[b]` + t."""
 

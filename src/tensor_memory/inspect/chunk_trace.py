@@ -17,14 +17,15 @@ from torch import Tensor
 
 from tensor_memory.config import MemoryConfig
 from tensor_memory.inspect.chunk_history import PER_CHUNK, ChunkHistory, run_chunks
+from tensor_memory.inspect.history import Arrays
 from tensor_memory.inspect.place_lives import WriteLives
 
 AT_ONCE = 64
 """Writes that are left out at once, each in a state of its own."""
 
 
-@dataclass(frozen=True, eq=False)
-class ChunkTrace:
+@dataclass(frozen=True, eq=False, repr=False)
+class ChunkTrace(Arrays):
     """Where reads came from, in float64: effects + `rest` + `joint` = `read`."""
 
     effect: Tensor

@@ -22,6 +22,10 @@ class Arrays:
         values = {field.name: getattr(self, field.name) for field in fields(own)}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
+    def __repr__(self) -> str:
+        shapes = (f"{name} {tuple(array.shape)}" for name, array in self.arrays().items())
+        return f"{type(self).__name__}({', '.join(shapes)})"
+
     @property
     def nbytes(self) -> int:
         """Bytes held."""

@@ -43,7 +43,7 @@ def float_shapes(config: MemoryConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class GridRecording(LayerArrays):
     """One grid over time: what figures and pages draw.
 
@@ -164,7 +164,7 @@ class GridRecording(LayerArrays):
         return {k: array for k, array in self.arrays().items() if k not in ("chunk", "seen")}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LayerRecording(GridRecording):
     """One layer of a `TensorMemory`: all that its equations made of each chunk that was kept."""
 

@@ -22,7 +22,7 @@ from tensor_memory.ops.places.inputs import PlaceInputs
 from tensor_memory.place_state import rolled
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PlaceHistory(History):
     """What went into one layer's recurrence. Index t of row b is its position `first[b]` + t.
 

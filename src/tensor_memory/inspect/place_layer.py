@@ -44,7 +44,7 @@ def place_shapes(config: PlaceConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PlaceLayerRecording(LayerArrays):
     """One layer of a `PlaceMemory`: everything its equations made of each token that was kept.
 
@@ -239,7 +239,7 @@ class PlaceToken:
     readout: Tensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class HeadRecording(GridRecording):
     """One head of a `PlaceMemory`, whose grid is its own."""
 

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from tensor_memory.config import PlaceConfig
+from tensor_memory.inspect.history import Arrays
 from tensor_memory.inspect.place_history import Events, PlaceHistory, moved
 from tensor_memory.ops.places.inputs import PlaceInputs
 from tensor_memory.ops.places.shares import block_length, reads_at_once, step_back
 
 
-@dataclass(frozen=True, eq=False)
-class RecordedTrace:
+@dataclass(frozen=True, eq=False, repr=False)
+class RecordedTrace(Arrays):
     """Where reads came from, in float64: shares · contents + `others` + `rest` = `read`."""
 
     share: Tensor
