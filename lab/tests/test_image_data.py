@@ -96,7 +96,8 @@ def test_a_missing_folder_is_named_and_told_the_layout(tmp_path):
 def test_a_missing_list_is_named_with_the_layout(tmp_path, name):
     folder = write_cub(tmp_path)
     (folder / "CUB_200_2011" / f"{name}.txt").unlink()
-    with pytest.raises(FileNotFoundError, match=rf"{name}\.txt: not there; .* CUB_200_2011/\{{im"):
+    told = rf"{name}\.txt: not there; .* CUB_200_2011/\{{im.*--task\.layout folder"
+    with pytest.raises(FileNotFoundError, match=told):
         cub_images(Source(folder))
 
 
@@ -128,6 +129,18 @@ def test_class_folders_are_classes_and_a_flat_folder_is_one(tmp_path):
     assert labels == {"daisy/c.png": 0, "rose/a.png": 1, "rose/b.png": 1}
     assert sum(not image.train for image in images) == 1
     assert [i.label for i in folder_images(Source(tmp_path / "rose"), test_fraction=0.5)] == [0, 0]
+
+
+def test_a_zip_is_split_like_its_folder_whether_it_holds_the_folder_or_what_is_in_it(tmp_path):
+    for name in ("a.png", "b.png", "more/c.png", "more/d.png"):
+        (tmp_path / "all/pics" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "all/pics" / name).write_bytes(b"")
+    inside, around = tmp_path / "all/pics", tmp_path / "all"
+    expected = {image.id: image.train for image in folder_images(Source(inside))}
+    assert "more/c.png" in expected
+    for folder in (inside, around):
+        images = folder_images(Source(zipped(folder, tmp_path / "pics.zip")))
+        assert {image.id: image.train for image in images} == expected
 
 
 @pytest.fixture

@@ -95,7 +95,7 @@ class Source:
         if name not in self.sizes:
             raise FileNotFoundError(
                 f"{self.path / name}: not there; expected CUB-200-2011 in its official layout, "
-                f"{CUB_LAYOUT}"
+                f"{CUB_LAYOUT}. Other images: --task.layout folder, where the task has it"
             )
         with self.open(name) as file:
             lines = [line for line in file.read().decode("utf-8").splitlines() if line.strip()]
@@ -160,9 +160,14 @@ def folder_images(source: Source, *, test_fraction: float = 0.2) -> list[ImageFi
         raise FileNotFoundError(
             f"{source.path}: no image found; expected {PLAIN_LAYOUT} ({', '.join(SUFFIXES)})"
         )
-    classes = {name: i for i, name in enumerate(sorted({n.rpartition("/")[0] for n in names}))}
-    images = [ImageFile(n, n, classes[n.rpartition("/")[0]], train=True) for n in names]
-    test = set(chosen_by_hash(names, test_fraction, salt="test"))
+    folders = [n.rpartition("/")[0] for n in names]
+    classes = {name: i for i, name in enumerate(sorted(set(folders)))}
+    shared = f"{os.path.commonpath(folders)}/".lstrip("/")  # a zip's own folder
+    images = [
+        ImageFile(n.removeprefix(shared), n, classes[folder], train=True)
+        for n, folder in zip(names, folders, strict=True)
+    ]
+    test = set(chosen_by_hash([image.id for image in images], test_fraction, salt="test"))
     return [replace(image, train=image.id not in test) for image in images]
 
 
