@@ -161,6 +161,13 @@ def test_as_much_is_evaluated_as_the_budget_says(tmp_path, monkeypatch):
     assert [a for a in asked if a[0] == "train"] == trained
 
 
+def test_a_measure_of_which_a_split_has_no_case_is_left_out(tmp_path, monkeypatch):
+    measure, none = TinyTask.measure, torch.zeros(())
+    monkeypatch.setattr(TinyTask, "measure", lambda *a: measure(*a) | {"rare": (none, none)})
+    record = run(tmp_path / "run", tiny_run(budget={"steps": 2}))
+    assert record["test"]["test"].keys() == {"accuracy", "error", "loss"}
+
+
 def test_the_best_weights_are_measured_and_the_last_ones_kept(tmp_path):
     config = tiny_run(optimizer={"lr": 0.3, "schedule": "constant"}, budget={"steps": 40})
     record = run(tmp_path / "run", config)

@@ -287,6 +287,11 @@ def test_settings_that_make_no_world_are_refused(wrong):
         WorldConfig(**wrong)
 
 
+def test_walks_too_short_for_what_chooses_are_refused():
+    with pytest.raises(ValueError, match=r"task.glimpses: expected 42 or more, got 41"):
+        WorldConfig(glimpses=41).build(0)
+
+
 def test_a_method_that_is_not_there_is_refused_with_those_that_are():
     with pytest.raises(ValueError, match=r"model\.method: expected one of window, full, .*place"):
         WorldModelConfig(method="maps")

@@ -159,6 +159,11 @@ class WorldConfig(DrawnConfig):
 
     def build(self, seed: int) -> World:
         """Read the lists and decode what is not decoded yet."""
+        if self.glimpses < FAR + 2:
+            raise ValueError(
+                f"task.glimpses: expected {FAR + 2} or more, got {self.glimpses}; psnr_far, which "
+                f"chooses, is over places last seen more than {FAR} glimpses ago"
+            )
         return World(self, seed, {1: self.images(1)})
 
     def images(self, scale: int) -> Images:

@@ -85,10 +85,11 @@ class Evaluator:
         total = torch.stack(found).sum(0)
         if self.accelerator.num_processes > 1:
             total = cast(Tensor, self.accelerator.reduce(total, reduction="sum"))
-        means = zip(names, total.tolist(), strict=True)  # the device is read once, at the end
-        return self.task.finish(
-            {name: s / count if count else math.nan for name, (s, count) in means}
-        )
+        means = {}
+        for name, (s, count) in zip(names, total.tolist(), strict=True):  # reads the device once
+            if count or name == self.task.metric:  # what a split has none of is left out
+                means[name] = s / count if count else math.nan
+        return self.task.finish(means)
 
     def _measure(self, batch: Batch, carry: Carry | None) -> tuple[Sums, Carry | None]:
         """Sums of one batch, and what its rows carry to the next."""
