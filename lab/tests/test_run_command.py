@@ -130,4 +130,7 @@ def test_a_results_folder_that_cannot_be_is_refused_before_anything_is_trained(c
     assert main(["run", SIGN, "--device", "cpu", "--results", "taken/study.jsonl"]) == 2
     error = capsys.readouterr().err
     assert "taken: cannot be made a folder for results (File exists)" in error
+    Path("folder").mkdir()
+    assert main(["run", SIGN, "--device", "cpu", "--results", "folder"]) == 2
+    assert "folder: expected a file for results, got a folder" in capsys.readouterr().err
     assert not list(Path().glob("runs/*"))

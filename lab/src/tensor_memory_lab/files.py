@@ -54,6 +54,13 @@ def make_folder(path: Path, what: str) -> None:
         ) from error
 
 
+def make_folder_of(file: Path, what: str) -> None:
+    """Make the folder that a file will be written to; a folder in its place is an error."""
+    if file.is_dir():
+        raise IsADirectoryError(f"{file}: expected a file for {what}, got a folder; name one in it")
+    make_folder(file.parent, what)
+
+
 def read_json(path: str | os.PathLike[str], what: str, remedy: str, *, kind: type = dict) -> Any:
     """The JSON object in a file; anything else is a `ValueError` that says `what` was expected
     and what to do about it, `remedy`. `kind=object` lets lists and single values pass too."""

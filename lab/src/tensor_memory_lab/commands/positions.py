@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tensor_memory_lab.commands.option_types import count
-from tensor_memory_lab.files import make_folder
+from tensor_memory_lab.files import make_folder_of
 from tensor_memory_lab.terminal import print_table
 from tensor_memory_lab.wording import counted
 
@@ -32,7 +32,7 @@ def positions_command(arguments: Sequence[str]) -> int:
         config, vocabulary, model, step = load_text_run(
             folder, options.which, device=device, carried=True
         )
-        make_folder(options.output.parent, "positions")  # now, not after everything is measured
+        make_folder_of(options.output, "positions")  # now, not after everything is measured
         given = config.task
         if options.data_dir is not None:
             given = replace(given, data_dir=str(options.data_dir))

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tensor_memory_lab.files import make_folder
+from tensor_memory_lab.files import make_folder_of
 from tensor_memory_lab.recipes import Recipe, find_recipe
 from tensor_memory_lab.terminal import print_table
 
@@ -43,7 +43,7 @@ def run_command(arguments: Sequence[str]) -> int:
     config, settings = parse_run(recipe, arguments[1:])
     folder = settings.output or RUNS / run_name(config)
     if settings.results is not None:
-        make_folder(settings.results.parent, "results")  # now, not after hours of training
+        make_folder_of(settings.results, "results")  # now, not after hours of training
     speaks = os.environ.get("RANK", "0") == "0"  # of the processes that a launcher started
     if speaks and not settings.quiet:
         _print_header(recipe, config, settings.device, folder)

@@ -13,7 +13,7 @@ from typing import Any
 from tensor_memory_lab.commands.grid import PlannedRun, Stage, parse_over, read_plan
 from tensor_memory_lab.commands.jobs import Ended, Job, do_jobs
 from tensor_memory_lab.commands.tries import chosen_runs, first_runs, in_lots, timing_runs
-from tensor_memory_lab.files import make_folder
+from tensor_memory_lab.files import make_folder, make_folder_of
 from tensor_memory_lab.interruption import terminated_as_interrupted
 from tensor_memory_lab.progress import progress
 from tensor_memory_lab.recipes import find_recipe
@@ -57,7 +57,7 @@ def do_sweep(recipes: Sequence[str], flags: Sequence[str], options: argparse.Nam
             find_device(device)  # wrong for one run is wrong for all
     make_folder(options.output, "runs")
     if options.results is not None:
-        make_folder(options.results.parent, "results")
+        make_folder_of(options.results, "results")
     alone = argparse.Namespace(**vars(options) | {"jobs": 1})
     names: set[str] = set()
     done = skipped = 0

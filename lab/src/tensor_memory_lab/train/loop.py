@@ -329,10 +329,9 @@ class _Run:
             load_weights(self.model, weights, str(self.folder.checkpoints))
         self.step.close()
         splits = self.task.test_splits if self.config.budget.test else ()
-        if splits:
-            self._say(f"measuring {', '.join(splits)} with the best weights")
         test = {}
         for split in splits:
+            self._say(f"measuring {split} with the best weights")
             test[split] = self.evaluator.split(split)
             if self.asked and not self.several:
                 return self._interrupted()
