@@ -21,6 +21,7 @@ from tensor_memory_lab.records.evidence import Evidence
 from tensor_memory_lab.records.figure import figure
 from tensor_memory_lab.records.store import frame, parts
 from tensor_memory_lab.records.table import column, interval, markdown, select, table
+from tensor_memory_lab.run_config import OptimizerConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -268,6 +269,30 @@ def test_the_report_as_markdown_and_as_a_figure(here, capsys):
         report_command(["signs", "--measure", "test.los"])
     with pytest.raises(ValueError, match="expected runs with method=nobody, found none"):
         report_command(["signs", "--where", "method=nobody"])
+
+
+def test_the_report_compares_methods_each_at_the_rate_that_was_best_for_it(here, capsys):
+    for model, rate, accuracies in ((BASE, 0.1, (0.5, 0.6)), (TENSOR, 0.2, (0.7, 0.8))):
+        for lr in (0.1, 0.2):
+            tried = {"optimizer": OptimizerConfig(lr=lr), "variant": {"optimizer.lr": lr}}
+            append("tried.jsonl", run(model, seed=9, test={}, **tried))
+        chosen = {
+            "optimizer": OptimizerConfig(lr=rate),
+            "variant": {"model.dim": 32, "optimizer.lr": rate},
+            "tries": {"optimizer.lr": [0.1, 0.2], "valid": [0.9, 0.9], "seed": 9},
+        }
+        for record in seeds(model, accuracies, **chosen):
+            append("tried.jsonl", record)
+    assert report_command(["tried.jsonl", "--less", "base", "--markdown"]) == 0
+    told = capsys.readouterr().out
+    assert "dim=32)\n\n| method | seeds | accuracy | less base | ceiling | lr |" in told
+    assert "| base | 2 | 55.0 ± 63.5 % | – | 100.0 % | 0.1 |" in told
+    assert "| tensor | 2 | 75.0 ± 63.5 % | **+20.0 ± 0.0** | 100.0 % | 0.2 |" in told
+    assert "without a test, as tries are, so left out: 4 runs" in told
+    with pytest.raises(ValueError, match=r"--less: expected one of .* base, tensor, got b"):
+        report_command(["tried.jsonl", "--less", "bases"])
+    assert report_command(["tried.jsonl", "--where", "seed=9"]) == 0
+    assert "tensor (lr=0.2)" in capsys.readouterr().out
 
 
 def test_the_report_of_run_folders_names_those_that_are_not_done(here, capsys):

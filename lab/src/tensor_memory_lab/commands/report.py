@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tensor_memory_lab.records.figure import figure
 from tensor_memory_lab.records.store import frame, read_records
@@ -18,14 +19,22 @@ from tensor_memory_lab.records.table import (
     select,
     table,
 )
-from tensor_memory_lab.records.text import bound_name, variant_text
+from tensor_memory_lab.records.text import bound_name, label_text, variant_text
 from tensor_memory_lab.terminal import print_table
+from tensor_memory_lab.wording import counted
 
 
 def report_command(arguments: Sequence[str]) -> int:
     """Print a table for every recipe among the runs, and draw the figure that is asked for."""
     options = _parser().parse_intermixed_args(arguments)
-    runs = _runs(options)
+    chosen = _runs(options)
+    tested = chosen["record"].map(lambda record: bool(record["test"]))
+    runs = labelled(chosen[tested] if tested.any() else chosen)
+    labels = list(dict.fromkeys(runs["label"]))
+    if unknown := [name for name in options.less if name not in labels]:
+        raise ValueError(
+            f"--less: expected one of the methods {', '.join(labels)}, got {', '.join(unknown)}"
+        )
     for recipe, some in runs.groupby("recipe", sort=True):
         lines = report_table(
             some, by=options.by, measures=options.measure, less=options.less, split=options.split
@@ -37,6 +46,8 @@ def report_command(arguments: Sequence[str]) -> int:
             print(title)
             print_table([{n: t.replace("**", "") for n, t in line.items()} for line in lines])
             print(f"{caption(some)}\n")
+    if tries := len(chosen) - len(runs):
+        print(f"without a test, as tries are, so left out: {counted(tries, 'run')}")
     if left := unfinished_runs([Path(path) for path in options.paths]):
         print(f"without a result, so left out: {', '.join(map(str, left))}")
     if options.figure is not None:
@@ -82,8 +93,20 @@ def report_table(
     bounds = [name for name in bounds if name in runs and runs[name].notna().any()][:1]
     title = bound_name(runs["record"].iloc[0])
     columns += [column({"value": name, "title": title}) for name in bounds]
+    columns += [column({"value": name, "kind": "text", "show": "first"}) for name in _tried(runs)]
     columns += [column(name) for name in ("parameters", "state_bytes", "steps_per_second")]
     return table(runs, columns, rows=[*dict.fromkeys((*by, *_settings(runs))), "label"])
+
+
+def labelled(runs: Frame) -> Frame:
+    """The runs, their labels without what all runs of a recipe have alike or was tried for each."""
+    alike = {recipe: _alike(some, "variant") for recipe, some in runs.groupby("recipe")}
+    labels = []
+    for record in runs["record"]:
+        left_out = {*alike[record["recipe"]], *record.get("tries", {})}
+        variant = {n: v for n, v in record.get("variant", {}).items() if n not in left_out}
+        labels.append(label_text({**record, "variant": variant}))
+    return runs.assign(label=labels)
 
 
 def unfinished_runs(paths: Sequence[Path]) -> list[Path]:
@@ -119,13 +142,25 @@ def _runs(options: argparse.Namespace) -> Frame:
 def _settings(runs: Frame) -> list[str]:
     """Fields in which some of the runs depart from their recipe and from each other."""
     names = dict.fromkeys(n for record in runs["record"] for n in record.get("settings", {}))
-    return [name for name in names if runs[name].map(str).nunique() > 1]
+    tried = _tried(runs)
+    return [n for n in names if n not in tried and runs[n].map(str).nunique() > 1]
+
+
+def _tried(runs: Frame) -> list[str]:
+    """Fields that were tried for every run, each method with its best."""
+    tries = [record.get("tries", {}) for record in runs["record"]]
+    return [name for name in tries[0] if "." in name and all(name in other for other in tries)]
+
+
+def _alike(runs: Frame, part: str) -> dict[str, Any]:
+    """What a part of all records has in common."""
+    first, *others = (record.get(part, {}) for record in runs["record"])
+    return {n: v for n, v in first.items() if all(n in o and o[n] == v for o in others)}
 
 
 def _title(recipe: str, runs: Frame) -> str:
     """The recipe, and how all of the runs depart from it alike."""
-    first = runs["record"].iloc[0].get("settings", {})
-    alike = {name: value for name, value in first.items() if name not in _settings(runs)}
+    alike = _alike(runs, "settings") | _alike(runs, "variant")
     return f"{recipe} ({variant_text(alike)})" if alike else recipe
 
 
