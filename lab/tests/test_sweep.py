@@ -169,6 +169,8 @@ def test_nothing_is_chosen_before_all_tries_have_finished(capsys, monkeypatch, f
 
     monkeypatch.setattr("tensor_memory_lab.commands.sweep_runs.do_jobs", some)
     tries = ["--over", "model.method=base", "--tries", "optimizer.lr=0.1,0.2", "--device", "cpu"]
+    assert main(["sweep", SIGN, *tries, "--budget.steps", "2", "--dry-run"]) == 0
+    assert "\n1 combination has tries to finish first" in capsys.readouterr().out
     assert main(["sweep", SIGN, *tries, "--budget.steps", "2"]) == 1
     assert len(list(Path("runs").glob("*/result.json"))) == finished
     assert "a choice needs all 2 tries" in capsys.readouterr().err

@@ -40,12 +40,16 @@ def do_sweep(recipes: Sequence[str], flags: Sequence[str], options: argparse.Nam
 
     known = _finished_records(options.results)
     if options.dry_run:
+        chosen = [chosen_runs(lot, find) for lot in lots]
         rounds = [
-            (*timing, *first, *chosen_runs(lot, find)[0])
-            for lot, (timing, first) in zip(lots, before, strict=True)
+            (*timing, *first, *found)
+            for (timing, first), (found, _) in zip(before, chosen, strict=True)
         ]
         runs = {run.name: run for part in rounds for run in part}
         _show(list(runs.values()), options, known)
+        if waiting := sum(len(missing) for _, missing in chosen):
+            told = counted(waiting, "combination has", "combinations have")
+            print(f"{told} tries to finish first; the runs that count are listed when they have")
         return 0
     if options.slurm is not None and shutil.which("srun") is None:
         raise ValueError(
