@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,10 +41,10 @@ def measure_text(value: float | None, name: str = "") -> str:
 def is_percent(name: str) -> bool:
     """Whether a measure, or a column of it, is shown in percent.
 
-    >>> is_percent("accuracy"), is_percent("off.test.accuracy_far"), is_percent("test.loss")
-    (True, True, False)
+    >>> is_percent("accuracy"), is_percent("off.test.accuracy_far"), is_percent("test.accuracy@16")
+    (True, True, True)
     """
-    return name.rpartition(".")[2].partition("_")[0] in PERCENT
+    return re.split("[_@]", name.rpartition(".")[2])[0] in PERCENT
 
 
 def decimals(value: float) -> int:
