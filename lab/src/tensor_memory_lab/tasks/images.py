@@ -180,7 +180,10 @@ def chosen_by_hash(ids: Sequence[str], fraction: float, *, salt: str) -> list[st
     if not 0 < fraction < 1:
         raise ValueError(f"fraction: expected a number between 0 and 1, got {fraction}")
     if len(ids) < 2:
-        raise ValueError(f"expected at least 2 items to hold some out of, got {len(ids)}")
+        raise ValueError(
+            f"{salt}: expected at least 2 images or clips to hold some out of, got {len(ids)}; a "
+            "data set needs 3, for training, validation and testing"
+        )
     ranked = sorted(ids, key=lambda i: (hashlib.sha256(f"{salt}:{i}".encode()).digest(), i))
     return ranked[: min(max(round(fraction * len(ids)), 1), len(ids) - 1)]
 
