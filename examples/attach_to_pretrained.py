@@ -132,8 +132,9 @@ def main(arguments: list[str] | None = None) -> float:
         assert restored
         attachment = attach(encoder.model, CONFIG)
         load_memory(encoder.model, folder)
-    print(f"attached again and loaded: accuracy {accuracy():.0%}")
-    assert accuracy() == trained
+    loaded = accuracy()
+    print(f"attached again and loaded: accuracy {loaded:.0%}")
+    assert loaded == trained
     return trained
 
 
