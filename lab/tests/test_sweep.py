@@ -84,7 +84,7 @@ def test_every_method_gets_the_same_tries_and_the_best_goes_on(capsys, monkeypat
     monkeypatch.setattr("tensor_memory_lab.commands.sweep_runs.do_jobs", do_jobs_here)
     Path("plan.toml").write_text(TRIES)
     sweep = ["sweep", "--plan", "plan.toml", "--device", "cpu", "--results", "kept.jsonl"]
-    assert main([*sweep, "--budget.steps", "20"]) == 0
+    assert main([*sweep, "--budget.steps", "6"]) == 0
     assert "8 runs done, 0 skipped, 0 failed" in capsys.readouterr().out
     found = read_records(["kept.jsonl"])
     tries, runs = [r for r in found if "tries" not in r], [r for r in found if "tries" in r]
@@ -105,14 +105,14 @@ def test_every_method_gets_the_same_tries_and_the_best_goes_on(capsys, monkeypat
     assert all(r["test"] == {} for r in tries)  # the test split is touched by what counts alone
     assert all(set(r["test"]) == {"test"} for r in runs)
     assert [r["seed"] for r in runs] == [1, 1, 2, 2]
-    assert main([*sweep, "--budget.steps", "20", "--dry-run"]) == 0
+    assert main([*sweep, "--budget.steps", "6", "--dry-run"]) == 0
     assert capsys.readouterr().out.endswith("8 runs, 8 of them finished\n")
 
 
 def test_tries_may_be_made_in_another_setting(capsys, monkeypatch):
     monkeypatch.setattr("tensor_memory_lab.commands.sweep_runs.do_jobs", do_jobs_here)
-    plain = TRIES.replace("[1, 2]", "[1]") + 'set = {"budget.steps" = 20}\n'
-    longer = plain.replace("20", "30") + 'tried = {"budget.steps" = 20}\n'
+    plain = TRIES.replace("[1, 2]", "[1]") + 'set = {"budget.steps" = 6}\n'
+    longer = plain.replace("6", "8") + 'tried = {"budget.steps" = 6}\n'
     sweep = ["sweep", "--plan", "plan.toml", "--device", "cpu", "--results", "kept.jsonl"]
     Path("plan.toml").write_text(plain)
     assert main(sweep) == 0
@@ -121,10 +121,10 @@ def test_tries_may_be_made_in_another_setting(capsys, monkeypatch):
     assert "2 runs done, 4 skipped, 0 failed" in capsys.readouterr().out
     found = {(r["method"], r["steps"]): r for r in read_records(["kept.jsonl"]) if "tries" in r}
     for method in ("base", "tensor"):
-        short, long = (dict(found[method, steps]["tries"]) for steps in (20, 30))
+        short, long = (dict(found[method, steps]["tries"]) for steps in (6, 8))
         assert len(long.pop("runs")) == 2
         assert long == short
-        assert found[method, 30]["config"]["optimizer"]["lr"] == 0.3
+        assert found[method, 8]["config"]["optimizer"]["lr"] == 0.3
 
 
 def test_runs_of_equal_time_get_the_steps_that_take_it(monkeypatch):
