@@ -1,20 +1,18 @@
 """A page that follows a running process, in a real browser, and who is let in."""
 
-import os
 import re
 import signal
-import time
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 
 import pytest
 import torch
-import walking
 from browsing import PATIENCE, text
 from invented import invented
 
-import forked  # pyright: ignore[reportMissingImports]
-from tensor_memory import MemoryConfig, Recording, TensorMemory, record
+from tensor_memory import MemoryConfig, MemoryResidual, Recording, TensorMemory, record
 from tensor_memory.cli import main
 from tensor_memory.inspect.progress import LongWork
 from tensor_memory.inspect.watch import WatchServer
@@ -22,41 +20,19 @@ from tensor_memory.inspect.watch import WatchServer
 sync_api = pytest.importorskip("playwright.sync_api", reason="the viewer needs playwright")
 
 
-def wait_for(found, what):
-    """What `found` returns as soon as that is something."""
-    for _ in range(PATIENCE // 50):
-        value = found()
-        if value:
-            return value
-        time.sleep(0.05)
-    raise AssertionError(f"waited in vain for {what}")
-
-
 @pytest.fixture
-def processes(tmp_path):
-    """A process that will generate, and one that watches it before there is anything."""
-    run, tokens = tmp_path / "run.safetensors", tmp_path / "tokens"
-    tokens.write_text("0")
-    watching = forked.start(walking.watch, run, folder=tmp_path / "watching")
-    out = tmp_path / "watching" / "out"
-    printed = wait_for(lambda: out.exists() and out.read_text(), "an address")
-    started = [watching]
-
-    def ask(count):
-        if len(started) == 1:
-            started.append(forked.start(walking.generate, tmp_path, 0, folder=tmp_path / "walking"))
-        partial = tokens.with_suffix(".tmp")
-        partial.write_text(str(count))
-        partial.replace(tokens)
-
-    yield printed.split()[1], ask, started, run
-    for process in started:
-        process.kill()
-        process.join()
+def watching(tmp_path):
+    """The command, which watches before there is anything."""
+    command = [sys.executable, "-m", "tensor_memory", "watch", tmp_path / "run.safetensors"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    yield process
+    process.kill()
+    process.communicate()
 
 
-def test_a_page_follows_a_process_that_generates(processes, browser):
-    address, ask, started, run = processes
+def test_a_page_follows_a_model_that_generates(watching, browser, tmp_path, monkeypatch):
+    monkeypatch.setattr("tensor_memory.inspect.recorder._Live.EVERY", 0.05)
+    address = watching.stdout.readline().split()[1]
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/[\w-]{32}/", address)
     page = browser.new_page()
     complaints, outside = [], []
@@ -66,27 +42,33 @@ def test_a_page_follows_a_process_that_generates(processes, browser):
     page.goto(address)
     assert text(page, "#empty-name") == "Waiting for the first step"
     assert 'live="run.safetensors"' in text(page, "#empty-code")
-    ask(6)
     position = sync_api.expect(page.locator("#position"))
-    position.to_have_text("5 / 5", timeout=PATIENCE)
-    assert "word5" in text(page, "#text .here")
-    ask(20)
-    position.to_have_text("19 / 19", timeout=PATIENCE)  # it has followed
-    page.keyboard.press("Home")
-    assert not page.locator("#follow").is_checked()
-    page.select_option("#measure", "forget")
-    ask(30)
-    position.to_have_text("0 / 29", timeout=PATIENCE)  # where somebody looks is not left
-    assert page.locator("#measure").input_value() == "forget"
-    page.check("#follow")
-    position.to_have_text("29 / 29", timeout=PATIENCE)
-    ask(-1)
-    started[1].join(PATIENCE / 1000)
-    assert started[1].exitcode == 0
+    model = MemoryResidual(TensorMemory(8, MemoryConfig(channels=4, grid=(3, 3), chunk_size=1)))
+    texts, state, run = [[]], None, tmp_path / "run.safetensors"
+
+    def generate(until):
+        nonlocal state
+        while len(texts[0]) < until:
+            texts[0].append(f" word{len(texts[0])}")
+            _, state = model(torch.randn(1, 1, 8), state)
+
+    with torch.no_grad(), record(model, live=run, texts=texts):
+        generate(6)
+        position.to_have_text("5 / 5", timeout=PATIENCE)
+        assert "word5" in text(page, "#text .here")
+        generate(20)
+        position.to_have_text("19 / 19", timeout=PATIENCE)  # it has followed
+        page.keyboard.press("Home")
+        assert not page.locator("#follow").is_checked()
+        page.select_option("#measure", "forget")
+        generate(30)
+        position.to_have_text("0 / 29", timeout=PATIENCE)  # where somebody looks is not left
+        assert page.locator("#measure").input_value() == "forget"
+        page.check("#follow")
+        position.to_have_text("29 / 29", timeout=PATIENCE)
     assert Recording.load(run).texts == [[f" word{t}" for t in range(30)]]
-    os.kill(started[0].pid, signal.SIGINT)
-    started[0].join(PATIENCE / 1000)
-    assert started[0].exitcode == 130
+    watching.send_signal(signal.SIGINT)
+    assert watching.wait(PATIENCE / 1000) == 130
     ended = sync_api.expect(page.locator("#copied"))
     ended.to_have_text("nothing answers: the command has ended", timeout=PATIENCE)
     assert complaints == []
