@@ -54,8 +54,9 @@ SMALL = {
     + "--task.side 32 --task.patch 4 --task.glimpses 48 --task.valid-rows 4 --task.test-rows 4",
     "ucf101": VIDEO + "--task.height 32 --task.width 64 --task.crop 32 32 --model.heads 2",
 }
-DRAWN = "--task.valid-rows 4 --task.test-rows 4 --model.layers 2 --model.memory.chunk-size 4"
-"""Of recipes that need no data: a chunk of one token is a step for each."""
+DRAWN = "--task.valid-rows 4 --task.test-rows 4 --model.layers 2"
+MEMORY = "--model.memory.grid 3 3 3 --model.memory.channels 4 --model.memory.chunk-size 8"
+"""A chunk of one token is a step for each."""
 OTHER_NUMBERS = ("-cost", "-long", "-valid", "-published", "-overwrite")
 """In names of recipes that differ from another in sizes, most of which are made small here."""
 
@@ -78,8 +79,8 @@ def data(name: str, folder: Path) -> None:
 def small(name: str, folder: Path) -> list[str]:
     """The flags that make a recipe small."""
     flags = next((flags for start, flags in SMALL.items() if name.startswith(start)), DRAWN)
-    grid = "--model.memory.grid 3 3 3" if hasattr(load_recipes()[name]().model, "memory") else ""
-    return f"{TWO_STEPS} {grid} {flags}".format(data=folder).split()
+    memory = MEMORY if hasattr(load_recipes()[name]().model, "memory") else ""
+    return f"{TWO_STEPS} {memory} {flags}".format(data=folder).split()
 
 
 def runs() -> list[Any]:
