@@ -6,7 +6,7 @@ import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -153,8 +153,13 @@ def interval(values: Iterable[float | None]) -> Interval:
     numbers = pd.Series(list(values), dtype=float)
     if len(numbers) < 2 or numbers.isna().any():
         return Interval(float(numbers.mean(skipna=False)), None)
-    quantile = stats.t.ppf((1 + CONFIDENCE) / 2, len(numbers) - 1)
-    return Interval(float(numbers.mean()), float(quantile * numbers.sem()))
+    return Interval(float(numbers.mean()), float(_quantile(len(numbers) - 1) * numbers.sem()))
+
+
+@cache
+def _quantile(freedom: int) -> Any:
+    """Standard errors from the mean to the end of the interval."""
+    return stats.t.ppf((1 + CONFIDENCE) / 2, freedom)
 
 
 def table(
@@ -277,6 +282,8 @@ class _Cells:
 
     def __init__(self, groups: list[Frame], by: list[str], others: Mapping[str, Frame]) -> None:
         self.groups, self.by, self.others = groups, by, others
+        firsts = [group.iloc[0] for group in groups]
+        self.names = [(first.get("label"), first.get("method")) for first in firsts]
 
     def text(self, one: Column, runs: Frame) -> str:
         """What a column shows of a row."""
@@ -338,13 +345,15 @@ class _Cells:
 
     def _other(self, one: Column, method: str, runs: Frame) -> Frame:
         """The row of another method that a row is compared with; None where there is none."""
-        names = ("label", "method") if one.match else ("label",)
         same = one.match or [n for n in self.by if n not in ("label", "method", "variant")]
         same = [name for name in ("recipe", *same) if name in runs]
-        named = [g for g in self.groups if method in [g[name].iloc[0] for name in names]]
+        known_by = 2 if one.match else 1  # its label, and also its method
+        named = zip(self.groups, self.names, strict=True)
+        named = [group for group, names in named if method in names[:known_by]]
         alike = [g for g in named if all(_same(g, runs, name) for name in same)]
         for tried in (True, False):  # the same rate, else the rate that was tried for each
-            found = [g for g in alike if _setting(g, tried=tried) == _setting(runs, tried=tried)]
+            wanted = _setting(runs, tried=tried) if alike else {}
+            found = [g for g in alike if _setting(g, tried=tried) == wanted]
             if len(found) > 1 and not tried:
                 raise ValueError(
                     f"table: expected one row of {method!r} to compare with, got {len(found)} that "
