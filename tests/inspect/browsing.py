@@ -23,21 +23,32 @@ def settle(page) -> None:
     )
 
 
-def picture(page, canvas="#volume") -> bytes:
+def picture(page, canvas="#volume") -> int:
+    """A number that tells pictures of the volume apart: a third of the time of a PNG."""
+    return drawn(page, canvas, as_png=False)
+
+
+def image(page) -> bytes:
     """The volume alone on its ground, as PNG: a tenth of the time of a screenshot."""
+    return b64decode(drawn(page, "#volume", as_png=True).partition(",")[2])
+
+
+def drawn(page, canvas, *, as_png):
     settle(page)
-    data = page.locator(canvas).evaluate(
-        """(volume) => {
+    return page.locator(canvas).evaluate(
+        """(volume, asPng) => {
           const copy = document.createElement("canvas");
           [copy.width, copy.height] = [volume.width, volume.height];
-          const pen = copy.getContext("2d");
+          const pen = copy.getContext("2d", {willReadFrequently: true});
           pen.fillStyle = getComputedStyle(document.documentElement).backgroundColor;
           pen.fillRect(0, 0, copy.width, copy.height);
           pen.drawImage(volume, 0, 0);
-          return copy.toDataURL();
-        }"""
+          if (asPng) return copy.toDataURL();
+          const pixels = pen.getImageData(0, 0, copy.width, copy.height).data.buffer;
+          return new Uint32Array(pixels).reduce((all, one) => (Math.imul(all, 31) + one) | 0);
+        }""",
+        as_png,
     )
-    return b64decode(data.partition(",")[2])
 
 
 def text(page, selector: str) -> str:

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from browsing import PATIENCE, PHONE, orange, picture, settle, slide, text
+from browsing import PATIENCE, PHONE, image, orange, picture, settle, slide, text
 from invented import invented
 
 from tensor_memory import Recording
@@ -231,7 +231,7 @@ def middle(page, selector="#volume"):
 
 
 def width_of_the_write(page):
-    left, _, right, _ = orange(picture(page))
+    left, _, right, _ = orange(image(page))
     return right - left
 
 

@@ -4,7 +4,7 @@ import io
 
 import pytest
 import torch
-from browsing import DESKTOP, PHONE, keep, orange, picture, settle, slide, text
+from browsing import DESKTOP, PHONE, image, keep, orange, picture, settle, slide, text
 from invented import invented
 from PIL import Image
 
@@ -52,7 +52,7 @@ def test_a_sphere_grows_with_the_spread(opened):
         recording[0].spread.fill_(spread)
         page = opened(recording)
         page.uncheck("#show-reads")
-        left, _, right, _ = orange(picture(page))
+        left, _, right, _ = orange(image(page))
         widths.append(right - left)
     assert widths[1] / widths[0] == pytest.approx(2, rel=0.06)
 
@@ -81,7 +81,7 @@ def test_a_write_is_drawn_on_the_voxel_it_addresses(opened, grid, voxel, at):
     recording[0].write_at[0, 0, 0] = torch.tensor(at).float()
     page = opened(recording)
     page.uncheck("#show-reads")
-    left, top, right, bottom = orange(picture(page))
+    left, top, right, bottom = orange(image(page))
     page.locator("#volume").hover(position={"x": (left + right) / 2, "y": (top + bottom) / 2})
     told = text(page, "#hover")
     assert told.startswith("write of chunk 0 “memory writes where words”")
@@ -310,15 +310,15 @@ def test_the_page_is_legible(opened, size, scheme):
 
 def test_the_page_follows_a_change_between_light_and_dark(opened, recording):
     page = opened(recording)
-    light = picture(page)
+    light = image(page)
     page.emulate_media(color_scheme="dark")
     settle(page)
-    dark = picture(page)
-    assert dark == picture(opened(recording, scheme="dark"))
+    dark = image(page)
+    assert dark == image(opened(recording, scheme="dark"))
     assert Image.open(io.BytesIO(dark)).convert("L").getpixel((5, 5)) < 40
     assert Image.open(io.BytesIO(light)).convert("L").getpixel((5, 5)) > 220
     page.emulate_media(color_scheme="light")
-    assert picture(page) == light
+    assert image(page) == light
 
 
 def test_every_control_has_a_name_for_those_who_do_not_see_it(opened, recording):

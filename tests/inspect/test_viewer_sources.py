@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from browsing import PATIENCE, PHONE, keep, orange, picture, settle, slide, text
+from browsing import PATIENCE, PHONE, image, keep, orange, picture, settle, slide, text
 from invented import invented
 from PIL import Image
 from test_place_pages import recorded
@@ -103,7 +103,7 @@ def test_the_life_of_a_write_is_told_with_who_took_most_of_it(opened):
     # In the volume its mark has a name too; of the first read it gave all.
     slide(page, "#time", 0)
     page.uncheck("#show-reads")
-    left, top, right, bottom = orange(picture(page))
+    left, top, right, bottom = orange(image(page))
     page.locator("#volume").hover(position={"x": (left + right) / 2, "y": (top + bottom) / 2})
     assert text(page, "#hover").startswith("“word0” token 0 · 100.0 % of the read")
 
@@ -241,7 +241,7 @@ def test_a_spread_wider_than_the_grid_is_a_badge_and_no_ball(opened):
     slide(page, "#time", 1)
     slide(page, "#trail", 0)
     assert text(page, "#wide") == "write wider than the grid: σ 5.02"
-    left, top, right, bottom = orange(picture(page))
+    left, top, right, bottom = orange(image(page))
     assert max(right - left, bottom - top) < 14  # the point alone
     page.uncheck("#show-writes")
     settle(page)

@@ -4,7 +4,7 @@ import io
 
 import pytest
 import torch
-from browsing import PATIENCE, PHONE, keep, orange, picture, settle, slide, text
+from browsing import PATIENCE, PHONE, image, keep, orange, picture, settle, slide, text
 from invented import invented
 from PIL import Image
 from test_place_pages import recorded
@@ -79,7 +79,7 @@ def test_marks_are_projected_with_the_volume(opened):
         recording[0].spread.fill_(5)  # no ball
         page = opened(recording, at=f"#t=0&cut={cut}")
         page.uncheck("#show-reads")
-        places.append(orange(picture(page)))
+        places.append(orange(image(page)))
     assert places[0] == places[1]
 
 
@@ -144,10 +144,10 @@ def test_heads_that_share_a_grid_have_colours_and_can_be_switched_off(opened, ga
 
 def colour_at(page, x, y) -> list[int]:
     """The colour of the stage at a place of the memory, in a view that was not turned."""
-    image = Image.open(io.BytesIO(picture(page))).convert("RGB")
-    unit = min(image.size) * 0.229 * 1.55 * 1.25 / (4 / 3)  # four columns reach beyond the border
-    at = round(image.width / 2 + x * unit), round(image.height * 0.47 + y * unit)
-    return list(image.crop((*at, at[0] + 1, at[1] + 1)).tobytes())
+    shown = Image.open(io.BytesIO(image(page))).convert("RGB")
+    unit = min(shown.size) * 0.229 * 1.55 * 1.25 / (4 / 3)  # four columns reach beyond the border
+    at = round(shown.width / 2 + x * unit), round(shown.height * 0.47 + y * unit)
+    return list(shown.crop((*at, at[0] + 1, at[1] + 1)).tobytes())
 
 
 def test_a_picture_lies_upright_under_the_places_it_was_taken_at(opened, tmp_path):
