@@ -49,7 +49,10 @@ def seed() -> int:
     """Every test starts from the same random state, and multiplies with the same library."""
     import torch
 
-    torch.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:  # which would note for three devices where it was called from, in a millisecond
+        torch.default_generator.manual_seed(0)
     # On a CPU without bf16, the first product in bf16 turns oneDNN off for all that follow.
     torch.backends.mkldnn.enabled = True
     return 0
