@@ -7,7 +7,8 @@ from tensor_memory_lab.recipes import find_recipe
 from tensor_memory_lab.records import read_records
 
 
-def test_a_write_fades_with_the_starting_forget_gate():
+def test_a_write_fades_with_the_starting_forget_gate(monkeypatch):
+    monkeypatch.setattr(decay, "ROWS", 4)
     half = decay.influence(0.0, (1, 9, 17, 33), seeds=1)
     assert half[1] < half[0] / 10  # σ(0) = 1/2 at every token
     assert half[2] < half[0] / 1e2
