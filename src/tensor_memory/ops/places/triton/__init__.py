@@ -41,10 +41,11 @@ def why_not(inputs: PlaceInputs) -> str | None:
             f"with rule '{inputs.rule}' it takes up to {most} voxels, got {V}; more with kernel "
             f"'linear' and up to {SPARSE_AXES} axes"
         )
+    if torch.compiler.is_compiling():  # where sizes may be symbols: a limit would be a guard
+        return None
     B, N, H, _ = inputs.content.shape
     tokens = make_plan(inputs, inputs.dtype)["T"] if _way(inputs) is dense else LENGTH
-    programs = max(B * H, blocks(N, tokens), blocks(V, visits.VOXELS))
-    if not torch.compiler.is_compiling() and programs > MOST_PROGRAMS:
+    if max(B * H, blocks(N, tokens), blocks(V, visits.VOXELS)) > MOST_PROGRAMS:
         return (
             f"it takes up to {MOST_PROGRAMS:,} rows × heads, {MOST_PROGRAMS * tokens:,} tokens in "
             f"a call and {MOST_PROGRAMS * visits.VOXELS:,} voxels, got {B} × {H}, {N} and {V}"
