@@ -193,7 +193,7 @@ class Recording:
             every: put one recorded chunk in so many on the page, which then says so.
             rows: put only the first so many rows on the page, which then says so.
             limit_mb: refuse a page larger than this.
-            beside: another recording of the same rows, such as one with the memory off. The page
+            beside: another recording of the same rows, such as one of another memory. The page
                 shows both at the same token; the texts and frames are those of this one.
             image: a uint8 tensor (h, w, 3), or one for each row, to lie under the grids of a place
                 memory with two axes whose places are given. Its first line is y = -1, its last
