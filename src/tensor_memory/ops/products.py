@@ -1,8 +1,8 @@
 """Batched products that are fast on an Arm CPU too.
 
-There torch 2.13 multiplies by transposed matrices one after the other, 5 to 50 times slower than by
-copies of them. The backward of every product has one: a training step of a place memory takes half
-to a third of the time with this.
+There torch 2.13 multiplies by transposed matrices one after the other, 2 to 11 times slower than by
+copies of them. The backward of every product has one: with this a place memory takes 0.66 to 0.88
+of the time to train, on one and two cores of a Neoverse N1.
 """
 
 from __future__ import annotations
