@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import tensor_memory
 
@@ -20,6 +21,8 @@ NAMES = [str(path.relative_to(ROOT)) for path in PAGES]
 
 @pytest.mark.parametrize("name", [name for name in NAMES if ">>>" in (ROOT / name).read_text()])
 def test_the_examples_of_a_page_run(name):
+    # Without bf16 a page's autocast would turn oneDNN off for what follows, and change last bits.
+    torch.backends.mkldnn.enabled = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
     result = doctest.testfile(str(ROOT / name), module_relative=False, optionflags=flags)
     assert result.attempted > 0
