@@ -80,19 +80,15 @@ def address(
     W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, W3: tl.constexpr,
     GAUSSIAN: tl.constexpr,
 ):  # fmt: skip
-    """φ (1, P0, P1, P2, P3) of one place, a vector of 4; coordinate 0 addresses the last axis."""
+    """φ (P0·P1·P2·P3) of one place, a vector of 4; coordinate 0 addresses the last axis."""
     f0, _, _ = factor(component(place, 3, 4), w, G0, W0, P0, GAUSSIAN)
     f1, _, _ = factor(component(place, 2, 4), w, G1, W1, P1, GAUSSIAN)
     f2, _, _ = factor(component(place, 1, 4), w, G2, W2, P2, GAUSSIAN)
     f3, _, _ = factor(component(place, 0, 4), w, G3, W3, P3, GAUSSIAN)
     phi = f0[:, :, None, None, None] * f1[:, None, :, None, None]
-    return phi * (f2[:, None, None, :, None] * f3[:, None, None, None, :])
-
-
-@triton.jit
-def over_the_grid(values):
-    """(C, P0, P1, P2, P3) -> (C)."""
-    return tl.sum(tl.sum(tl.sum(tl.sum(values, axis=4), axis=3), axis=2), axis=1)
+    phi *= f2[:, None, None, :, None] * f3[:, None, None, None, :]
+    # In a row: of products along five dimensions Triton 3.6 makes code that spills everything.
+    return tl.reshape(phi, [P0 * P1 * P2 * P3])
 
 
 @triton.jit(do_not_specialize=["epsilon", "read_epsilon"])
@@ -115,12 +111,11 @@ def token_kernel(
     mean = tl.sum(value) / D
     centred = tl.where(whole < D, value - mean, 0.0)
     scale = 1.0 / tl.sqrt(tl.sum(centred * centred) / D + epsilon)
-    i0 = tl.arange(0, P0)[None, :, None, None, None]
-    i1 = tl.arange(0, P1)[None, None, :, None, None]
-    i2 = tl.arange(0, P2)[None, None, None, :, None]
-    i3 = tl.arange(0, P3)[None, None, None, None, :]
-    at = (((i0 * G1 + i1) * G2 + i2) * G3 + i3) * C + channel[:, None, None, None, None]
-    exist = (i0 < G0) & (i1 < G1) & (i2 < G2) & (i3 < G3) & (channel < C)[:, None, None, None, None]
+    voxel = tl.arange(0, P0 * P1 * P2 * P3)
+    i0, i1 = voxel // (P1 * P2 * P3), voxel // (P2 * P3) % P1
+    i2, i3 = voxel // P3 % P2, voxel % P3
+    at = (((i0 * G1 + i1) * G2 + i2) * G3 + i3)[:, None] * C + channel[None, :]
+    exist = ((i0 < G0) & (i1 < G1) & (i2 < G2) & (i3 < G3))[:, None] & (channel < C)[None, :]
     shift = tl.load(origin + b * n + axes, mask=axes < n, other=0.0).to(tl.float32)
     for head in range(H):
         # What the token says to this head.
@@ -154,13 +149,13 @@ def token_kernel(
         place = (b * H + head) * V * C + at
         S = tl.load(state + place, mask=exist, other=0.0) / (1.0 + tl.exp(-kept))
         if DELTA:
-            v -= over_the_grid(phi * S)
-        S += phi * (v / (1.0 + tl.exp(-beta)))[:, None, None, None, None]
+            v -= tl.sum(phi[:, None] * S, axis=0)
+        S += phi[:, None] * (v / (1.0 + tl.exp(-beta)))[None, :]
         tl.store(after + place, S, mask=exist)
         psi = phi
         if not SAME:
             psi = address(q, w, G0, G1, G2, G3, P0, P1, P2, P3, W0, W1, W2, W3, GAUSSIAN)
-        r = over_the_grid(psi * S)
+        r = tl.sum(psi[:, None] * S, axis=0)
         r = tl.where(channel < C, r, 0.0)
         r /= tl.sqrt(tl.sum(r * r) / C + read_epsilon)
         r *= tl.load(read_norm + channel, mask=channel < C, other=0.0).to(tl.float32)
