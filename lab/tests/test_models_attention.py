@@ -18,7 +18,7 @@ from tensor_memory_lab.models.linear_attention import (
 from tensor_memory_lab.models.relative_attention import PositionBias, RelativeAttention
 from tensor_memory_lab.models.side import ShortConvolution
 from tensor_memory_lab.models.window_attention import WindowAttention
-from tolerances import assert_same
+from tolerances import assert_same, assert_same_rms
 
 DOUBLE = torch.float64
 
@@ -102,6 +102,31 @@ def test_gradients_through_blocks_are_those_under_the_mask(monkeypatch):
     masked = by_mask(module, x, visible(150, window=5))
     (expected,) = torch.autograd.grad((masked * weights).sum(), x)
     assert_same(got, expected)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("window", [1, 9, 150])
+def test_a_kernel_for_a_window_is_attention_under_its_mask(window):
+    q, k, v = torch.randn(3, 2, 2, 200, 16, dtype=DOUBLE)
+    scores = q @ k.transpose(-1, -2) / 4
+    expected = softmax_attention(scores, v, visible(200, window=window))
+    assert_same(attention_module._attend_near(q, k, v, window), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [200, 512])
+def test_a_compiled_window_is_an_eager_one_with_every_gradient(length):
+    module = SelfAttention(64, 4, window=16, length=length, rotary=True).cuda()
+    initialise(module, std=0.3)
+    x = torch.randn(2, length, 64, device="cuda", requires_grad=True)
+    weights = torch.randn(2, length, 64, device="cuda")
+    found = []
+    for attend in (module, torch.compile(module, dynamic=False)):
+        y = attend(x)[0]
+        found.append([y, *torch.autograd.grad((y * weights).sum(), (x, *module.parameters()))])
+    names = ("y", "x", *dict(module.named_parameters()))
+    for name, eager, compiled in zip(names, *found, strict=True):
+        assert_same_rms(name, compiled, eager, torch.float32)
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -8,15 +8,20 @@ Letters: B batch, h heads, N tokens, b tokens per block, S blocks, e width of a 
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 SMALLEST_BLOCK = 64
 """Queries per block at least: smaller products leave a GPU idle."""
 SMALL = 512
 """Up to so many tokens one masked product costs less than the cutting into blocks: 0.33 ms against
 0.52 for a layer of 32 × 512 tokens and a window of 64, forward and backward, on one H200."""
+NARROWEST = 16
+"""Width of a head from which on the compiler writes a kernel for a window."""
 SLOWEST = 10_000.0
 """The pair of features that rotary positions turn slowest takes about so many tokens a radian."""
 
@@ -84,6 +89,8 @@ class SelfAttention(nn.Module):
         N = x.shape[1] - self.read_slots - self.write_slots
         if not self._needs_mask(N):
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        elif self.window is not None and self._in_one_kernel(q):
+            mixed = _attend_near(q, k, v, self.window)
         else:
             mask = getattr(self, f"mask_{N}", None)
             mask = self._make_mask(N, x.device) if mask is None else mask
@@ -134,6 +141,12 @@ class SelfAttention(nn.Module):
             return False
         return max(2 * max(self.window, SMALLEST_BLOCK), SMALL) < N
 
+    def _in_one_kernel(self, q: Tensor) -> bool:
+        """Whether a compiler is at work that writes a kernel for a window, q (B, h, N, e)."""
+        if self.read_slots or self.write_slots or q.shape[-1] < NARROWEST:
+            return False
+        return q.is_cuda and torch.compiler.is_compiling()
+
     def _make_mask(self, N: int, device: torch.device | None = None) -> Tensor:
         """(N, N) with the slots, or per head and block (h · S, b, 2b)."""
         if not self._in_blocks(N):
@@ -158,6 +171,21 @@ class SelfAttention(nn.Module):
         q, k, v = q.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2)  # (B, h · S, b or 2b, e)
         mixed = _attend_masked(q, k, v, mask)
         return mixed.unflatten(1, (self.heads, -1)).flatten(2, 3)[:, :, :N]
+
+
+def _attend_near(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """Causal attention over a window; q, k, v (B, h, N, e).
+
+    Compiled for a GPU it skips what no query sees: 0.19 ms a layer of 64 × 512 tokens and a window
+    of 16, forward and backward, where a masked product takes 0.42, on one H200.
+    """
+
+    def near(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (key > query - window)
+
+    N = q.shape[2]
+    blocks = create_block_mask(near, None, None, N, N, device=q.device)
+    return cast(Tensor, flex_attention(q, k, v, block_mask=blocks))
 
 
 def _attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -211,7 +239,7 @@ def visible(
 
 
 def turns_for(x: Tensor) -> Tensor:
-    """Rotary positions (Su et al., 2021) of x (..., N, e): (N, e / 2) complex, a turn per pair.
+    """Rotary positions (Su et al., 2021) of x (..., N, e): (N, e / 2, 2), cosine and sine per pair.
 
     What is at place p is turned by angles that grow with p, so the product of a query and a key
     depends on their distance alone.
@@ -220,19 +248,19 @@ def turns_for(x: Tensor) -> Tensor:
     exact = {"dtype": torch.promote_types(x.dtype, torch.float32), "device": x.device}
     rates = SLOWEST ** (-torch.arange(0, e, 2, **exact) / e)
     angle = torch.arange(N, **exact)[:, None] * rates
-    return torch.polar(torch.ones_like(angle), angle)
+    return torch.stack([angle.cos(), angle.sin()], dim=-1)
 
 
 def turned(x: Tensor, turns: Tensor) -> Tensor:
-    """x (..., N, e), its neighbouring features taken as pairs, turned by (N, e / 2)."""
-    pairs = x.to(turns.real.dtype).unflatten(-1, (-1, 2))
+    """x (..., N, e), its neighbouring features taken as pairs, turned by (N, e / 2, 2)."""
+    pairs = x.to(turns.dtype).unflatten(-1, (-1, 2))
     if torch.compiler.is_compiling():
         # The compiler writes no code for complex numbers, and fuses real ones into one kernel.
         # Without it they would take four kernels in place of one.
-        cos, sin = torch.view_as_real(turns).split(1, -1)
+        cos, sin = turns.split(1, -1)
         made = pairs * cos + pairs.flip(-1) * torch.cat([-sin, sin], -1)
     else:
-        made = torch.view_as_real(torch.view_as_complex(pairs) * turns)
+        made = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(turns))
     return made.flatten(-2).to(x.dtype)
 
 
