@@ -110,6 +110,18 @@ def test_a_sweep_shows_the_runs_of_a_plan(tmp_path, monkeypatch, capsys):
     assert shown.endswith(f"{len(runs_of('leak-demo'))} runs, 0 of them finished\n")
 
 
+def test_a_stage_of_a_plan_runs_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    sweep = ["sweep", "--plan", str(FOLDER / "leak-demo.toml"), "--dry-run", "--stage"]
+    stages = read_plan(FOLDER / "leak-demo.toml")
+    assert main([*sweep, str(len(stages))]) == 0
+    assert f"\n{len(expand(stages[-1:]))} runs, 0 of them" in capsys.readouterr().out
+    assert main([*sweep, "9"]) != 0
+    assert f"expected one of the {len(stages)} stages of" in capsys.readouterr().err
+    assert main(["sweep", "leak-demo", "--stage", "1"]) != 0
+    assert "--stage: expected a --plan" in capsys.readouterr().err
+
+
 @pytest.mark.exhaustive
 def test_the_ablations_change_one_choice_at_a_time():
     unchanged = load_recipes()["windowed-ablation"]().model.memory.to_dict()

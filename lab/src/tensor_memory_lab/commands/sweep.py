@@ -50,6 +50,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--plan", type=Path, help="a TOML file with stages of grids")
     parser.add_argument(
+        "--stage",
+        type=count,
+        action="append",
+        default=[],
+        metavar="NUMBER",
+        help="a stage of the plan, counted from 1, and no others; may be repeated",
+    )
+    parser.add_argument(
         "--jobs",
         type=count,
         help="runs at once (default 1, on a cluster all); on a shared device their timings are "

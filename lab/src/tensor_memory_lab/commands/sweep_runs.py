@@ -132,6 +132,14 @@ def _stages(
                 "sweep: expected recipes and --over, or --plan, got both; put them into the plan"
             )
         stages = read_plan(options.plan, flags)
+        if options.stage and max(options.stage) > len(stages):
+            raise ValueError(
+                f"--stage: expected one of the {len(stages)} stages of {options.plan}, got "
+                f"{max(options.stage)}"
+            )
+        stages = [stages[number - 1] for number in options.stage] or stages
+    elif options.stage:
+        raise ValueError("--stage: expected a --plan that it is of")
     elif recipes:
         tries = parse_over(options.tries, "--tries")
         stages = [Stage(recipes, parse_over(options.over), flags, tries=tries)]
