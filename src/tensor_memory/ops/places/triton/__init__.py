@@ -67,16 +67,16 @@ def forward(
 
     `fresh`: the state before is empty, and its tensor holds anything.
     """
-    way = _way(inputs)
+    way, plan = _way(inputs), make_plan(inputs, products)
     if not fresh:
         inputs = _emptied(inputs)
-    if way is dense and segments.serves(inputs, products):
+    if way is dense and segments.serves(inputs, plan):
         way = segments
     if fresh and way in (segments, dense) and inputs.rule == "linear":
-        return way.forward(inputs, keep=keep, products=products, fresh=True)
+        return way.forward(inputs, plan, keep=keep, fresh=True)
     if fresh:
         inputs.state.zero_()
-    return way.forward(inputs, keep=keep, products=products)
+    return way.forward(inputs, plan, keep=keep)
 
 
 def backward(
@@ -92,7 +92,7 @@ def backward(
     way = _way(inputs)
     if way is not dense:  # which looks at no state but those it kept
         inputs = _emptied(inputs)
-    found = way.backward(grad_reads, grad_state, inputs, kept, products=products)
+    found = way.backward(grad_reads, grad_state, inputs, kept, make_plan(inputs, products))
     if in_parts or found.width is None:
         return found
     return found._replace(width=found.width.sum(0))

@@ -29,7 +29,6 @@ from tensor_memory.ops.places.triton.plan import (
     Plan,
     chunk_grid,
     low_dtype,
-    make_plan,
 )
 
 TILE = 32
@@ -408,10 +407,9 @@ class Kept(NamedTuple):
     def empty(cls, inputs: PlaceInputs, products: torch.dtype) -> Kept:
         """Uninitialised."""
         B, N, H, C = inputs.content.shape
-        shape = (B, H, blocks(N, LENGTH), voxels(inputs.grid), C)
         new, delta = inputs.rate.new_empty, inputs.rule == "delta"
         return cls(
-            new(shape, dtype=low_dtype(products)),
+            new(B, H, blocks(N, LENGTH), voxels(inputs.grid), C, dtype=low_dtype(products)),
             new(B, N, H, C) if delta else None,
             new(B, N, H, LENGTH) if delta else None,
         )
@@ -423,14 +421,14 @@ class Kept(NamedTuple):
 
 
 def forward(
-    inputs: PlaceInputs, *, keep: bool, products: torch.dtype, fresh: bool = False
+    inputs: PlaceInputs, plan: Plan, *, keep: bool, fresh: bool = False
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Reads, the state after, and with `keep` what `backward` needs.
 
     `fresh`, of rule "linear" alone: the state before is empty, and its tensor is not read.
     """
-    (B, N, H, _), plan = inputs.content.shape, make_plan(inputs, products)
-    do, kept = plan.once(_launches), Kept.empty(inputs, products)
+    B, N, H, _ = inputs.content.shape
+    do, kept = plan.once(_launches), Kept.empty(inputs, plan.products)
     before, written, solved = kept
     phi, psi = make_addresses(inputs, plan, before.dtype)
     after, reads = torch.empty_like(inputs.state), inputs.empty_reads()
@@ -462,13 +460,11 @@ def backward(
     grad_state: Tensor | None,
     inputs: PlaceInputs,
     kept: list[Tensor],
-    *,
-    products: torch.dtype,
+    plan: Plan,
 ) -> PlaceInputs:
     """The gradients in the places of the inputs; the width's in parts (programs, H)."""
     before, written, solved = Kept(*kept)
-    (B, N, H, _), plan = inputs.content.shape, make_plan(inputs, products)
-    do = plan.once(_launches)
+    (B, N, H, _), do = inputs.content.shape, plan.once(_launches)
     phi, psi = make_addresses(inputs, plan, before.dtype)  # again: keeping them takes much memory
     content, rate, log_keep = inputs.content, inputs.rate, inputs.log_keep
     marks, asked = or_else(inputs.resets, phi), or_else(psi, phi)
@@ -493,7 +489,8 @@ def backward(
             (N,),
         )  # fmt: skip
     by_phi, by_psi = torch.empty_like(phi), None if psi is None else torch.empty_like(psi)
-    by_content, by_rate, by_log_keep = (torch.empty_like(t) for t in (content, rate, log_keep))
+    by_content, by_rate = torch.empty_like(content), torch.empty_like(rate)
+    by_log_keep = torch.empty_like(log_keep)
     do.gradient[psi is None](
         chunk_grid(inputs),
         (

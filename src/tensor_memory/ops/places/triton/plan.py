@@ -34,8 +34,10 @@ def low_dtype(products: torch.dtype) -> torch.dtype:
 class Plan(dict[str, Any]):
     """Constants by the names they have in the kernels, and the kernels bound to them once."""
 
-    def __init__(self, constants: dict[str, Any]) -> None:
+    def __init__(self, constants: dict[str, Any], products: torch.dtype) -> None:
         super().__init__(constants)
+        self.products = products
+        """The type to multiply matrices in."""
         self._bound: dict[tuple[Any, ...], BoundKernel] = {}
         self._made: dict[Any, Any] = {}
 
@@ -60,25 +62,23 @@ class Plan(dict[str, Any]):
 
 def make_plan(inputs: PlaceInputs, products: torch.dtype) -> Plan:
     """How a call is launched, the same object for calls of the same sizes."""
-    H, C = inputs.content.shape[2:]
     return _plan(
-        inputs.grid, tuple(inputs.wrap), H, C, inputs.rule, inputs.width is not None,
+        inputs.state.shape[1:], tuple(inputs.wrap), inputs.rule, inputs.width is not None,
         inputs.resets is not None, products, torch.get_float32_matmul_precision(),
     )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=256)
 def _plan(
-    grid: tuple[int, ...],
+    sizes: tuple[int, ...],
     wrap: tuple[bool, ...],
-    H: int,
-    C: int,
     rule: str,
     gaussian: bool,
     has_resets: bool,
     products: torch.dtype,
     float32_products: str,
 ) -> Plan:
+    H, *grid, C = sizes
     constants = grid_constants(grid, wrap)
     sides = [constants[f"P{axis}"] for axis in range(4)]
     V, padded, columns = constants["V"], math.prod(sides), sum(sides[4 - len(grid) :])
@@ -104,7 +104,8 @@ def _plan(
             "HAS_RESETS": has_resets,
             "MODE": low if is_low else exact,
             "EXACT": "tf32" if is_low and not INTERPRETED else exact,
-        }
+        },
+        products,
     )
 
 

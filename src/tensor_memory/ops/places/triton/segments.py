@@ -19,13 +19,15 @@ factors, padded K. A program is one segment or piece of a row and head.
 # pyright: reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
+import itertools
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tensor_memory.ops.launch import blocks, or_else
-from tensor_memory.ops.places.addresses import voxels
+from tensor_memory.ops.launch import BoundKernel, blocks, or_else
 from tensor_memory.ops.places.inputs import PlaceInputs
 from tensor_memory.ops.places.triton.addresses import coordinate, factor
 from tensor_memory.ops.places.triton.dense import (
@@ -37,7 +39,7 @@ from tensor_memory.ops.places.triton.dense import (
     rows,
     store_rows,
 )
-from tensor_memory.ops.places.triton.plan import LENGTH, make_plan
+from tensor_memory.ops.places.triton.plan import LENGTH, Plan
 
 MOST_VOXELS, MOST_CHANNELS, MOST_COLUMNS = 64, 32, 16
 """V, C and K that a warp holds in registers."""
@@ -303,37 +305,36 @@ def segment_kernel(
         store_rows(after + program * V * C, voxel, voxel < V, channel, C, tl.trans(S))
 
 
-def serves(inputs: PlaceInputs, products: torch.dtype) -> bool:
+def serves(inputs: PlaceInputs, plan: Plan) -> bool:
     """Whether a program holds a state of this size in registers."""
-    if inputs.rule != "linear" or products not in TYPES or voxels(inputs.grid) > MOST_VOXELS:
-        return False
     _, N, H, C = inputs.content.shape
-    columns = make_plan(inputs, products)["K"]
-    return columns <= MOST_COLUMNS and C <= MOST_CHANNELS and N * H * C < MOST_VALUES
+    if plan["DELTA"] or plan.products not in TYPES or plan["V"] > MOST_VOXELS:
+        return False
+    return plan["K"] <= MOST_COLUMNS and C <= MOST_CHANNELS and N * H * C < MOST_VALUES
 
 
 def forward(
-    inputs: PlaceInputs, *, keep: bool, products: torch.dtype, fresh: bool = False
+    inputs: PlaceInputs, plan: Plan, *, keep: bool, fresh: bool = False
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Reads, the state after, and with `keep` what the backward of `dense` needs.
 
     `fresh`: the state before is empty, and its tensor is not read.
     """
-    (B, N, H, C), plan = inputs.content.shape, make_plan(inputs, products)
+    (B, N, H, C), do = inputs.content.shape, plan.once(_launches)
     content, rate, log_keep, state = inputs.content, inputs.rate, inputs.log_keep, inputs.state
     after, reads = torch.empty_like(state), inputs.empty_reads()
-    kept = Kept.empty(inputs, products).tensors if keep else []
+    kept = Kept.empty(inputs, plan.products).tensors if keep else []
     same = inputs.read_at is None
     # Factors are at most 1, so that float16 keeps eight times as much of them as bfloat16.
-    dtype = torch.float16 if products == torch.bfloat16 else torch.float32
+    dtype = torch.float16 if plan.products == torch.bfloat16 else torch.float32
     to_write = content.new_empty(B, H, N, plan["F"], dtype=dtype)
     to_read = to_write if same else torch.empty_like(to_write)
     marks, width = or_else(inputs.resets, rate), or_else(inputs.width, rate)
     length, segments = _cut(B * H, N)
     pieces = segments * PIECES
     ends, left = rate.new_empty(B, H, pieces, plan["V"], C), rate.new_empty(B, H, pieces)
-    how = {"warps": 1, "PIECES": PIECES, "HAS_START": not fresh, "WHOLE": N % LENGTH == 0}
-    plan.bound(end_kernel, stages=1, SAME=same, **how)(
+    whole = N % LENGTH == 0
+    do.end[fresh, whole, same](
         (B * H, pieces),
         (
             inputs.write_at, inputs.asked_at, width, to_write, to_read, content, rate, log_keep,
@@ -341,7 +342,7 @@ def forward(
         ),
         (N, length),
     )  # fmt: skip
-    plan.bound(segment_kernel, stages=3, KEEP=keep, **how)(
+    do.segment[fresh, whole, keep](
         (B * H, segments),
         (
             to_write, to_read, content, rate, log_keep, marks, state, ends, left,
@@ -350,6 +351,25 @@ def forward(
         (N, length),
     )  # fmt: skip
     return reads, after, kept
+
+
+class _Launches(NamedTuple):
+    """The kernels, by whether the state is fresh and all chunks are whole."""
+
+    end: dict[tuple[bool, bool, bool], BoundKernel]
+    """And by whether places to write are those to read."""
+    segment: dict[tuple[bool, bool, bool], BoundKernel]
+    """And by whether states are kept."""
+
+
+def _launches(plan: Plan) -> _Launches:
+    found = _Launches({}, {})
+    for choice in itertools.product((False, True), repeat=3):
+        fresh, whole, last = choice
+        how = {"warps": 1, "PIECES": PIECES, "HAS_START": not fresh, "WHOLE": whole}
+        found.end[choice] = plan.bound(end_kernel, stages=1, SAME=last, **how)
+        found.segment[choice] = plan.bound(segment_kernel, stages=3, KEEP=last, **how)
+    return found
 
 
 def _cut(programs: int, N: int) -> tuple[int, int]:

@@ -40,7 +40,6 @@ from tensor_memory.ops.places.triton.plan import (
     Plan,
     chunk_grid,
     low_dtype,
-    make_plan,
 )
 
 
@@ -680,12 +679,10 @@ class Lazy(NamedTuple):
         return self.buffer, None if other is None else dots
 
 
-def forward(
-    inputs: PlaceInputs, *, keep: bool, products: torch.dtype
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+def forward(inputs: PlaceInputs, plan: Plan, *, keep: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Reads, the state after, and with `keep` what `backward` needs."""
-    (B, N, H, _), plan = inputs.content.shape, make_plan(inputs, products)
-    kept, reads = Kept(*empty_kept(inputs, products)), inputs.empty_reads()
+    B, N, H, _ = inputs.content.shape
+    kept, reads = Kept(*empty_kept(inputs, plan.products)), inputs.empty_reads()
     content, rate, log_keep = inputs.content, inputs.rate, inputs.log_keep
     marks, same, corners = or_else(inputs.resets, reads), inputs.read_at is None, kept.corners
     plan.bound(corner_kernel, warps=4, T=LENGTH)(
@@ -722,12 +719,10 @@ def backward(
     grad_state: Tensor | None,
     inputs: PlaceInputs,
     kept: list[Tensor],
-    *,
-    products: torch.dtype,
+    plan: Plan,
 ) -> PlaceInputs:
     """The gradients in the places of the inputs."""
-    N, plan = inputs.content.shape[1], make_plan(inputs, products)
-    found, same = Kept(*kept), inputs.read_at is None
+    N, found, same = inputs.content.shape[1], Kept(*kept), inputs.read_at is None
     content, rate, log_keep = inputs.content, inputs.rate, inputs.log_keep
     places, corners = (inputs.write_at, inputs.asked_at), found.corners
     marks, ends = or_else(inputs.resets, grad_reads), grad_state is not None

@@ -30,7 +30,7 @@ from tensor_memory.ops.places.triton.dense import (
     store_rows,
     tokens_of,
 )
-from tensor_memory.ops.places.triton.plan import Plan, low_dtype, make_plan
+from tensor_memory.ops.places.triton.plan import Plan, low_dtype
 from tensor_memory.ops.places.triton.sparse import (
     SUMMED,
     corner_rows,
@@ -336,14 +336,11 @@ def empty_kept(inputs: PlaceInputs, products: torch.dtype) -> list[Tensor]:
     return kept.tensors
 
 
-def forward(
-    inputs: PlaceInputs, *, keep: bool, products: torch.dtype
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+def forward(inputs: PlaceInputs, plan: Plan, *, keep: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Reads, the state after, and with `keep` what `backward` needs."""
-    (B, N, H, _), plan = inputs.content.shape, make_plan(inputs, products)
-    kept, reads, after = (
-        Kept(*empty_kept(inputs, products)), inputs.empty_reads(), torch.empty_like(inputs.state),
-    )  # fmt: skip
+    B, N, H, _ = inputs.content.shape
+    kept = Kept(*empty_kept(inputs, plan.products))
+    reads, after = inputs.empty_reads(), torch.empty_like(inputs.state)
     voxels, K = torch.empty_like(kept.voxels), kept.voxels.shape[-1] // N
     plan.bound(visit_kernel, T=TOKENS, K=K)(
         (blocks(N, TOKENS), B * H, K // plan["E"]),
@@ -414,11 +411,10 @@ def backward(
     grad_state: Tensor | None,
     inputs: PlaceInputs,
     kept: list[Tensor],
-    *,
-    products: torch.dtype,
+    plan: Plan,
 ) -> PlaceInputs:
     """The gradients in the places of the inputs."""
-    (B, N, H, _), plan = inputs.content.shape, make_plan(inputs, products)
+    B, N, H, _ = inputs.content.shape
     found, same = Kept(*kept), inputs.read_at is None
     by_state, by_met = torch.empty_like(inputs.state), torch.empty_like(found.met)
     _scan(plan, inputs, found, grad_reads, grad_state, by_met, by_state, BACKWARD=True)
