@@ -224,7 +224,8 @@ def each_backward(
     grad: Tensor, gate: Tensor, seeds: Tensor, drop: Drop, dtype: torch.dtype
 ) -> Tensor:
     """What m of `add_each` receives, (B·N, d) in a type."""
-    by_m = grad.new_empty(grad.shape[0] * grad.shape[1], grad.shape[2], dtype=dtype)
+    B, N, D = grad.shape
+    by_m = grad.new_empty(B * N, D, dtype=dtype)
     _each(grad, grad, gate, seeds, by_m, drop, ADD=False)
     return by_m
 

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tensor_memory.ops.inputs import prepared
 from tensor_memory.ops.launch import BoundKernel, bind, or_else
 
 NORM_VALUES = 2048  # per program
@@ -131,12 +130,12 @@ def _launches(D: int) -> _Launches:
 def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """LayerNorm of x (..., d), contiguous, in a type; mean and inverse deviation, (2, tokens)."""
-    do, rows = _launches(x.shape[-1]), x.numel() // x.shape[-1]
-    weight, bias = prepared(weight, weight.dtype), prepared(bias, bias.dtype)
-    out = torch.empty_like(x, dtype=dtype)
-    statistics = x.new_empty(2, rows, dtype=torch.float32)
-    do.forward((-(-rows // do.rows),), (x, weight, bias, out, statistics), (rows, float(epsilon)))
+    """LayerNorm (tokens, d) in a type of x (..., d) contiguous; mean, 1 / deviation (2, tokens)."""
+    D = x.shape[-1]
+    do, rows = _launches(D), x.numel() // D
+    out, statistics = x.new_empty(rows, D, dtype=dtype), x.new_empty(2, rows, dtype=torch.float32)
+    tensors = x, weight.contiguous(), bias.contiguous(), out, statistics
+    do.forward((-(-rows // do.rows),), tensors, (rows, float(epsilon)))
     return out, statistics
 
 
@@ -155,12 +154,12 @@ def layer_norm_backward(
     returned.
     """
     D, rows = x.shape[-1], statistics.shape[1]
-    do, weight = _launches(D), prepared(weight, weight.dtype)
+    do, weight = _launches(D), weight.contiguous()
     blocks = -(-rows // do.rows)
     programs = min(blocks, NORM_PROGRAMS)
     grad_x, partial = torch.empty_like(x), statistics.new_empty(programs, 2, D)
     kernel = do.backward if normed is None else do.backward_normed
-    bias = weight if bias is None else prepared(bias, bias.dtype)
+    bias = weight if bias is None else bias.contiguous()
     kernel(
         (programs,),
         (

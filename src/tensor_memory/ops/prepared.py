@@ -52,9 +52,10 @@ def prepared_once(make: Callable[..., Any], weights: tuple[Tensor, ...], *option
     held = _prepared.get()
     if held is None or not torch.is_grad_enabled():
         return make(weights, *options)
-    key = (*map(id, weights), *options)
-    if key in held:  # an id is theirs while they are held
-        _, found, made = held[key]
+    key = (*map(id, weights), *options)  # an id is theirs while they are held
+    known = held.get(key)
+    if known is not None:
+        _, found, made = known
         if found == list(map(_now, weights)):
             return made
     made = make(weights, *options)

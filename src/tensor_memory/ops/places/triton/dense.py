@@ -502,7 +502,7 @@ def backward(
     )  # fmt: skip
     by_write_at, by_read_at, by_width = addresses_backward(inputs, plan, by_phi, by_psi)
     found = (by_write_at, by_read_at, by_content, by_rate, by_log_keep, by_width, by_state)
-    return PlaceInputs._make((*found, None, None, None))
+    return PlaceInputs(*found, None, None, None)
 
 
 def empty_kept(inputs: PlaceInputs, products: torch.dtype) -> list[Tensor]:

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tensor_memory.config import Rule
-from tensor_memory.ops.autograd import by_name, no_autocast, refuse_second_derivative
+from tensor_memory.ops.autograd import no_autocast, refuse_second_derivative
 from tensor_memory.ops.gated_sum import Drop, add_each, each_backward
 from tensor_memory.ops.inputs import prepared
 from tensor_memory.ops.launch import Alike, BoundKernel, bind, blocks, or_else
@@ -283,6 +283,9 @@ class _Saved(NamedTuple):
 
 
 INPUTS = len(PlaceInputs._fields) - len(PlaceInputs.CHOICES)
+SAVED = len(_Saved._fields)
+KEPT = SAVED + INPUTS
+"""Where inputs of the recurrence begin among saved tensors, and what it kept."""
 
 
 def serves(rows: int, tokens: int, heads: int) -> bool:
@@ -393,8 +396,7 @@ def _run(
     # Autocast is left on: it takes time to leave, and every product here has its type.
     x, state = x.contiguous(), state.contiguous()
     small = packed.small
-    tokens = x.view(-1, x.shape[-1])
-    normed, statistics = layer_norm(tokens, norm, norm_bias, options.epsilon, options.products)
+    normed, statistics = layer_norm(x, norm, norm_bias, options.epsilon, options.products)
     said = torch.mm(normed, packed.to_heads)
     do = _launches_of(packed, state, base is not None)
     inputs = _heads(do, said, x.shape[:2], base, state, resets, small, options)
@@ -413,8 +415,8 @@ def _run_backward(
 ) -> tuple[Any, ...]:
     """The gradients of what `_PlaceLayer.forward` was given."""
     options, do, packed = ctx.options, ctx.launches, ctx.packed
-    saved, rest = by_name(tensors, _Saved)
-    inputs, kept = PlaceInputs(*rest[:INPUTS], options.rule, options.wrap), rest[INPUTS:]
+    saved = _Saved(*tensors[:SAVED])
+    inputs = PlaceInputs(*tensors[SAVED:KEPT], options.rule, options.wrap)
     x, said, products = saved.x, saved.said, options.products
     grad_out = torch.zeros_like(x) if grad_out is None else grad_out.contiguous()
     grad_state = None if grad_state is None else grad_state.contiguous()
@@ -425,11 +427,12 @@ def _run_backward(
     by_out = torch.mm(by_m, packed.output)
     by_reads, by_readout = _readout_backward(do, by_out, saved, packed.small, by_said, options)
     # Through the recurrence and the heads.
+    kept = list(tensors[KEPT:])
     found = backend.backward(by_reads, grad_state, inputs, kept, products=products, in_parts=True)
     by_bias = _heads_backward(do, said, packed.small, found, by_said)
     # Through the norm, where what came past it joins; the normed tokens once more on the way.
     by_normed = torch.mm(by_said, packed.heads)
-    normed = torch.empty_like(by_normed)
+    normed = by_m  # as large, and of no use any more
     by_x, by_norm = layer_norm_backward(
         x, saved.norm, saved.statistics, by_normed, grad_out, saved.norm_bias, normed
     )
@@ -576,6 +579,6 @@ def _gathered(
     do.gather(
         do.gather_grid,
         (*parts, or_else(width, by_norm), by_heads, by_output, by_layer, by_memory),
-        tuple([part.shape[0] for part in parts]),
+        tuple([part.size(0) for part in parts]),
     )
     return by_layer.split_with_sizes(do.own_sizes), by_memory

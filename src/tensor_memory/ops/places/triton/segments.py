@@ -31,7 +31,6 @@ from tensor_memory.ops.launch import BoundKernel, blocks, or_else
 from tensor_memory.ops.places.inputs import PlaceInputs
 from tensor_memory.ops.places.triton.addresses import coordinate, factor
 from tensor_memory.ops.places.triton.dense import (
-    Kept,
     decay_between,
     decays,
     of_tokens,
@@ -39,7 +38,7 @@ from tensor_memory.ops.places.triton.dense import (
     rows,
     store_rows,
 )
-from tensor_memory.ops.places.triton.plan import LENGTH, Plan
+from tensor_memory.ops.places.triton.plan import LENGTH, Plan, low_dtype
 
 MOST_VOXELS, MOST_CHANNELS, MOST_COLUMNS = 64, 32, 16
 """V, C and K that a warp holds in registers."""
@@ -323,8 +322,10 @@ def forward(
     (B, N, H, C), do = inputs.content.shape, plan.once(_launches)
     content, rate, log_keep, state = inputs.content, inputs.rate, inputs.log_keep, inputs.state
     after, reads = torch.empty_like(state), inputs.empty_reads()
-    kept = Kept.empty(inputs, plan.products).tensors if keep else []
-    same = inputs.read_at is None
+    before, same = reads, inputs.read_at is None
+    if keep:
+        shape = (B, H, blocks(N, LENGTH), plan["V"], C)
+        before = rate.new_empty(*shape, dtype=low_dtype(plan.products))
     # Factors are at most 1, so that float16 keeps eight times as much of them as bfloat16.
     dtype = torch.float16 if plan.products == torch.bfloat16 else torch.float32
     to_write = content.new_empty(B, H, N, plan["F"], dtype=dtype)
@@ -345,12 +346,12 @@ def forward(
     do.segment[fresh, whole, keep](
         (B * H, segments),
         (
-            to_write, to_read, content, rate, log_keep, marks, state, ends, left,
-            kept[0] if keep else reads, after, reads,
+            to_write, to_read, content, rate, log_keep, marks, state, ends, left, before, after,
+            reads,
         ),
         (N, length),
     )  # fmt: skip
-    return reads, after, kept
+    return reads, after, [before] if keep else []
 
 
 class _Launches(NamedTuple):
