@@ -46,7 +46,7 @@ def fused_layer(
     """
     if mask is not None:
         return None
-    if reset is None and isinstance(x, Tensor) and x.device.type == "cpu" and x.ndim == 3:
+    if reset is None and isinstance(x, Tensor) and x.is_cpu and x.ndim == 3:
         done = _token_on_cpu(memory, norm, gate, drop, x, state, others)
         if done is not None:
             return done
@@ -128,19 +128,19 @@ def _place_layer(
         return None
     if not _is_fused(config, x.device, x.dtype):
         return None
-    layer, token = _place_ops()
+    (rows, tokens, _), (layer, token) = x.shape, _place_ops()
     read_norm: Any = memory._modules["norm"]
     eps, named = (norm.eps, read_norm.eps), token.PlaceWeights(*weights)
     single = (
-        x.shape[1] == 1 and reset is None and not any(drop) and not any(map(_has_grad, tensors))
+        tokens == 1 and reset is None and not any(drop) and not any(map(_has_grad, tensors))
     ) and (state is None or not _has_grad(state.origin))
     if single and state is None:
         state = memory.empty_state(x)
         held = state.values
     if held is None or state is None:  # empty; its values are written by nobody
-        shape = (x.shape[0], config.heads, *config.grid, config.channels)
-        held = x.new_empty(shape, dtype=torch.float32)
-        origin = held.new_zeros(shape[0], len(config.grid))
+        sizes = config.heads, *config.grid, config.channels
+        held = x.new_empty(rows, *sizes, dtype=torch.float32)
+        origin = held.new_zeros(rows, len(config.grid))
     else:
         origin = state.origin
     if state is not None and single and token.serves_token(held):
@@ -149,11 +149,11 @@ def _place_layer(
         choices = config.rule, config.wrap
         out, values = token.token_forward(x, named, *eps, where, origin, held, *choices)
         return out, state.with_values(values)
-    if not layer.serves(*x.shape[:2], config.heads):
+    if not layer.serves(rows, tokens, config.heads):
         return None
     base = None
     if where is not None or not fresh:
-        base = origin[:, None, None].expand(-1, x.shape[1], config.heads, -1)
+        base = origin[:, None, None].expand(-1, tokens, config.heads, -1)
         if where is not None:
             base = base + (where if where.ndim == 4 else where[:, :, None])
         base = base.float()

@@ -121,8 +121,9 @@ class MemoryResidual(nn.Module):
             check_marks(x, mask, reset)
             return x, self.memory.empty_state(x) if state is None else state
         drop = (self.dropout, self.drop_path) if self.training else (0.0, 0.0)
-        marks = {"mask": mask, "reset": reset, **options}
-        fused = fused_layer(self.memory, self.norm, self.gate, drop, x, state, **marks)
+        fused = fused_layer(
+            self.memory, self.norm, self.gate, drop, x, state, mask=mask, reset=reset, **options
+        )
         if fused is not None:
             return fused
         # Before the norm, whose own errors say less.
@@ -130,7 +131,7 @@ class MemoryResidual(nn.Module):
         check_marks(x, mask, reset)
         # Garbage under the mask would reach the LayerNorm's gradient as 0 · NaN.
         source = x if mask is None else x.masked_fill(~mask[..., None], 0)
-        m, after = self.memory(self.norm(source), state, **marks)
+        m, after = self.memory(self.norm(source), state, mask=mask, reset=reset, **options)
         dropout, drop_path = drop
         m = F.dropout(m, dropout, dropout > 0)
         if drop_path:
