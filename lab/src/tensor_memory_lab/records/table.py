@@ -10,7 +10,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import pandas as pd
-from scipy import stats
+from scipy.special import stdtrit
 
 from tensor_memory_lab.records.config import NEUTRAL, flatten
 from tensor_memory_lab.records.text import (
@@ -159,7 +159,7 @@ def interval(values: Iterable[float | None]) -> Interval:
 @cache
 def _quantile(freedom: int) -> Any:
     """Standard errors from the mean to the end of the interval."""
-    return stats.t.ppf((1 + CONFIDENCE) / 2, freedom)
+    return stdtrit(freedom, (1 + CONFIDENCE) / 2)  # scipy.stats takes a second to import
 
 
 def table(
