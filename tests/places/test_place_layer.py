@@ -29,12 +29,14 @@ CONFIGS = {
     "delta, a circle, given": PlaceConfig(
         grid=(3, 4), channels=4, heads=2, rule="delta", wrap=True, places="given"
     ),
-    "one axis, interpolated, shared": PlaceConfig(
-        grid=(5,), channels=2, kernel="linear", share_places=True
+    "one axis, interpolated": PlaceConfig(grid=(5,), channels=2, kernel="linear"),
+    "three axes, offset, read elsewhere": PlaceConfig(
+        grid=(2, 3, 2), channels=2, heads=2, places="offset", share_places=False
     ),
-    "three axes, offset": PlaceConfig(grid=(2, 3, 2), channels=2, heads=2, places="offset"),
     "more channels than the token is wide": PlaceConfig(grid=(3,), channels=40, heads=1),
-    "four axes": PlaceConfig(grid=(2, 2, 3, 2), channels=2, rule="delta", kernel="linear"),
+    "four axes, read elsewhere": PlaceConfig(
+        grid=(2, 2, 3, 2), channels=2, rule="delta", kernel="linear", share_places=False
+    ),
 }
 SMALL = PlaceConfig(grid=(3,), channels=2, heads=2)  # where it matters when, not what, is computed
 each_config = pytest.mark.parametrize(
