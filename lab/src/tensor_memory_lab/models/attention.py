@@ -142,7 +142,7 @@ class SelfAttention(nn.Module):
         return max(2 * max(self.window, SMALLEST_BLOCK), SMALL) < N
 
     def _in_one_kernel(self, q: Tensor) -> bool:
-        """Whether a compiler is at work that writes a kernel for a window, q (B, h, N, e)."""
+        """Whether a GPU will run this compiled: one kernel does a window then; q (B, h, N, e)."""
         if self.read_slots or self.write_slots or q.shape[-1] < NARROWEST:
             return False
         return q.is_cuda and torch.compiler.is_compiling()
