@@ -4,6 +4,8 @@
         --output novels.safetensors
     python lab/studies/pretrained_host.py run --host-dir HOST --tokens novels.safetensors \\
         --record results/host.jsonl                     # 20 minutes on one H200
+    python lab/studies/pretrained_host.py time --host-dir HOST --tokens novels.safetensors \\
+        --record results/host.jsonl                     # 1 minute, with nothing else on the GPU
 
 HOST is a folder of a Llama as transformers saves it: config.json, model.safetensors and, for
 `tokens`, its tokenizer. NOVELS holds train/*.txt and valid/*.txt. The novels of valid are the test;
@@ -50,6 +52,7 @@ from tensor_memory_lab.bench.timing import Budget, measure
 from tensor_memory_lab.files import write_whole
 from tensor_memory_lab.provenance import provenance
 from tensor_memory_lab.records import append, read_records
+from tensor_memory_lab.terminal import print_table
 
 HELD_OUT = 9
 """Every so many novels of train one is held out for validation."""
@@ -339,8 +342,8 @@ class Subject:
 
 def train(
     subject: Subject, books: Sequence[Tensor], options: argparse.Namespace, rate: float, seed: int
-) -> dict[str, Any]:
-    """Stream the books once; the curve of the loss and the time of a step."""
+) -> Iterator[Tensor]:
+    """Stream the books once; the loss at every step."""
     streams = training_streams(books, options.rows, options.segment, options.steps, seed)
     parameters = subject.trained
     optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.01)
@@ -350,28 +353,14 @@ def train(
         return min((step + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * step / options.steps))
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    curve, began, first = [], 0.0, min(5, options.steps - 1)
-    for step, (part, losses) in enumerate(subject.losses(streams, options.segment)):
+    for part, losses in subject.losses(streams, options.segment):
         loss = losses.sum() / (part.targets != NONE).sum()
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         schedule.step()
-        if (step + 1) % max(options.steps // 10, 1) == 0:
-            curve.append({"step": step + 1, "train_loss": loss.item()})
-        if step + 1 == first or first == 0:
-            synchronize(subject.device)
-            began = time.perf_counter()
-    synchronize(subject.device)
-    taken = (time.perf_counter() - began) / max(options.steps - first, 1)
-    return {"curve": curve, "step_ms": 1000 * taken}
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for a GPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        yield loss.detach()
 
 
 @torch.no_grad()
@@ -426,11 +415,12 @@ class Study:
                 f"them, got {', '.join(sorted(books)) or 'none'}; make the file again"
             )
         self.checksum = hashlib.sha256(options.tokens.read_bytes()).hexdigest()[:16]
-        self.until = time.monotonic() + options.seconds
+        self.until = time.monotonic() + getattr(options, "seconds", math.inf)
 
     def records(self) -> list[dict[str, Any]]:
         """Of all runs so far."""
-        return read_records([self.path]) if self.path.exists() else []
+        found = read_records([self.path]) if self.path.exists() else []
+        return [record for record in found if record["kind"] == "run"]
 
     def config(self, method: str, rate: float | None, *, counts: bool) -> dict[str, Any]:
         """All that decides the numbers of a run but its seed."""
@@ -462,20 +452,19 @@ class Study:
         began = time.perf_counter()
         subject = Subject(METHODS[method], options, seed)
         parameters = sum(p.numel() for p in subject.trained)
-        trained: dict[str, Any] = {"curve": [], "step_ms": None}
+        curve: list[dict[str, float]] = []
         if rate is not None:
-            trained = train(subject, self.books["train"], options, rate, seed)
-        budget = Budget(seconds=options.decode_seconds, least=4, most=100)
+            every = max(options.steps // 10, 1)
+            steps = train(subject, self.books["train"], options, rate, seed)
+            for step, loss in enumerate(steps, 1):
+                if step % every == 0:
+                    curve.append({"step": step, "train_loss": loss.item()})
         result: dict[str, Any] = {"valid": self.score(subject, "valid"), "test": {}}
         if counts:
             scores = self.score(subject, "test")
             loss = scores.pop("loss")
             result["test"] = {"test": {"loss": loss, **self.given_back(config, seed, loss)}}
             result["test"] |= {f"test@{name}": {"loss": loss} for name, loss in scores.items()}
-            result["decode_ms"] = {
-                str(rows): decode_ms(subject, self.books["test"][0], rows, options.segment, budget)
-                for rows in (1, 8)
-            }
         record = {
             "kind": "run",
             "recipe": "pretrained-host",
@@ -498,15 +487,15 @@ class Study:
             "memory": None,
             "finished": True,
             "wall_seconds": time.perf_counter() - began,
-            **trained,
+            "curve": curve,
             **result,
             **provenance(subject.device),
         }
         append(self.path, record)
-        loss = (result["test"].get("test") or result["valid"])["loss"]
+        scored = (result["test"].get("test") or result["valid"])["loss"]
         print(
-            f"{method}, seed {seed}, rate {rate}: {'test' if counts else 'valid'} {loss:.4f}, "
-            f"{record['wall_seconds']:.0f} s, step {trained['step_ms'] or 0:.0f} ms",
+            f"{method}, seed {seed}, rate {rate}: {'test' if counts else 'valid'} {scored:.4f}, "
+            f"{record['wall_seconds']:.0f} s",
             flush=True,
         )
         return record
@@ -551,9 +540,39 @@ class Study:
         for seed in self.options.seeds:
             self.run(method, best, seed, tries={str(r): loss for r, loss in losses.items()})
 
+    def time(self) -> list[dict[str, str]]:
+        """Add a record of the milliseconds of a step and of one more token to the study's file."""
+        options, found, rows = self.options, {}, []
+        budget = Budget(seconds=options.time_seconds, least=4, most=20)
+        options.steps = budget.warm_up + budget.most
+        for method in options.methods:
+            subject = Subject(METHODS[method], options, seed=0)
+            taken = {
+                f"token of {many}": decode_ms(
+                    subject, self.books["test"][0], many, options.segment, budget
+                )
+                for many in (1, 8)
+            }
+            if subject.trained:
+                steps = train(subject, self.books["train"], options, rate=1e-4, seed=0)
+                taken["step"] = measure(lambda s=steps: next(s), subject.device, budget)
+            found[method] = taken
+            rows.append({"method": method, **{n: f"{t['median']:.1f}" for n, t in taken.items()}})
+        names = ("rows", "window", "full_window", "segment", "precision", "rank", "layers")
+        record = {
+            "kind": "benchmark",
+            "benchmark": "pretrained-host",
+            "config": {"host": options.host_dir.name} | {n: getattr(options, n) for n in names},
+            "seed": 0,
+            "result": {"ms": found},
+            **provenance(torch.device(options.device)),
+        }
+        append(self.path, record)
+        return rows
 
-def table(records: Sequence[dict[str, Any]]) -> str:
-    """Means over seeds by method: loss by distance, shares given back, times."""
+
+def table(records: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+    """Means over seeds by method: loss by distance, shares given back."""
     found: dict[str, list[dict[str, Any]]] = {}
     for record in records:
         if record["test"]:
@@ -565,23 +584,12 @@ def table(records: Sequence[dict[str, Any]]) -> str:
         return format(sum(known) / len(known), form) if known else "-"
 
     splits = list(dict.fromkeys(split for rs in found.values() for r in rs for split in r["test"]))
-    shares = ("given_back", "given_back_adapted")
-    heads = [split.removeprefix("test@") for split in splits]
-    lines = [["method", "seeds", "rate", *heads, *shares, "step ms", "decode ms"]]
-    for method in sorted(found, key=list(METHODS).index):
-        first = found[method][0]
-        lines.append(
-            [method, str(len(found[method])), str(first["rate"])]
-            + [mean(method, split, "loss", ".4f") for split in splits]
-            + [mean(method, "test", share, ".0%") for share in shares]
-            + [f"{first['step_ms'] or 0:.0f}"]
-            + [" / ".join(f"{t['median']:.1f}" for t in first["decode_ms"].values())]
-        )
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in lines
-    )
+    return [
+        {"method": method, "seeds": str(len(found[method])), "rate": str(found[method][0]["rate"])}
+        | {split.removeprefix("test@"): mean(method, split, "loss", ".4f") for split in splits}
+        | {n: mean(method, "test", n, ".0%") for n in ("given_back", "given_back_adapted")}
+        for method in sorted(found, key=list(METHODS).index)
+    ]
 
 
 def make_tokens(options: argparse.Namespace) -> None:
@@ -609,7 +617,7 @@ def make_tokens(options: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Make tokens, or run what is missing of the plan and show what there is."""
+    """Make tokens, run what is missing of the plan and show what there is, or time methods."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -618,32 +626,35 @@ def main(argv: list[str] | None = None) -> int:
     tokens.add_argument("--data-dir", type=Path, required=True, help="folder of train and valid")
     tokens.add_argument("--output", type=Path, required=True, help="file of tokens (.safetensors)")
     run = commands.add_parser("run", help="run what is missing, show all")
-    for command in (tokens, run):
+    timed = commands.add_parser("time", help="time a step and a token of every method, alone")
+    for command in (tokens, run, timed):
         command.add_argument("--host-dir", type=Path, required=True, help="folder of the host")
-    run.add_argument("--tokens", type=Path, required=True, help="what `tokens` wrote")
-    run.add_argument("--record", type=Path, required=True, help="the study's file (.jsonl)")
-    run.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    for command in (run, timed):
+        add = command.add_argument
+        add("--tokens", type=Path, required=True, help="what `tokens` wrote")
+        add("--record", type=Path, required=True, help="the study's file (.jsonl)")
+        add("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+        add("--rows", type=int, default=8, help="books side by side in training")
+        add("--segment", type=int, default=2048, help="tokens of a call")
+        add("--window", type=int, default=256, help="tokens that attention sees")
+        add("--full-window", type=int, default=2048, help="the same for `full`")
+        add("--layers", nargs="+", type=int, default=[7, 14, 21], help="with a memory")
+        add("--rank", type=int, default=16, help="of LoRA")
+        add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+        add("--precision", choices=["bfloat16", "float32"], help="(default by device)")
     run.add_argument("--rates", nargs="+", type=float, default=[5e-4, 2e-3])
     run.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], help="of runs that count")
     run.add_argument("--steps", type=int, default=100, help="of training")
-    run.add_argument("--rows", type=int, default=8, help="books side by side in training")
-    run.add_argument("--scored-rows", type=int, default=4, help="the same in scoring")
+    run.add_argument("--scored-rows", type=int, default=4, help="books side by side in scoring")
     run.add_argument("--valid-tokens", type=int, default=32768, help="of each held-out novel")
-    run.add_argument("--segment", type=int, default=2048, help="tokens of a call")
-    run.add_argument("--window", type=int, default=256, help="tokens that attention sees")
-    run.add_argument("--full-window", type=int, default=2048, help="the same for `full`")
-    run.add_argument("--layers", nargs="+", type=int, default=[7, 14, 21], help="with a memory")
-    run.add_argument("--rank", type=int, default=16, help="of LoRA")
     run.add_argument("--seconds", type=float, default=math.inf, help="start no run after these")
-    run.add_argument("--decode-seconds", type=float, default=0.5, help="of timing one token")
-    run.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    run.add_argument("--precision", choices=["bfloat16", "float32"], help="(default by device)")
+    timed.add_argument("--time-seconds", type=float, default=2.0, help="for each time measured")
     options = parser.parse_args(argv)
     if options.command == "tokens":
         make_tokens(options)
         return 0
     for name in ("steps", "rows", "scored_rows", "valid_tokens", "segment", "window"):
-        if getattr(options, name) < 1:
+        if getattr(options, name, 1) < 1:
             flag = name.replace("_", "-")
             parser.error(f"--{flag}: expected 1 or more, got {getattr(options, name)}")
     for name in ("window", "full_window"):
@@ -656,11 +667,14 @@ def main(argv: list[str] | None = None) -> int:
     if options.precision is None:
         options.precision = "bfloat16" if options.device.startswith("cuda") else "float32"
     study = Study(options)
+    if options.command == "time":
+        print_table(study.time())
+        return 0
     try:
         for method in options.methods:
             study.plan(method)
     finally:
-        print(table(study.records()))
+        print_table(table(study.records()))
     return 0
 
 

@@ -185,7 +185,7 @@ def arguments(host_dir, tmp_path):
     paths = [
         part for name, path in given.items() for part in (f"--{name.replace('_', '-')}", str(path))
     ]
-    return ["run", *paths, *sizes.split(), "--device", "cpu", "--decode-seconds", "0"]
+    return ["run", *paths, *sizes.split(), "--device", "cpu"]
 
 
 @pytest.mark.parametrize(
@@ -234,6 +234,20 @@ def test_every_method_is_tried_chosen_on_valid_and_run_once(methods, arguments, 
         assert ("given_back" in found) == (method != "window" and method != "full"), (method, seed)
     shown = capsys.readouterr().out
     assert shown.splitlines()[-1].split()[0] == methods[-1]
+
+
+def test_times_of_steps_and_tokens_are_added_beside_the_runs(arguments, capsys):
+    assert study.main([*arguments, "--methods", "window"]) == 0
+    steps = arguments.index("--steps")
+    given = [*arguments[1:steps], *arguments[steps + 2 :], "--time-seconds", "0"]
+    assert study.main(["time", *given, "--methods", "window", "place+lora"]) == 0
+    run, times = read_records([arguments[6]])
+    assert (run["kind"], times["kind"]) == ("run", "benchmark")
+    assert set(times["result"]["ms"]["window"]) == {"token of 1", "token of 8"}
+    assert set(times["result"]["ms"]["place+lora"]) == {"token of 1", "token of 8", "step"}
+    assert all(t["median"] > 0 for ms in times["result"]["ms"].values() for t in ms.values())
+    assert study.main([*arguments, "--methods", "window"]) == 0  # beside times nothing is lost
+    assert len(read_records([arguments[6]])) == 2
 
 
 def test_what_is_no_host_no_novel_or_no_plan_is_told(arguments, tmp_path, capsys):
