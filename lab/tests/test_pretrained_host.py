@@ -220,6 +220,7 @@ def test_every_method_is_tried_chosen_on_valid_and_run_once(methods, arguments, 
         assert all(t["test"] == {} for t in tries)
         assert (counts["state_bytes"] > 0) == ("place" in method or "tensor" in method)
         assert counts["parameters"] > 0
+        assert [point["step"] for point in counts["curve"]] == [1, 2]
     assert {"commit", "versions", "hardware"} <= set(records[0])
     test = {(r["method"], r["seed"]): r["test"]["test"] for r in records if r["test"]}
     for (method, seed), found in test.items():
