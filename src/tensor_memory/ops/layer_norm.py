@@ -21,43 +21,44 @@ NORM_VALUES = 2048  # per program
 NORM_PROGRAMS = 528  # that share the sums for weight and bias: four per multiprocessor of an H200
 
 
+@triton.jit
+def normalised(x, at, own, epsilon, D: tl.constexpr):
+    """Rows of x less their mean, divided by their deviation; and 1 / deviation, a column."""
+    value = tl.load(x + at, mask=own, other=0.0).to(tl.float32)
+    mean = tl.sum(value, axis=1)[:, None] / D
+    value = tl.where(own, value - mean, 0.0)
+    inverse = 1.0 / tl.sqrt(tl.sum(value * value, axis=1)[:, None] / D + epsilon)
+    return tl.where(own, value * inverse, 0.0), inverse
+
+
 @triton.jit(do_not_specialize=["rows", "epsilon"])
 def norm_kernel(
     x,
     weight,
     bias,
     out,
-    statistics,
     rows,
     epsilon,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """LayerNorm of ROWS rows of D values in the type of `out`; keeps centre and scale (2, rows)."""
+    """LayerNorm of ROWS rows of D values in the type of `out`."""
     row, c = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     own = (row < rows)[:, None] & (c < D)[None, :]
     at = row[:, None].to(tl.int64) * D + c[None, :]
-    # Mean, then variance of what is left, per row.
-    value = tl.load(x + at, mask=own, other=0.0).to(tl.float32)
-    mean = tl.sum(value, axis=1) / D
-    value = tl.where(own, value - mean[:, None], 0.0)
-    inverse = 1.0 / tl.sqrt(tl.sum(value * value, axis=1) / D + epsilon)
+    value, _ = normalised(x, at, own, epsilon, D)
     # Scale and shift, in the type of `out`.
     factor = tl.load(weight + c, mask=c < D, other=0.0).to(tl.float32)
     offset = tl.load(bias + c, mask=c < D, other=0.0).to(tl.float32)
-    value = value * inverse[:, None] * factor[None, :] + offset[None, :]
+    value = value * factor[None, :] + offset[None, :]
     tl.store(out + at, value.to(out.dtype.element_ty), mask=own)
-    # The backward computes the normed values again from these two.
-    tl.store(statistics + row, mean, mask=row < rows)
-    tl.store(statistics + rows + row, inverse, mask=row < rows)
 
 
-@triton.jit(do_not_specialize=["rows", "loops"])
+@triton.jit(do_not_specialize=["rows", "loops", "epsilon"])
 def norm_backward_kernel(
     x,
     weight,
-    statistics,
     grad_out,
     grad_past,
     bias,
@@ -66,6 +67,7 @@ def norm_backward_kernel(
     normed,
     rows,
     loops,
+    epsilon,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -87,11 +89,8 @@ def norm_backward_kernel(
         row = (tl.program_id(0) + loop * tl.num_programs(0)) * ROWS + tl.arange(0, ROWS)
         own = (row < rows)[:, None] & (c < D)[None, :]
         at = row[:, None].to(tl.int64) * D + c[None, :]
-        # The normed values before scale and shift, again.
-        mean = tl.load(statistics + row, mask=row < rows, other=0.0)[:, None]
-        inverse = tl.load(statistics + rows + row, mask=row < rows, other=0.0)[:, None]
-        value = tl.load(x + at, mask=own, other=0.0).to(tl.float32)
-        value = tl.where(own, (value - mean) * inverse, 0.0)
+        # The normed values before scale and shift, again: keeping mean and deviation saves no time.
+        value, inverse = normalised(x, at, own, epsilon, D)
         if NORMED:
             again = value * factor + offset
             tl.store(normed + at, again.to(normed.dtype.element_ty), mask=own)
@@ -129,20 +128,20 @@ def _launches(D: int) -> _Launches:
 
 def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """LayerNorm (tokens, d) in a type of x (..., d) contiguous; mean, 1 / deviation (2, tokens)."""
+) -> Tensor:
+    """LayerNorm (tokens, d) in a type, of x (..., d) contiguous."""
     D = x.shape[-1]
     do, rows = _launches(D), x.numel() // D
-    out, statistics = x.new_empty(rows, D, dtype=dtype), x.new_empty(2, rows, dtype=torch.float32)
-    tensors = x, weight.contiguous(), bias.contiguous(), out, statistics
+    out = x.new_empty(rows, D, dtype=dtype)
+    tensors = x, weight.contiguous(), bias.contiguous(), out
     do.forward((-(-rows // do.rows),), tensors, (rows, float(epsilon)))
-    return out, statistics
+    return out
 
 
 def layer_norm_backward(
     x: Tensor,
     weight: Tensor,
-    statistics: Tensor,
+    epsilon: float,
     grad_out: Tensor,
     grad_past: Tensor,
     bias: Tensor | None = None,
@@ -153,19 +152,19 @@ def layer_norm_backward(
     The sums are (programs, 2, d). `normed`, given with the bias, is filled with what `layer_norm`
     returned.
     """
-    D, rows = x.shape[-1], statistics.shape[1]
-    do, weight = _launches(D), weight.contiguous()
+    D = x.shape[-1]
+    do, rows, weight = _launches(D), x.numel() // D, weight.contiguous()
     blocks = -(-rows // do.rows)
     programs = min(blocks, NORM_PROGRAMS)
-    grad_x, partial = torch.empty_like(x), statistics.new_empty(programs, 2, D)
+    grad_x, partial = torch.empty_like(x), x.new_empty(programs, 2, D, dtype=torch.float32)
     kernel = do.backward if normed is None else do.backward_normed
     bias = weight if bias is None else bias.contiguous()
     kernel(
         (programs,),
         (
-            x, weight, statistics, grad_out.contiguous(), grad_past.contiguous(), bias, grad_x,
-            partial, or_else(normed, grad_x),
+            x, weight, grad_out.contiguous(), grad_past.contiguous(), bias, grad_x, partial,
+            or_else(normed, grad_x),
         ),
-        (rows, -(-blocks // programs)),
+        (rows, -(-blocks // programs), float(epsilon)),
     )  # fmt: skip
     return grad_x, partial

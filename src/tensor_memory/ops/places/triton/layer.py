@@ -270,7 +270,6 @@ class _Saved(NamedTuple):
     """What the backward needs, but for inputs and results of the recurrence."""
 
     x: Tensor
-    statistics: Tensor
     said: Tensor
     """(B·N, R) the heads' product"""
     reads: Tensor
@@ -396,7 +395,7 @@ def _run(
     # Autocast is left on: it takes time to leave, and every product here has its type.
     x, state = x.contiguous(), state.contiguous()
     small = packed.small
-    normed, statistics = layer_norm(x, norm, norm_bias, options.epsilon, options.products)
+    normed = layer_norm(x, norm, norm_bias, options.epsilon, options.products)
     said = torch.mm(normed, packed.to_heads)
     do = _launches_of(packed, state, base is not None)
     inputs = _heads(do, said, x.shape[:2], base, state, resets, small, options)
@@ -406,7 +405,7 @@ def _run(
     readout = _readout(do, reads, said, small, options)
     m = torch.mm(readout, packed.to_output)
     out, seeds = add_each(x, m, residual_gate, options.drop)
-    saved = _Saved(x, statistics, said, reads, readout, seeds, norm, norm_bias, residual_gate)
+    saved = _Saved(x, said, reads, readout, seeds, norm, norm_bias, residual_gate)
     return (out, after), do, saved, inputs, kept
 
 
@@ -434,7 +433,7 @@ def _run_backward(
     by_normed = torch.mm(by_said, packed.heads)
     normed = by_m  # as large, and of no use any more
     by_x, by_norm = layer_norm_backward(
-        x, saved.norm, saved.statistics, by_normed, grad_out, saved.norm_bias, normed
+        x, saved.norm, options.epsilon, by_normed, grad_out, saved.norm_bias, normed
     )
     by_heads = torch.mm(by_said.t(), normed)
     by_base = None

@@ -100,7 +100,6 @@ class _Saved(NamedTuple):
 
     x: Tensor
     norm: Tensor
-    statistics: Tensor
     chunks: Tensor
     """(B·S, K·d) the normed tokens, padded"""
     queries: Tensor
@@ -140,7 +139,7 @@ def _run(
     x = x.contiguous()
 
     # LayerNorm, then chunks of K tokens; a frame that is too short is padded with zeros.
-    chunks, statistics = layer_norm(x, weights.norm, weights.norm_bias, options.epsilon, dtype)
+    chunks = layer_norm(x, weights.norm, weights.norm_bias, options.epsilon, dtype)
     if options.padded > frame:
         chunks = F.pad(chunks.view(B, -1, frame, d), (0, 0, 0, options.padded - frame))
     chunks = chunks.view(-1, K * d)
@@ -163,9 +162,7 @@ def _run(
     reads = reads.view(-1, weights.output.shape[1]).to(dtype)
     m = F.linear(reads, packed.output)
     out, seeds = add_gated(x, m, weights.gate, options.readouts, options.drop)
-    saved = _Saved(
-        x, weights.norm, statistics, chunks, queries, summary, reads, m, weights.gate, seeds
-    )
+    saved = _Saved(x, weights.norm, chunks, queries, summary, reads, m, weights.gate, seeds)
     return _Ran((out, last_hidden, last_cell), saved, packed, inputs, kept)
 
 
@@ -220,7 +217,7 @@ def _run_backward(
     if options.padded > options.frame:
         grad_chunks = grad_chunks.view(B, -1, options.padded, d)[:, :, : options.frame]
     grad_x, by_norm = layer_norm_backward(
-        saved.x, saved.norm, saved.statistics, grad_chunks, grad_out
+        saved.x, saved.norm, options.epsilon, grad_chunks, grad_out
     )
 
     products = Packed(by_heads.write_proj, by_heads.reads, by_heads.writes, grad_output)
