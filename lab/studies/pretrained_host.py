@@ -3,7 +3,7 @@
     python lab/studies/pretrained_host.py tokens --host-dir HOST --data-dir NOVELS \\
         --output novels.safetensors
     python lab/studies/pretrained_host.py run --host-dir HOST --tokens novels.safetensors \\
-        --record results/host.jsonl                     # 20 minutes on one H200
+        --record results/host.jsonl                     # 25 minutes on one H200
     python lab/studies/pretrained_host.py time --host-dir HOST --tokens novels.safetensors \\
         --record results/host.jsonl                     # 1 minute, with nothing else on the GPU
 
@@ -415,7 +415,7 @@ class Study:
                 f"them, got {', '.join(sorted(books)) or 'none'}; make the file again"
             )
         self.checksum = hashlib.sha256(options.tokens.read_bytes()).hexdigest()[:16]
-        self.until = time.monotonic() + getattr(options, "seconds", math.inf)
+        self.until = time.monotonic() + options.seconds
 
     def records(self) -> list[dict[str, Any]]:
         """Of all runs so far."""
@@ -540,7 +540,7 @@ class Study:
         for seed in self.options.seeds:
             self.run(method, best, seed, tries={str(r): loss for r, loss in losses.items()})
 
-    def time(self) -> list[dict[str, str]]:
+    def measure_times(self) -> list[dict[str, str]]:
         """Add a record of the milliseconds of a step and of one more token to the study's file."""
         options, found, rows = self.options, {}, []
         budget = Budget(seconds=options.time_seconds, least=4, most=20)
@@ -649,6 +649,7 @@ def main(argv: list[str] | None = None) -> int:
     run.add_argument("--valid-tokens", type=int, default=32768, help="of each held-out novel")
     run.add_argument("--seconds", type=float, default=math.inf, help="start no run after these")
     timed.add_argument("--time-seconds", type=float, default=2.0, help="for each time measured")
+    timed.set_defaults(seconds=math.inf)
     options = parser.parse_args(argv)
     if options.command == "tokens":
         make_tokens(options)
@@ -668,7 +669,7 @@ def main(argv: list[str] | None = None) -> int:
         options.precision = "bfloat16" if options.device.startswith("cuda") else "float32"
     study = Study(options)
     if options.command == "time":
-        print_table(study.time())
+        print_table(study.measure_times())
         return 0
     try:
         for method in options.methods:

@@ -89,7 +89,7 @@ def norm_backward_kernel(
         row = (tl.program_id(0) + loop * tl.num_programs(0)) * ROWS + tl.arange(0, ROWS)
         own = (row < rows)[:, None] & (c < D)[None, :]
         at = row[:, None].to(tl.int64) * D + c[None, :]
-        # The normed values before scale and shift, again: keeping mean and deviation saves no time.
+        # The normed values before scale and shift, again: whole rows are here anyway.
         value, inverse = normalised(x, at, own, epsilon, D)
         if NORMED:
             again = value * factor + offset
