@@ -423,6 +423,10 @@ def test_a_page_is_filled_and_checked(here, capsys):
     page.write_text("<!-- table: base -->\n<!-- /table -->\n")
     with pytest.raises(ValueError, match="unknown colums; known are"):
         tables_command(command)
+    declared.write_text('[figure.curves]\nstudy = "signs"\nonly = { method = "base" }\n')
+    page.write_text("")
+    with pytest.raises(ValueError, match="figure 'curves': unknown only; known are"):
+        tables_command([*command, "--figures", "."])
 
 
 def test_the_tables_of_the_documentation_are_what_the_records_give():

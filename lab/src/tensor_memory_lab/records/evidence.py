@@ -14,9 +14,9 @@ from tensor_memory_lab.records.table import Frame, caption, column, markdown, se
 REGION = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
 """A place in a page that a table is written into."""
 
+RUNS = {"study", "where", "except", "each", "like"}
 TABLE = {
-    "study", "where", "except", "each", "like", "rows", "only", "columns", "across", "sort",
-    "titles", "names", "caption", "value", "less",
+    "rows", "only", "columns", "across", "sort", "titles", "names", "caption", "value", "less",
 }  # fmt: skip
 DRAWN = {"x", "y", "by", "panels", "x_title", "y_title", "names", "even"}
 
@@ -32,7 +32,7 @@ class Evidence:
 
     def table(self, name: str) -> str:
         """A declared table as Markdown, with where its numbers come from below it."""
-        spec = self._spec("table", name, TABLE)
+        spec = self._spec("table", name, RUNS | TABLE)
         columns = [column(one) for one in _columns(spec)]
         runs = self._runs(name, spec)
         lines = table(
@@ -54,7 +54,7 @@ class Evidence:
         from tensor_memory_lab.records.figure import figure  # matplotlib takes seconds
 
         for name in self.declared.get("figure", {}):
-            spec = self._spec("figure", name, TABLE | DRAWN)
+            spec = self._spec("figure", name, RUNS | DRAWN)
             options = {key: spec[key] for key in DRAWN & spec.keys()}
             runs = self._runs(name, spec)
             yield figure(runs, folder / f"{name}-light.png", **options, theme="light")

@@ -14,8 +14,8 @@ METHODS = (
     "base", "joint", "frames", "base-sln", "wide", "local", "wide-local", "linear", "linear-local",
     "conv-local", "attention", "full", "window", "window+", "gla", "deltanet", "gated-deltanet",
     "kda", "mamba2", "rwkv7", "xl", "registers", "slots", "slots-matched", "recurrent-slots",
-    "tensor", "tensor-long", "spatial", "tensor-local", "tensor-xl", "tensor-depth", "place",
-    "place-delta", "place-given", "place-given-delta", "place-offset", "place-local",
+    "tensor", "tensor-open", "tensor-long", "spatial", "tensor-local", "tensor-xl", "tensor-depth",
+    "place", "place-delta", "place-given", "place-given-delta", "place-offset", "place-local",
 )  # fmt: skip
 """The order of methods in tables and figures; others come after."""
 
