@@ -16,7 +16,7 @@ Timing = dict[str, Any]
 """Milliseconds of one call: median, p10, p90; and repeats."""
 
 ENQUEUED = 10
-"""Rounds handed to a GPU before it is waited for, so that its queue stays full."""
+"""Calls handed to a GPU in a row, so that its queue stays full where Python is the faster one."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,10 @@ def measure_alternately(
 ) -> dict[str, Timing]:
     """Time several calls turn by turn, so that drift of the machine meets them all alike.
 
-    On a GPU the time is that between two events around a call, with caches emptied before it and
-    many calls enqueued before the host waits: what a training loop sees, Python included where it
-    is the slower one.
+    On a GPU a turn is ten calls in a row, as in a loop of their own: right after a call that
+    Python was too slow for, another would wait for its launches as well. The time is that between
+    two events around a call, with caches emptied before it, Python included where it is the slower
+    one.
     """
     for call in calls.values():
         for _ in range(budget.warm_up):
@@ -95,8 +96,8 @@ def _cuda_times(
 ) -> dict[str, list[float]]:
     marks: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in calls}
     torch.cuda.synchronize(dirt.device)
-    for _ in range(turns):
-        for name, call in calls.items():
+    for name, call in calls.items():
+        for _ in range(turns):
             start = torch.cuda.Event(enable_timing=True)
             end = torch.cuda.Event(enable_timing=True)
             dirt.zero_()  # nothing of the call before stays in the cache
