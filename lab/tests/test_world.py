@@ -221,7 +221,11 @@ def test_half_of_the_image_changes_where_the_agent_is_not(birds):
     assert torch.equal(batch["seen"][:, 30], still["seen"][:, 30])  # it is still there
     other = (batch["seen"] - still["seen"]).abs().amax(-1) > 0
     assert (other & batch["turned"]).sum() > 0.9 * batch["turned"].sum() > 0
-    assert {"psnr_renewed", "psnr_kept"} <= measured(task, batch["seen"], **batch).keys()
+    later = torch.arange(60) >= 30
+    assert not (other & batch["stayed"]).any()
+    assert (batch["stayed"] <= later).all() and (batch["turned"] <= later).all()
+    assert (batch["stayed"] | batch["turned"] | ~later).float().mean() > 0.7
+    assert {"psnr_renewed", "psnr_stayed"} <= measured(task, batch["seen"], **batch).keys()
 
 
 def test_renewed_is_what_was_seen_before_the_change_and_last_after_it(task):
@@ -232,8 +236,10 @@ def test_renewed_is_what_was_seen_before_the_change_and_last_after_it(task):
     turned[:, [101, 102, 197, 198, 199]] = True
     said = torch.zeros(1, 200, 48)
     said[:, 199] = 2  # the one glimpse that counts: 198 was last seen before, 197 first after
-    sums = measured(task, said, poses, torch.zeros(1, 200, 48), turned=turned)
+    marks = {"turned": turned, "stayed": turned.roll(-1, 1)}  # at 196 nothing was seen before
+    sums = measured(task, said, poses, torch.zeros(1, 200, 48), **marks)
     assert [x.item() for x in sums["psnr_renewed"]] == [1, 1]
+    assert [x.item() for x in sums["psnr_stayed"]] == [0, 3]  # 101, 197 and 198
 
 
 @torch.no_grad()

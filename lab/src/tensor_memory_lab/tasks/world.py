@@ -275,7 +275,9 @@ class World(Task):
         batch, before, middle = {"poses": poses}, images(0), poses.shape[1] // 2
         parts = [(before, slice(None))]
         if setting.change:
-            after, batch["turned"] = half_changed(before, images(1), poses, asked, patch)
+            after, batch["turned"], batch["stayed"] = half_changed(
+                before, images(1), poses, asked, patch
+            )
             parts = [(before, slice(middle)), (after, slice(middle, None))]
 
         def shown(at: Tensor) -> Tensor:
@@ -332,7 +334,7 @@ class World(Task):
             number = torch.arange(at.shape[1], device=at.device)
             # Seen before the change, and last seen after it: the old must have been overwritten.
             kinds["renewed"] = turned & (age > FAR) & (number - age >= middle) & (oldest < middle)
-            kinds["kept"] = ~turned & (age > FAR) & (number >= middle)
+            kinds["stayed"] = batch["stayed"] & (age > FAR)
         counted = torch.ones_like(found)[:, first:]
         sums = {"loss": (found[:, first:].sum(), counted.sum())}
         for kind, chosen in kinds.items():
@@ -436,8 +438,9 @@ def glimpses(images: Tensor, poses: Tensor, patch: int) -> Tensor:
 
 def half_changed(
     images: Tensor, others: Tensor, poses: Tensor, asked: Tensor, patch: int
-) -> tuple[Tensor, Tensor]:
-    """Images (B, 3, side, side) after a change, and the questions (B, T) for what has changed.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Images (B, 3, side, side) after a change; which questions (B, T) are for what has changed
+    since, and which for what has stayed.
 
     In the middle of the walk the half that the agent is not in becomes that of another image.
     """
@@ -450,9 +453,10 @@ def half_changed(
     half = torch.stack([x, y])[axis[:, 0]] * away[..., None] > 0  # (B, side, side)
     along = asked.gather(2, axis[:, None].expand(-1, asked.shape[1], -1))[..., 0]
     later = torch.arange(poses.shape[1], device=poses.device) >= middle
-    # A patch at the border shows both halves.
-    turned = (along * away * (1 - patch / side) > patch / side) & later
-    return torch.where(half[:, None], others, images), turned
+    # A patch at the border shows both halves, and is for neither.
+    beyond, whole = along * away * (1 - patch / side), patch / side
+    turned, stayed = (beyond > whole) & later, (beyond < -whole) & later
+    return torch.where(half[:, None], others, images), turned, stayed
 
 
 def errors(patches: Tensor, target: Tensor) -> Tensor:
