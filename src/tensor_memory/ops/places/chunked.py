@@ -97,7 +97,7 @@ def read_before(inputs: PlaceInputs, state: Tensor) -> Tensor:
             read = F.embedding_bag(
                 (index + row).flatten(0, 2), state.flatten(0, 2),
                 per_sample_weights=weight.flatten(0, 2), mode="sum",
-            ).view(*index.shape[:3], -1)  # fmt: skip
+            ).view(*index.shape[:3], state.shape[-1])  # fmt: skip
         else:
             address = outer(factors(places, inputs.grid, inputs.width, inputs.wrap))
             read = torch.einsum("bnhv,bhvc->bnhc", address, state)
@@ -145,39 +145,41 @@ def _dense_block(block: PlaceInputs, state: Tensor) -> tuple[Tensor, Tensor]:
 
 def _sparse_block(block: PlaceInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """Addresses as E corners: between chunks the voxels around each place, and not the grid."""
-    reads = []
+    reads, L = [], min(CHUNK, block.content.shape[1])
     for start, stop in _segments(block):
         segment = block.tokens(start, stop)
         if segment.resets is not None:  # a segment begins where a row does
             state = torch.where(segment.resets[:, 0, None, None, None], 0, state)
             segment = segment._replace(resets=None)
-        read, state = _sparse_segment(segment, state)
+        read, state = _sparse_segment(segment, state, L)
         reads.append(read)
     return torch.cat(reads, 1), state
 
 
 def _segments(block: PlaceInputs) -> list[tuple[int, int]]:
-    """Pieces of a block: no reset but at their start, and no more decay than can be undone."""
+    """Pieces of a block: no reset but at their start, and no more decay than can be undone.
+
+    A piece's last chunk is never undone, so that what came before tells where the piece ends.
+    """
     N = block.content.shape[1]
-    cuts = {0, N}
+    starts = {0, N}
     if block.resets is not None:
-        cuts |= set(block.resets.any(0).nonzero().flatten().tolist())
-    decay = block.log_keep.detach().cumsum(1).amin((0, 2)).tolist()  # the row that forgets most
-    found: list[tuple[int, int]] = []
-    edges = sorted(cuts)
-    for start, stop in itertools.pairwise(edges):
-        begin, past = start, decay[start - 1] if start else 0.0
-        for at in range(start + CHUNK, stop, CHUNK):
-            if decay[min(at + CHUNK, stop) - 1] < past - MOST_DECAY:
-                found.append((begin, at))
-                begin, past = at, decay[at - 1]
-        found.append((begin, stop))
-    return found
+        starts |= set(block.resets.any(0).nonzero().flatten().tolist())
+    ranges = [range(start, stop, CHUNK) for start, stop in itertools.pairwise(sorted(starts))]
+    edges = [at for chunks in ranges for at in chunks]
+    before = F.pad(block.log_keep.detach().cumsum(1), (0, 0, 1, 0))[:, edges].cpu()  # (B, S, H)
+    cuts, begin = [], 0
+    for number, at in enumerate(edges):
+        # Row by row: the one that forgets most so far may not be the one that does now.
+        if at in starts or (before[:, number] - before[:, begin] < -MOST_DECAY).any():
+            cuts.append(at)
+            begin = number
+    return list(itertools.pairwise([*cuts, N]))
 
 
-def _sparse_segment(segment: PlaceInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+def _sparse_segment(segment: PlaceInputs, state: Tensor, L: int) -> tuple[Tensor, Tensor]:
     N = segment.content.shape[1]
-    chunks = cut_into_chunks(segment)
+    chunks = cut_into_chunks(segment, L)
     write_index, write_weight = corners(segment.write_at, segment.grid, segment.wrap)
     read_index, read_weight = corners(segment.asked_at, segment.grid, segment.wrap)
     given = chunks.rate * chunks.value
@@ -187,8 +189,8 @@ def _sparse_segment(segment: PlaceInputs, state: Tensor) -> tuple[Tensor, Tensor
         given = product(inverse, given)
         solve = inverse * (chunks.rate * chunks.from_state).mT
     held, written, state = SparseChunks.apply(
-        _by_chunk(write_index), _by_chunk(read_index), _by_chunk(write_weight),
-        _by_chunk(read_weight), given, solve, chunks.to_state, chunks.total, state,
+        _by_chunk(write_index, L), _by_chunk(read_index, L), _by_chunk(write_weight, L),
+        _by_chunk(read_weight, L), given, solve, chunks.to_state, chunks.total, state,
     )  # type: ignore[misc]  # fmt: skip
     reads = product(attention(chunks), written) + chunks.from_state * held
     return _flat(reads, N), state
@@ -326,9 +328,9 @@ def _scatter(buffer: Tensor, index: Tensor, values: Tensor) -> None:
     buffer.index_add_(0, index.flatten(), values.flatten(0, -2))
 
 
-def cut_into_chunks(block: PlaceInputs) -> Chunks:
-    """A block's tokens by chunk; the last one is filled up."""
-    L = min(CHUNK, block.content.shape[1])
+def cut_into_chunks(block: PlaceInputs, L: int | None = None) -> Chunks:
+    """A block's tokens by chunk of L; the last one is filled up."""
+    L = min(CHUNK, block.content.shape[1]) if L is None else L
     log_keep = _by_chunk(block.log_keep[..., None], L)[..., 0]  # (B, H, S, L)
     g = log_keep.cumsum(-1)
     earlier = torch.ones(L, L, dtype=torch.bool, device=g.device).tril()
@@ -374,12 +376,9 @@ def delta_inverse(chunks: Chunks) -> Tensor:
     )
 
 
-def _by_chunk(tokens: Tensor, L: int | None = None) -> Tensor:
+def _by_chunk(tokens: Tensor, L: int) -> Tensor:
     """(B, N, H, ...) -> (B, H, S, L, ...); zeros fill the last chunk up and do nothing."""
-    N = tokens.shape[1]
-    L = min(CHUNK, N) if L is None else L
-    short = -N % L
-    if short:
+    if short := -tokens.shape[1] % L:
         fill = tokens.new_zeros((tokens.shape[0], short, *tokens.shape[2:]))
         tokens = torch.cat([tokens, fill], 1)
     return tokens.unflatten(1, (-1, L)).movedim(3, 1)
