@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from tensor_memory.chunking import check_marks, check_tokens, packed_resets
 from tensor_memory.config import PlaceConfig
+from tensor_memory.ops.autograd import no_autocast
 from tensor_memory.ops.dispatch import BACKENDS
 from tensor_memory.ops.inputs import checked_device, checked_float, is_dense, products_dtype
 from tensor_memory.ops.places.inputs import PlaceInputs
@@ -161,7 +162,8 @@ class PlaceMemory(nn.Module):
                 values are not checked, as a check would wait for the device. A place outside
                 counts as on the border, or comes round again on an axis that wraps.
             mask: (B, N) true where a token is real; others change nothing and m is 0 there.
-            reset: (B, N) true where a new document starts, on a masked position too.
+            reset: (B, N) true where a new document starts, on a masked position too. The grid is
+                emptied there; the rest of a voxel that `state.moved` has left in the origin stays.
             cu_seqlens: (documents + 1,) int, where documents packed into one row begin and end:
                 0, ..., N, as in variable-length attention; B is 1. Every document but the first
                 starts with an empty memory; the first goes on from `state`. A document without
@@ -227,9 +229,10 @@ class PlaceMemory(nn.Module):
             reset = packed_resets(x, reset, cu_seqlens)
         inputs, _ = self.steer(x, state, where, mask, reset)
         inputs = inputs.prepared()
-        at = row_index("trace", reads, x[0], "position")
-        share, rest = shares(inputs, at)
-        read = torch.einsum("brnh,bnhc->brhc", share, inputs.content) + rest
+        at = row_index("trace", reads, x.transpose(0, 1), "position")
+        with no_autocast(x.device):
+            share, rest = shares(inputs, at)
+            read = torch.einsum("brnh,bnhc->brhc", share, inputs.content) + rest
         return Trace(share, inputs.content, rest, read)
 
     def steer(

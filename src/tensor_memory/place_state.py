@@ -195,9 +195,13 @@ class PlaceState:
                 f"got {size}; a world has as many axes as its places have coordinates"
             )
         values = self.dequantized().values
-        for axis, (new, wraps) in enumerate(zip(size, self.wrap, strict=True)):
+        turns = [1.0] * len(size)  # by coordinate: the last axis of the grid first
+        for axis, (old, new, wraps) in enumerate(zip(self.grid, size, self.wrap, strict=True)):
             values = _resampled(values, axis + 2, new, wraps)
-        return self.with_values(values)
+            if wraps:
+                turns[-1 - axis] = new / (new - 1) * (old - 1) / old
+        origin = self.origin * self.origin.new_tensor(turns)
+        return replace(self.with_values(values), origin=origin)
 
     def moved(self, shift: Tensor | Sequence[float], *, empty: bool = True) -> PlaceState:
         """The agent's frame moves by `shift` (n) or (B, n), in the units of places.

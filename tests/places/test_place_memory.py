@@ -530,3 +530,16 @@ def test_a_map_has_the_axes_that_were_asked_for():
         PlaceConfig.map(2, grid=(4, 5, 6))
     with pytest.raises(ValueError, match="axes: expected 1 to 4, got 5; grid="):
         PlaceConfig.map(5)
+
+
+def test_a_moved_torus_keeps_its_share_of_a_turn_when_resized():
+    state = PlaceState(torch.arange(8.0).view(1, 1, 8, 1), torch.zeros(1, 1), (True,))
+    moved, turn = state.moved([0.05 * 16 / 7], empty=False), {8: 16 / 7, 16: 32 / 15}
+    share = moved.origin / turn[8]
+    assert share.item() == pytest.approx(0.05)
+    torch.testing.assert_close(moved.resized((16,)).origin / turn[16], share)
+    open_axes = PlaceState(torch.zeros(1, 1, 4, 5, 1), torch.tensor([[0.1, 0.2]]), (False, False))
+    assert torch.equal(open_axes.resized((7, 9)).origin, open_axes.origin)
+    mixed = PlaceState(torch.zeros(1, 1, 4, 8, 1), torch.tensor([[0.1, 0.2]]), (False, True))
+    expected = torch.tensor([[0.1 * turn[16] / turn[8], 0.2]])  # x goes along the last axis
+    torch.testing.assert_close(mixed.resized((7, 16)).origin, expected)

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensor_memory import PlaceConfig, PlaceMemory, PlaceState, Recording, record
 from tensor_memory.ops.places import chunked, shares
+from tensor_memory.ops.places.place_scan import place_scan
 
 SMALL = PlaceConfig(grid=(4, 3), channels=3, heads=2)
 
@@ -255,3 +256,16 @@ def test_a_trace_that_cannot_be_given_says_why():
     ):  # fmt: skip
         with pytest.raises(error, match=match):
             trace()
+
+
+def test_a_trace_under_autocast_adds_up_to_a_read_in_float32():
+    memory, x = PlaceMemory(DIM, SMALL), torch.randn(2, 70, DIM)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        trace, (inputs, _) = memory.trace(x, reads=[0, 40]), memory.steer(x, None)
+    reads, _ = place_scan(*inputs[:7], rule=inputs.rule, wrap=inputs.wrap)
+    torch.testing.assert_close(trace.read, reads.detach()[:, [0, 40]])
+
+
+def test_a_trace_of_no_rows_is_empty():
+    memory = PlaceMemory(DIM, SMALL)
+    assert memory.trace(torch.randn(0, 5, DIM), reads=[3]).share.shape == (0, 1, 5, 2)

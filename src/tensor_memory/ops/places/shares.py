@@ -45,7 +45,7 @@ def shares(inputs: PlaceInputs, reads: Tensor) -> tuple[Tensor, Tensor]:
     state, L = inputs.state.flatten(2, -2), block_length(address_size)
     for which in torch.arange(len(reads)).split(reads_at_once(address_size)) if len(reads) else ():
         at = reads[which].expand(B, -1)
-        stop = int(at.max()) + 1
+        stop = int(reads[which].max()) + 1
         a = inputs.content.new_zeros(B, H, len(which), state.shape[2])
         for start in reversed(range(0, stop, L)):
             block = inputs.tokens(start, min(start + L, stop))
