@@ -14,7 +14,7 @@ from torch import nn
 from maze_data import scattered, write_layouts
 from sampled import exhaustive_but
 from small_models import SMALL
-from tensor_memory import find_leak
+from tensor_memory import MemoryConfig, PlaceConfig, find_leak
 from tensor_memory_lab.models.maze import MazeModel, MazeModelConfig
 from tensor_memory_lab.models.world import METHODS
 from tensor_memory_lab.recipes.maze import maze
@@ -212,6 +212,19 @@ def test_every_setting_is_a_split_of_its_own(folder):
 def test_settings_that_make_no_maze_are_refused(wrong, name):
     with pytest.raises(ValueError, match=f"task.{name}: expected"):
         MazeConfig(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("method", "field", "changes"),
+    [
+        ("tensor-open", "memory.forget_bias", {"memory": MemoryConfig(forget_bias=1.0)}),
+        ("place-given", "place.places", {"place": PlaceConfig(places="offset")}),
+        ("window", "slots", {"slots": 4}),
+    ],
+)
+def test_a_field_that_the_method_does_not_read_is_refused(method, field, changes):
+    with pytest.raises(ValueError, match=rf"model\.{field}: expected the default, .* for {method}"):
+        MazeModelConfig(method=method, **changes)
 
 
 class Answers(nn.Module):

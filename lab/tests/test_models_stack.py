@@ -76,6 +76,14 @@ def test_calls_may_be_cut_inside_a_chunk(name, lengths):
     assert_same(in_calls(stack, x, lengths)[0], stack(x)[0])
 
 
+def test_a_diagnostic_model_starts_for_long_gaps_with_what_else_was_chosen():
+    sizes = {"channels": 3, "grid": (3, 4), "chunk_size": 3}
+    made = ToyModelConfig(method="tensor-long", memory=MemoryConfig(**sizes, mixing="pointwise"))
+    assert made.stack(8).memory == MemoryConfig.long_gap(**sizes, mixing="pointwise")
+    with pytest.raises(ValueError, match=r"model\.memory\.forget_bias: expected the default, 0\.0"):
+        ToyModelConfig(method="tensor-long", memory=MemoryConfig(forget_bias=1.0))
+
+
 @pytest.mark.parametrize("name", CARRIED)
 def test_a_fresh_row_forgets_and_the_others_remember(name):
     stack, x = made(CARRIED[name]), tokens(rows=3)

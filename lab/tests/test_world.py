@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 import world_pictures as study
 from sampled import exhaustive_but
 from small_models import SMALL
-from tensor_memory import find_leak
+from tensor_memory import MemoryConfig, PlaceConfig, find_leak
 from tensor_memory_lab.models.peers import PEERS
 from tensor_memory_lab.models.world import METHODS, WorldModel, WorldModelConfig
 from tensor_memory_lab.recipes.world import world
@@ -301,6 +302,44 @@ def test_walks_too_short_for_what_chooses_are_refused():
 def test_a_method_that_is_not_there_is_refused_with_those_that_are():
     with pytest.raises(ValueError, match=r"model\.method: expected one of window, full, .*place"):
         WorldModelConfig(method="maps")
+
+
+@pytest.mark.parametrize(
+    ("method", "field", "changes"),
+    [
+        ("tensor-open", "memory.forget_bias", {"memory": MemoryConfig(forget_bias=1.0)}),
+        ("tensor-long", "memory.forget_bias", {"memory": MemoryConfig(forget_bias=1.0)}),
+        ("tensor-long", "memory.gain", {"memory": MemoryConfig(gain=2.0)}),
+        ("place-given", "place.places", {"place": PlaceConfig(places="offset")}),
+        ("place-delta", "place.rule", {"place": PlaceConfig(rule="delta")}),
+        ("window", "slots", {"slots": 4}),
+        ("xl", "slots", {"slots": 4}),
+        ("window+", "cache", {"cache": 4}),
+    ],
+)
+def test_a_field_that_the_method_does_not_read_is_refused(method, field, changes):
+    complaint = (
+        rf"model\.{field}: expected the default, .* for {re.escape(method)}, .* got .*; keep"
+    )
+    with pytest.raises(ValueError, match=complaint):
+        WorldModelConfig(method=method, **changes)
+
+
+def test_a_field_that_the_method_reads_is_taken():
+    place = PlaceConfig(rule="delta", heads=2)
+    assert WorldModelConfig(method="place-given", place=place).stack(8).place == replace(
+        place, places="given"
+    )
+    assert WorldModelConfig(method="xl", cache=4).stack(8).cache == 4
+
+
+def test_a_start_for_long_gaps_keeps_what_else_was_chosen():
+    sizes = {"channels": 8, "grid": (4, 4), "chunk_size": 2}
+    plain = WorldModelConfig(method="tensor-long", memory=MemoryConfig(**sizes))
+    assert plain.stack(8).memory == MemoryConfig.long_gap(**sizes)
+    more = {"read_heads": 4, "write_heads": 4, "mixing": "pointwise", "backend": "reference"}
+    chosen = replace(plain, memory=MemoryConfig(**sizes, **more))
+    assert chosen.stack(8).memory == MemoryConfig.long_gap(**sizes, **more)
 
 
 class Predictions(nn.Module):

@@ -6,8 +6,8 @@ config, such as the cache that fills the memory's bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tensor_memory import MemoryConfig
@@ -33,6 +33,11 @@ class DecoderConfig(TransformerConfig):
     cache: int | None = None
     """Tokens in the cache of xl; None takes as many as fill the memory's bytes."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        changed = MEMORY_METHODS.get(self.method, ())
+        check_unread(self.memory, "model.memory", self.method, changed)
+
     def make_stack(self, method: Method, length: int, **options: Any) -> StackConfig:
         """The stack that a method stands for, for windows of `length` tokens."""
         changes: dict[str, Any] = {
@@ -54,6 +59,30 @@ class DecoderConfig(TransformerConfig):
         return StackConfig(**plain | options | changes)
 
 
+def check_unread(config: Any, group: str, method: str, names: Iterable[str]) -> None:
+    """Raise unless fields that a method sets itself or does not use have their defaults.
+
+    They would change a run's name and label, and not its model. `group` is what the config is
+    called on a command line: "model", "model.memory" or "model.place".
+    """
+    for name in names:
+        value, default = getattr(config, name), getattr(type(config), name)
+        if value != default:
+            raise ValueError(
+                f"{group}.{name}: expected the default, {default}, for {method}, which does not "
+                f"read it, got {value}; keep the default or take another method"
+            )
+
+
+MEMORY_METHODS: dict[str, dict[str, Any]] = {
+    "tensor-open": {"forget_bias": 5.0},
+    "tensor-long": {
+        name: getattr(MemoryConfig.long_gap(), name)
+        for name in ("spread_bias", "forget_bias", "feedback", "gain")
+    },
+}
+"""Methods with the paper's memory, and the fields of its config that they change."""
+
 PLACE_METHODS: dict[str, dict[str, Any]] = {
     "place": {},
     "place-delta": {"rule": "delta"},
@@ -65,11 +94,8 @@ PLACE_METHODS: dict[str, dict[str, Any]] = {
 
 
 def long_gap(config: DecoderConfig) -> MemoryConfig:
-    """The paper's memory from its start for long gaps, its sizes those of the config."""
-    memory = config.memory
-    return MemoryConfig.long_gap(
-        channels=memory.channels, grid=memory.grid, chunk_size=memory.chunk_size
-    )
+    """The paper's memory from its start for long gaps; all else is as in the config."""
+    return replace(config.memory, **MEMORY_METHODS["tensor-long"])
 
 
 def wide(config: DecoderConfig) -> float:

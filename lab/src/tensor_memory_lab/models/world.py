@@ -20,7 +20,13 @@ from torch import Tensor, nn
 from tensor_memory import MemoryConfig, PlaceConfig, PlaceMemory
 from tensor_memory_lab.models import Carry, Model
 from tensor_memory_lab.models.block import Place, initialise
-from tensor_memory_lab.models.decoder import PLACE_METHODS, DecoderConfig, Method, long_gap
+from tensor_memory_lab.models.decoder import (
+    MEMORY_METHODS,
+    PLACE_METHODS,
+    DecoderConfig,
+    Method,
+    check_unread,
+)
 from tensor_memory_lab.models.peers import PeerConfig
 from tensor_memory_lab.models.relative_attention import CACHE_BYTES
 from tensor_memory_lab.models.stack import SIDES, Stack, StackConfig, extra_bytes
@@ -57,7 +63,7 @@ class WorldModelConfig(DecoderConfig):
     window: int = 16
     """Tokens that attention sees, itself included: two per glimpse."""
     place: PlaceConfig = field(default_factory=PlaceConfig)
-    """The place memory; the method says how its places are made and its rule."""
+    """The place memory; leave `places` and `rule` to a method that sets them."""
     peer: PeerConfig = field(default_factory=PeerConfig)
     """How much the field's mechanisms keep in each layer."""
 
@@ -67,6 +73,9 @@ class WorldModelConfig(DecoderConfig):
             raise ValueError(
                 f"model.method: expected one of {', '.join(METHODS)}, got {self.method!r}"
             )
+        unread = ("slots",) if self.method == "xl" else ("slots", "cache")
+        check_unread(self, "model", self.method, unread)
+        check_unread(self.place, "model.place", self.method, PLACE_METHODS.get(self.method, ()))
 
     def build(self, task: Any) -> WalkModel:
         """The model for walks of a task."""
@@ -82,6 +91,10 @@ class WorldModelConfig(DecoderConfig):
             "peer": self.peer,
         }
         return self.make_stack(METHODS[self.method], length, **plain)
+
+
+def _tensor(changes: dict[str, Any]) -> Method:
+    return {"side": "tensor", "memory": lambda config: replace(config.memory, **changes)}
 
 
 def _place(changes: dict[str, Any]) -> Method:
@@ -105,11 +118,7 @@ METHODS: dict[str, Method] = {
         "rotary": False,
     },
     **{name: {"side": name} for name in SIDES},
-    "tensor-open": {
-        "side": "tensor",
-        "memory": lambda config: replace(config.memory, forget_bias=5.0),
-    },
-    "tensor-long": {"side": "tensor", "memory": long_gap},
+    **{name: _tensor(changes) for name, changes in MEMORY_METHODS.items()},
     **{name: _place(changes) for name, changes in PLACE_METHODS.items()},
 }
 """What a method changes; see `StackConfig`."""
