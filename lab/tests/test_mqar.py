@@ -1,5 +1,6 @@
 """Associative recall: rows hold what they ask for, the protocol is zoology's, models fit it."""
 
+import re
 from dataclasses import replace
 from functools import partial
 from typing import get_args
@@ -141,7 +142,8 @@ def built(name, **options):
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.filterwarnings("ignore::tensor_memory.ForgettingWarning")  # the published start
 def test_a_model_answers_causally(name):
-    model = built(name, dim=16, state_bytes=2048).eval()
+    size = {} if name == "attention" else {"state_bytes": 2048}
+    model = built(name, dim=16, **size).eval()
     batch = SMALL.build(0).batch("valid", 0, 2)
     outputs, carry = model(batch)
     assert outputs["logits"].shape == (2, 4, 8192)
@@ -198,6 +200,37 @@ def test_a_model_states_all_that_it_keeps():
 def test_what_cannot_be_built_is_refused(make, complaint):
     with pytest.raises(ValueError, match=complaint):
         make()
+
+
+UNREAD = {
+    "place": ("heads",),
+    "tensor": ("heads", "place_heads", "axes", "rule"),
+    "tensor-long": ("heads", "place_heads", "axes", "rule"),
+    "mamba2": ("heads", "place_heads", "axes", "rule"),
+    "attention": ("state_bytes", "place_heads", "axes", "rule"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::tensor_memory.ForgettingWarning")  # the published start
+@pytest.mark.parametrize("method", get_args(RecallMethod))
+def test_a_field_changes_the_mixer_or_is_refused(method):
+    plain = RecallModelConfig(method=method)
+    changes = {"heads": 4, "place_heads": 2, "axes": 1, "rule": "delta", "state_bytes": 16_384}
+    for field, value in changes.items():
+        if field in UNREAD.get(method, ("place_heads", "axes", "rule")):
+            complaint = rf"model\.{field}: expected the default, .* for {re.escape(method)}, .*got"
+            with pytest.raises(ValueError, match=complaint):
+                replace(plain, **{field: value})
+        else:
+            changed = replace(plain, **{field: value})
+            assert described(changed) != described(plain), field
+
+
+def described(config):
+    """A mixer as text, its config, heads and the shapes of its weights."""
+    mixer = config.mixer(config.state_bytes)
+    named = {name: value for name, value in vars(mixer).items() if not name.startswith("_")}
+    return f"{mixer} {named} {[tuple(w.shape) for w in mixer.parameters()]}"
 
 
 def test_rows_of_one_length_share_compiled_code(tmp_path, monkeypatch):

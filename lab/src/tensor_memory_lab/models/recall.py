@@ -22,6 +22,7 @@ from tensor_memory_lab.choices import check_choices
 from tensor_memory_lab.models import Carry, Model
 from tensor_memory_lab.models.attention import SelfAttention
 from tensor_memory_lab.models.block import initialise
+from tensor_memory_lab.models.decoder import check_unread
 from tensor_memory_lab.models.peers import PEERS, DeltaNet, GatedLinearAttention, PeerConfig
 from tensor_memory_lab.models.side import FLOAT_BYTES, SideMemory, State, memory_bytes
 from tensor_memory_lab.tasks import Batch
@@ -47,7 +48,7 @@ class RecallModelConfig:
     state_bytes: int = 32_768
     """Bytes of the mixer's state in float32; what its own short convolution keeps comes on top."""
     heads: int = 2
-    """Heads of the peers and of attention; the place memory has its own."""
+    """Heads of attention and of the peers but for Mamba-2; the place memory has its own."""
     place_heads: int = 4
     """Heads of the place memory."""
     axes: int = 2
@@ -65,6 +66,12 @@ class RecallModelConfig:
             raise ValueError(f"model.axes: expected 1 to 3, got {self.axes}")
         if self.state_bytes < 1024:
             raise ValueError(f"model.state_bytes: expected 1024 or more, got {self.state_bytes}")
+        unread = [] if self.method == "place" else ["place_heads", "axes", "rule"]
+        if self.method in ("place", "tensor", "tensor-long", "mamba2"):
+            unread.append("heads")
+        if self.method == "attention":
+            unread.append("state_bytes")
+        check_unread(self, "model", self.method, unread)
 
     def build(self, task: Any) -> RecallModel:
         """The model for a task of recall."""
