@@ -416,6 +416,21 @@ def test_methods_of_the_recipe_hold_the_same_bytes_in_two_layers():
     assert replace(world().model, method="window").build(task).state_bytes() == 0
 
 
+def test_the_bytes_of_the_memory_are_those_of_some_methods_alone():
+    task = type("Task", (), {"values": 192, "config": WorldConfig()})
+    model = world().model
+    half = replace(model, memory=replace(model.memory, channels=model.memory.channels // 2))
+    for methods, share in (
+        (("tensor", "tensor-open", "tensor-long", "linear", "window+", "xl"), 0.5),
+        (("gla", "deltanet", "place", "place-given"), 1),
+    ):
+        for method in methods:
+            whole, less = (
+                replace(c, method=method).build(task).state_bytes() for c in (model, half)
+            )
+            assert less / whole == pytest.approx(share, rel=0.05), method
+
+
 def test_given_places_are_the_poses():
     config = WorldModelConfig(method="place-given", **SMALL)
     model = WorldModel(config, values=12, glimpses=6).eval()

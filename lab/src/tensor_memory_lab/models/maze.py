@@ -28,7 +28,7 @@ OCTAVES = 5
 
 @dataclass(frozen=True)
 class MazeModelConfig(WorldModelConfig):
-    """A causal Transformer over views. The bytes of `memory` are what other methods get."""
+    """A causal Transformer over views; its fields and methods are those of the world."""
 
     def build(self, task: Any) -> MazeModel:
         """The model for walks of a task."""

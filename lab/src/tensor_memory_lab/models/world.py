@@ -39,7 +39,11 @@ of twice the world's width."""
 
 @dataclass(frozen=True)
 class WorldModelConfig(DecoderConfig):
-    """A causal Transformer over glimpses. The bytes of `memory` are what other methods get."""
+    """A causal Transformer over glimpses.
+
+    Tensor methods, linear, window+ and xl keep the bytes of `memory`; xl those of `cache` where it
+    is named. The place memory keeps those of `place`, the field's mechanisms those of `peer`.
+    """
 
     method: str = "window"
     """window: attention over the last tokens alone. full: over all of them; poses tell the place of
@@ -56,7 +60,7 @@ class WorldModelConfig(DecoderConfig):
     memory: MemoryConfig = field(
         default_factory=lambda: MemoryConfig(channels=64, grid=(8, 8), chunk_size=1)
     )
-    """The paper's memory, whose bytes other methods are matched to."""
+    """The paper's memory; linear, window+ and xl are matched to its bytes."""
     memory_layers: tuple[int, ...] | None = (1, 2)
     placement: Place = "after_attention"
     share_weights: bool = False
