@@ -3,7 +3,8 @@
 A token visits the E = 2ⁿ corners of its place. Sorted by voxel, and by token within a voxel, all
 visits of a row and head are one list, in which the state of a voxel goes from visit to visit: a
 scan along the list finds what every visit meets. The grid as a whole is passed over once, for the
-voxels that nobody visited. The gradient is the same scan from the end of the list.
+voxels that nobody visited. The gradient is the same scan from the end of the list. Later visits
+shift the list, so that they may change the last bits of earlier reads, and nothing else of them.
 
 Letters: B batch, N tokens, H heads, V voxels, C channels, n axes; K visits of a token, E or 2 E:
 first those of its write, then those of its read where that has a place of its own.
