@@ -155,6 +155,16 @@ def test_a_value_of_the_grid_does_not_hide_those_tried():
     assert [run.config.optimizer.lr for run in first_runs([stage])] == [0.1, 0.2]
 
 
+@pytest.mark.parametrize("rates", ["1e-3,0.001,3e-3", "3e-3,1e-3,1e-3"])
+def test_values_to_try_that_are_the_same_run_are_refused_before_any_run(capsys, rates):
+    tries = ["--over", "seed=1", "--tries", f"optimizer.lr={rates}", "--device", "cpu"]
+    assert main(["sweep", SIGN, *tries]) == 2
+    error = capsys.readouterr().err
+    assert "sweep: expected tries that are different runs, got the same run twice" in error
+    assert "optimizer.lr=1e-3 seed=0" in error
+    assert not Path("runs").exists()
+
+
 def test_a_stage_that_tries_is_done_before_the_next_begins():
     chooses, plain = Stage([SIGN], tries={"optimizer.lr": [0.1]}), Stage([SIGN])
     lots = in_lots([plain, plain, chooses, chooses, plain])

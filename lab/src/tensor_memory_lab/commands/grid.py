@@ -48,6 +48,8 @@ class Stage:
     """How long a run should train, in place of the recipe's steps."""
     told: Mapping[str, Any] = field(default_factory=dict)
     """What the records of its runs say about what was tried."""
+    distinct: bool = False
+    """Whether two of its combinations of values may not be the same run."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,15 @@ def expand(stages: Sequence[Stage]) -> list[PlannedRun]:
                     f"{stage.where or 'sweep'}: {name}: expected one value for all runs, or several"
                     f" to go over, got both; leave out --{_field(name)}, or what goes over it"
                 )
+        of_stage: dict[str, PlannedRun] = {}
         for run in (run for name in stage.recipes for run in _runs(name, stage)):
+            same = of_stage.setdefault(run.name, run)
+            if stage.distinct and same is not run:
+                raise ValueError(
+                    f"{stage.where or 'sweep'}: expected tries that are different runs, got the "
+                    f"same run twice, as {' '.join(same.changes)} and as {' '.join(run.changes)}; "
+                    "leave one of them out"
+                )
             first = runs.setdefault(run.name, run)
             if first.config != run.config:
                 raise ValueError(

@@ -92,7 +92,10 @@ def _tried(stage: Stage) -> Stage:
     over = dict(stage.tries) | dict(stage.over) | dict(stage.tries) | {"seed": [SEED]}
     flags = stage.flags if stage.tried is None else stage.tried
     over |= {"budget.test": ["False"]}
-    return replace(stage, over=over, flags=flags, tries={}, tried=None, seconds=None)
+    # Of a run that is dropped, the choice would take the next one's value.
+    return replace(
+        stage, over=over, flags=flags, tries={}, tried=None, seconds=None, distinct=True
+    )
 
 
 def _timed(stage: Stage) -> Stage:
