@@ -165,6 +165,18 @@ def test_flags_beside_a_plan_are_stronger_than_what_it_sets(tmp_path: Path):
         ("stage = 3", r"expected at least one \[\[stage\]\]"),
         ("stage = [3]", "stage 1: expected a table, got 3"),
         ("[[stage", "expected a plan in TOML"),
+        (
+            "[[stage]]\nrecipes=['a']\nover={'model.memory-layers'=[1], 'model.memory_layers'=[2]}",
+            "stage 1: over model.memory_layers: expected each field once, got it twice",
+        ),
+        (
+            "[[stage]]\nrecipes=['a']\ntries={'task.noise'=[1], noise=[2]}",
+            "stage 1: tries noise: expected each field once, got it twice",
+        ),
+        (
+            "[[stage]]\nrecipes=['a']\nset={'budget.batch_size'=1, 'budget.batch-size'=2}",
+            "stage 1: set budget.batch-size: expected each field once, got it twice",
+        ),
     ],
 )
 def test_a_wrong_plan_is_refused_with_what_was_expected(tmp_path, text, complaint):

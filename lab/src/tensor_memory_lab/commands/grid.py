@@ -86,17 +86,24 @@ def parse_over(texts: Iterable[str], flag: str = "--over") -> dict[str, list[str
                 f"{flag}: expected field=value,value such as seed=0,1,2, got {text!r}; "
                 "quote values that hold spaces"
             )
-        if _field(name) in map(_field, over):
-            raise ValueError(f"{flag} {name}: expected each field once, got it twice")
+        _check_once([*over, name], flag)
         over[name.lstrip("-")] = found
     return over
 
 
-def _field(flag: str) -> str:
+def _check_once(names: Sequence[str], where: str) -> None:
+    for number, name in enumerate(names):
+        if field_name(name) in map(field_name, names[:number]):
+            raise ValueError(f"{where} {name}: expected each field once, got it twice")
+
+
+def field_name(flag: str) -> str:
     """The field that a flag or a key of `over` names, however it is written.
 
-    >>> _field("--data_dir=here") == _field("task.data-dir")  # the task's may go without its group
-    True
+    The task's may go without its group.
+
+    >>> field_name("--data_dir=here"), field_name("task.data-dir")
+    ('data-dir', 'data-dir')
     """
     return flag.lstrip("-").partition("=")[0].replace("_", "-").removeprefix("task.")
 
@@ -108,12 +115,12 @@ def expand(stages: Sequence[Stage]) -> list[PlannedRun]:
     """
     runs: dict[str, PlannedRun] = {}
     for stage in stages:
-        fixed = {_field(flag) for flag in stage.flags if flag.startswith("--")}
+        fixed = {field_name(flag) for flag in stage.flags if flag.startswith("--")}
         for name in stage.over:
-            if _field(name) in fixed:
+            if field_name(name) in fixed:
                 raise ValueError(
                     f"{stage.where or 'sweep'}: {name}: expected one value for all runs, or several"
-                    f" to go over, got both; leave out --{_field(name)}, or what goes over it"
+                    f" to go over, got both; leave out --{field_name(name)}, or what goes over it"
                 )
         of_stage: dict[str, PlannedRun] = {}
         for run in (run for name in stage.recipes for run in _runs(name, stage)):
@@ -216,10 +223,10 @@ def _stage(values: Any, where: str, timeout: Any, flags: Sequence[str]) -> Stage
     duration = values.get("seconds")
     named = isinstance(recipes, list) and recipes and all(type(name) is str for name in recipes)
     _expect(named, where, 'recipes = ["name", ...]', recipes)
-    for key, table in (("set", fixed), ("tried", tried)):
+    for key, table in (("set", fixed), ("tried", tried), ("over", over), ("tries", tries)):
         _expect(isinstance(table, dict), where, f"a table for {key!r}", table)
-    for key, lists in (("over", over), ("tries", tries)):
-        _expect(isinstance(lists, dict), where, f"a table for {key!r}", lists)
+        _check_once(list(table), f"{where}: {key}")
+    for lists in (over, tries):
         for name, options in lists.items():
             _expect(isinstance(options, list) and options, where, f"a list for {name!r}", options)
     for key, time in (("timeout", timeout), ("seconds", duration)):

@@ -12,7 +12,13 @@ from typing import Any
 
 from tensor_memory_lab.commands.grid import PlannedRun, Stage, parse_over, read_plan
 from tensor_memory_lab.commands.jobs import Ended, Job, do_jobs
-from tensor_memory_lab.commands.tries import chosen_runs, first_runs, in_lots, timing_runs
+from tensor_memory_lab.commands.tries import (
+    check_choices,
+    chosen_runs,
+    first_runs,
+    in_lots,
+    timing_runs,
+)
 from tensor_memory_lab.files import make_folder, make_folder_of
 from tensor_memory_lab.interruption import terminated_as_interrupted
 from tensor_memory_lab.progress import progress
@@ -148,6 +154,7 @@ def _stages(
             "sweep: expected the names of recipes first, or --plan; "
             "`tensor-memory-lab sweep --help` shows examples"
         )
+    check_choices(stages)
     if options.timeout is not None:
         stages = [replace(stage, timeout=options.timeout) for stage in stages]
     return stages

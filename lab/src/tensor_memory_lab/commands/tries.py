@@ -20,11 +20,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tensor_memory_lab.commands.grid import PlannedRun, Stage, expand
+from tensor_memory_lab.commands.grid import PlannedRun, Stage, expand, field_name
 
 Record = Mapping[str, Any]
 Find = Callable[[PlannedRun], Record | None]
@@ -36,6 +36,29 @@ TIMED_STEPS = 200
 """Steps of a short run that tells the time of a step."""
 ROUND_STEPS = 50
 """Steps are a multiple of this: a time is not known more exactly."""
+
+
+def check_choices(stages: Iterable[Stage]) -> None:
+    """Raise where a choice would replace a value that a stage gives."""
+    for stage in stages:
+        where = stage.where or "sweep"
+        over = set(map(field_name, stage.over))
+        for name in stage.tries:
+            if field_name(name) in over:
+                raise ValueError(
+                    f"{where}: {name}: expected it in over or in tries, got it in both; leave it "
+                    "out of one of them"
+                )
+            if name in ("seed", "budget.test"):
+                raise ValueError(
+                    f"{where}: expected a field to choose a value of, got {name} in tries, which "
+                    f"all have seed {SEED} and no test; leave it out of tries"
+                )
+        fixed = {field_name(flag) for flag in stage.flags if flag.startswith("--")}
+        if stage.seconds and "budget.steps" in (*over, *stage.tries, *fixed):
+            raise ValueError(
+                f"{where}: expected budget.steps or seconds, got both; leave one of them out"
+            )
 
 
 def in_lots(stages: list[Stage]) -> list[list[Stage]]:
@@ -89,13 +112,11 @@ def _combinations(stage: Stage) -> Iterator[Stage]:
 def _tried(stage: Stage) -> Stage:
     # All methods with the first value, then with the next: what runs side by side at the start
     # then compiles different code, and later runs find theirs compiled.
-    over = dict(stage.tries) | dict(stage.over) | dict(stage.tries) | {"seed": [SEED]}
+    over = dict(stage.tries) | dict(stage.over) | {"seed": [SEED]}
     flags = stage.flags if stage.tried is None else stage.tried
     over |= {"budget.test": ["False"]}
     # Of a run that is dropped, the choice would take the next one's value.
-    return replace(
-        stage, over=over, flags=flags, tries={}, tried=None, seconds=None, distinct=True
-    )
+    return replace(stage, over=over, flags=flags, tries={}, tried=None, seconds=None, distinct=True)
 
 
 def _timed(stage: Stage) -> Stage:
