@@ -18,8 +18,8 @@ from invented_runs import record, sign
 from tensor_memory_lab.cli import main
 from tensor_memory_lab.commands import jobs
 from tensor_memory_lab.commands.arguments import parse_run
-from tensor_memory_lab.commands.grid import Stage
-from tensor_memory_lab.commands.tries import in_lots
+from tensor_memory_lab.commands.grid import Stage, read_plan
+from tensor_memory_lab.commands.tries import check_choices, in_lots
 from tensor_memory_lab.recipes import find_recipe
 from tensor_memory_lab.records import append, read_records, run_name, write_result
 
@@ -185,6 +185,26 @@ def test_steps_beside_seconds_are_refused(capsys, given):
     assert "stage 1: expected budget.steps or seconds, got both" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "got"),
+    [
+        (["--over", "seed=0,1"], "got 0, 1; go over seeds such as 1, 2 and 3"),
+        (["--over", "model.method=base"], "got none; go over seeds"),
+        (["--seed", "1"], "got none; go over seeds"),
+    ],
+)
+def test_the_runs_that_count_have_other_seeds_than_the_tries(capsys, given, got):
+    assert main(["sweep", SIGN, *given, "--tries", "optimizer.lr=0.1,0.2", "--dry-run"]) == 2
+    error = capsys.readouterr().err
+    assert "sweep: expected seeds other than 0 in over, since the tries have that one" in error
+    assert got in error
+
+
+def test_the_stages_of_all_plans_can_choose():
+    for plan in sorted((Path(__file__).parents[1] / "plans").glob("*.toml")):
+        check_choices(read_plan(plan))
+
+
 @pytest.mark.parametrize("rates", ["1e-3,0.001,3e-3", "3e-3,1e-3,1e-3"])
 def test_values_to_try_that_are_the_same_run_are_refused(capsys, rates):
     tries = ["--over", "seed=1", "--tries", f"optimizer.lr={rates}", "--dry-run"]
@@ -207,7 +227,7 @@ def test_nothing_is_chosen_before_all_tries_have_finished(capsys, monkeypatch, f
         return do_jobs_here(found[:finished], **options)
 
     monkeypatch.setattr("tensor_memory_lab.commands.sweep_runs.do_jobs", some)
-    tries = ["--over", "model.method=base", "--tries", "optimizer.lr=0.1,0.2", "--device", "cpu"]
+    tries = ["--over", "seed=1", "--tries", "optimizer.lr=0.1,0.2", "--device", "cpu"]
     assert main(["sweep", SIGN, *tries, "--budget.steps", "2", "--dry-run"]) == 0
     assert "\n1 combination has tries to finish first" in capsys.readouterr().out
     assert main(["sweep", SIGN, *tries, "--budget.steps", "2"]) == 1

@@ -39,7 +39,7 @@ ROUND_STEPS = 50
 
 
 def check_choices(stages: Iterable[Stage]) -> None:
-    """Raise where a choice would replace a value that a stage gives."""
+    """Raise where a choice would replace a value that a stage gives, or favour one of its seeds."""
     for stage in stages:
         where = stage.where or "sweep"
         over = set(map(field_name, stage.over))
@@ -58,6 +58,12 @@ def check_choices(stages: Iterable[Stage]) -> None:
         if stage.seconds and "budget.steps" in (*over, *stage.tries, *fixed):
             raise ValueError(
                 f"{where}: expected budget.steps or seconds, got both; leave one of them out"
+            )
+        seeds = [str(seed) for seed in stage.over.get("seed", ())]
+        if stage.tries and (not seeds or any(s.isdecimal() and int(s) == SEED for s in seeds)):
+            raise ValueError(
+                f"{where}: expected seeds other than {SEED} in over, since the tries have that one,"
+                f" got {', '.join(seeds) or 'none'}; go over seeds such as 1, 2 and 3"
             )
 
 
