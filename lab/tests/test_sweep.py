@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -21,7 +22,7 @@ from tensor_memory_lab.commands.arguments import parse_run
 from tensor_memory_lab.commands.grid import Stage, read_plan
 from tensor_memory_lab.commands.tries import check_choices, in_lots
 from tensor_memory_lab.recipes import find_recipe
-from tensor_memory_lab.records import append, read_records, run_name, write_result
+from tensor_memory_lab.records import append, config_from_dict, read_records, run_name, write_result
 
 SIGN = "invented_runs:sign"
 
@@ -127,18 +128,20 @@ def test_tries_may_be_made_in_another_setting(capsys, monkeypatch):
         assert found[method, 8]["config"]["optimizer"]["lr"] == 0.3
 
 
-def test_runs_of_equal_time_get_the_steps_that_take_it(monkeypatch):
-    def fake(found: Any, **_: Any) -> Any:
-        for job in found:
-            config, settings = parse_run(find_recipe(job.arguments[0]), job.arguments[1:])
-            slow = config.model.method == "tensor"
-            shared = settings.shared_device
-            kept = record(config, step_ms=20.0 if slow else 5.0, shared_device=shared)
-            settings.output.mkdir(parents=True)
-            write_result(settings.output / "result.json", kept)
-            yield jobs.Ended(job, 1.0, job.folder / "none", killed=False)
+def do_timed_jobs(found: Any, **_: Any) -> Any:
+    """Records of jobs that are never run, with invented times of a step."""
+    for job in found:
+        config, settings = parse_run(find_recipe(job.arguments[0]), job.arguments[1:])
+        slow = config.model.method == "tensor"
+        shared = settings.shared_device
+        kept = record(config, step_ms=20.0 if slow else 5.0, shared_device=shared)
+        settings.output.mkdir(parents=True)
+        write_result(settings.output / "result.json", kept)
+        yield jobs.Ended(job, 1.0, job.folder / "none", killed=False)
 
-    monkeypatch.setattr("tensor_memory_lab.commands.sweep_runs.do_jobs", fake)
+
+def test_runs_of_equal_time_get_the_steps_that_take_it(monkeypatch):
+    monkeypatch.setattr("tensor_memory_lab.commands.sweep_runs.do_jobs", do_timed_jobs)
     Path("plan.toml").write_text(TRIES + "seconds = 10\n")
     sweep = ["sweep", "--plan", "plan.toml", "--device", "cpu", "--results", "kept.jsonl"]
     assert main([*sweep, "--jobs", "3"]) == 0
@@ -148,6 +151,42 @@ def test_runs_of_equal_time_get_the_steps_that_take_it(monkeypatch):
     timed = [r for r in found if r["steps"] == 200]
     assert [r["shared_device"] for r in timed] == [False, False]
     assert all(r["tries"]["seconds"] == 10 for r in found if "tries" in r)
+
+
+def test_a_step_time_of_another_launch_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr("tensor_memory_lab.commands.sweep_runs.do_jobs", do_timed_jobs)
+    Path("plan.toml").write_text(f"[[stage]]\nrecipes = '{SIGN}'\nseconds = 10\n")
+    sweep = ["sweep", "--plan", "plan.toml", "--device", "cpu", "--results", "kept.jsonl"]
+    assert main(sweep) == 0
+    timed, _ = read_records(["kept.jsonl"])
+    name = run_name(config_from_dict(timed["config"]))
+    asked = f"{name}: expected the time of a step with --speed eager on a device of its own, got "
+    assert main([*sweep, "--speed", "eager"]) == 2
+    error = capsys.readouterr().err
+    assert f"{asked}a record with --speed auto; delete runs/{name} and its line in kept.j" in error
+    shutil.rmtree(Path("runs", name))
+    assert main([*sweep, "--speed", "eager"]) == 2
+    assert "--speed auto; delete its line in kept.jsonl, or give" in capsys.readouterr().err
+    Path("kept.jsonl").unlink()
+    assert main([*sweep, "--speed", "eager"]) == 0
+    assert "1 run done, 1 skipped, 0 failed" in capsys.readouterr().out
+    assert read_records(["kept.jsonl"])[0]["config"]["speed"] == "eager"
+
+
+def test_a_step_time_of_a_shared_device_is_refused(capsys, monkeypatch):
+    """Whether it was there before the sweep, or the sweep itself shared the device for it."""
+    monkeypatch.setattr("tensor_memory_lab.commands.sweep_runs.do_jobs", do_timed_jobs)
+    short = "'budget.steps' = 200, 'budget.evaluate-every' = 200, 'budget.test' = false"
+    Path("plan.toml").write_text(
+        f"[[stage]]\nrecipes = '{SIGN}'\nset = {{ {short} }}\nover = {{ seed = [0, 1] }}\n"
+        f"[[stage]]\nrecipes = '{SIGN}'\nseconds = 10\n"
+    )
+    sweep = ["sweep", "--plan", "plan.toml", "--device", "cpu"]
+    said = "of its own, got a record with --speed auto on a shared device"
+    assert main([*sweep, "--jobs", "2"]) == 1
+    assert said in capsys.readouterr().err
+    assert main(sweep) == 2
+    assert f"{said}; delete runs/sign-" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

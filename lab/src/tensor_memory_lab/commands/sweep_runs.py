@@ -18,6 +18,7 @@ from tensor_memory_lab.commands.tries import (
     first_runs,
     in_lots,
     timing_runs,
+    wrong_timing,
 )
 from tensor_memory_lab.files import make_folder, make_folder_of
 from tensor_memory_lab.interruption import terminated_as_interrupted
@@ -45,6 +46,8 @@ def do_sweep(recipes: Sequence[str], flags: Sequence[str], options: argparse.Nam
         return _read_finished(options.output / run.name) or known.get(run.name)
 
     known = _finished_records(options.results)
+    for run in (run for timing, _ in before for run in timing):
+        _check_timing(run, options, known)
     if options.dry_run:
         chosen = [chosen_runs(lot, find) for lot in lots]
         rounds = [
@@ -96,6 +99,28 @@ def do_sweep(recipes: Sequence[str], flags: Sequence[str], options: argparse.Nam
     for line in failures:
         print(line, file=sys.stderr)
     return 1 if failures else 0
+
+
+def _check_timing(
+    run: PlannedRun, options: argparse.Namespace, known: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Raise where a finished record stands in the way of a timing run.
+
+    It cannot be made beside that one: its folder has the same name, and a study holds one record
+    per config and seed.
+    """
+    folder = options.output / run.name
+    found = {
+        str(folder): _read_finished(folder),
+        f"its line in {options.results}": known.get(run.name),
+    }
+    wrong = {place: wrong_timing(run, record) for place, record in found.items() if record}
+    places = [place for place, why in wrong.items() if why]
+    if places:
+        raise ValueError(
+            f"{wrong[places[0]]}; delete {' and '.join(places)}, or give another --output and "
+            "--results"
+        )
 
 
 def _show(

@@ -25,6 +25,7 @@ from dataclasses import replace
 from typing import Any
 
 from tensor_memory_lab.commands.grid import PlannedRun, Stage, expand, field_name
+from tensor_memory_lab.records import config_from_dict
 
 Record = Mapping[str, Any]
 Find = Callable[[PlannedRun], Record | None]
@@ -86,6 +87,17 @@ def first_runs(stages: list[Stage]) -> list[PlannedRun]:
 def timing_runs(stages: list[Stage]) -> list[PlannedRun]:
     """Short runs of what is to train for a given time; each must have the device to itself."""
     return expand([_timed(stage) for stage in stages if stage.seconds])
+
+
+def wrong_timing(run: PlannedRun, record: Record) -> str | None:
+    """Why a record does not tell the time of a step of a run, whose name leaves the speed out."""
+    speed, shared = config_from_dict(record["config"]).speed, record.get("shared_device")
+    if speed == run.config.speed and not shared:
+        return None
+    return (
+        f"{run.name}: expected the time of a step with --speed {run.config.speed} on a device of "
+        f"its own, got a record with --speed {speed}{' on a shared device' if shared else ''}"
+    )
 
 
 def chosen_runs(stages: list[Stage], find: Find) -> tuple[list[PlannedRun], list[str]]:
@@ -161,6 +173,8 @@ def _choose(stage: Stage, find: Find) -> Stage:
         record = find(run)
         if record is None or not record.get("step_ms"):
             raise LookupError(f"{run.name}: expected a run that tells the time of a step, got none")
+        if wrong := wrong_timing(run, record):
+            raise LookupError(wrong)
         steps = 1000 * stage.seconds / record["step_ms"] / ROUND_STEPS
         over["budget.steps"] = [max(round(steps), 1) * ROUND_STEPS]
         told |= {"seconds": stage.seconds, "step_ms": record["step_ms"]}
