@@ -129,10 +129,14 @@ GOES_ON = {
     "move": moved,
     "move around": lambda state: moved(state, empty=False),
     "move and select": lambda state: selected(moved(state)),
+    "select and move": lambda state: moved(selected(state)),
+    "move, select and move": lambda state: moved(selected(moved(state))),
 }
 CHANGES = GOES_ON | {
     "reset": lambda state: state.reset([0]),
     "reset and select": lambda state: selected(state.reset([0])),
+    "reset and move": lambda state: moved(state.reset([0])),
+    "reset, select and move": lambda state: moved(selected(state.reset([0]))),
     "another state": lambda state: replace(state, values=torch.randn_like(state.values)),
 }
 
@@ -195,6 +199,37 @@ def test_calls_that_go_on_from_a_moved_state_stay_in_their_rows():
     assert layer.history.call[:, 0].tolist() == list(range(12))
     assert len(layer.history.moves) > 0
     assert len(layer.history.entry_at) == 0
+
+
+def test_a_layer_whose_state_moves_takes_no_move_of_another_layer():
+    """States of two layers, each selected and then moved."""
+    layers = torch.nn.ModuleList(PlaceMemory(DIM, SMALL) for _ in range(2)).double()
+    x, states = torch.randn(2, 9, DIM).double(), [None, None]
+    with record(layers, dtype=torch.float64) as recording:
+        for part in x.split(3, 1):
+            for i, layer in enumerate(layers):
+                _, states[i] = layer(part, states[i])
+            states = [state.select([1, 0]).moved([0.9 - i, 0.4]) for i, state in enumerate(states)]
+        for i, layer in enumerate(layers):
+            layer(x[:, :1], states[i])
+    assert recording.rows == 2
+    for i, layer in enumerate(recording):
+        assert len(layer.history.entry_at) == 0
+        assert set(layer.history.joins[:, 0].tolist()) == {3, 6, 9}
+        expected = layers[i](x[:, :1], states[i])[1].values.detach()
+        assert_near(torch.cat(list(replayed(layer, [0, 1]).values())), expected)
+
+
+@pytest.mark.parametrize("shift", [None, [0.9, 0.0]])
+def test_an_empty_state_does_not_go_on_in_older_rows_that_ended_empty(shift):
+    memory, x = PlaceMemory(DIM, SMALL).double(), torch.randn(1, 4, DIM).double()
+    yes = torch.ones(1, 1, dtype=torch.bool)
+    with record(memory, dtype=torch.float64) as recording:
+        _, state = memory(x[:, :1], mask=~yes, reset=yes)
+        _, state = memory(x[:, 1:2], replace(state, values=torch.randn_like(state.values)))
+        state = state.reset([0])
+        memory(x[:, 2:3], state if shift is None else state.moved(shift))
+    assert recording.rows == 3
 
 
 def test_a_branch_with_another_number_of_rows_starts_from_its_state():

@@ -237,6 +237,40 @@ def test_a_quantized_state_is_followed_as_if_it_were_not_rounded():
     torch.testing.assert_close(trace.read[0].float(), reads[-2][0, 0], rtol=0, atol=1e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8])
+def test_a_state_that_is_quantized_between_calls_is_followed_as_if_it_were_not_rounded(dtype):
+    memory, x, state = PlaceMemory(DIM, SMALL), torch.randn(2, 12, DIM), None
+    changes = {
+        3: lambda state: state.quantized(dtype),
+        6: lambda state: state.quantized(torch.int8).select([1, 0]),
+        9: PlaceState.dequantized,
+    }
+    with record(memory) as recording:
+        for start in range(0, 12, 3):
+            _, state = memory(
+                x[:, start : start + 3], state if state is None else changes[start](state)
+            )
+    assert (recording.rows, len(recording[0])) == (2, 12)
+    assert len(recording[0].history.entry_at) == 0
+    crossed = torch.cat([x[:, :6].flip(0), x[:, 6:]], 1)
+    expected = memory.double().trace(crossed.double(), reads=[11])
+    for row in range(2):
+        trace = recording[0].trace([11], row=row)
+        assert trace.row[0, ::3, 0].tolist() == [1 - row, 1 - row, row, row]
+        torch.testing.assert_close(trace.share[0], expected.share[row, 0], rtol=0, atol=1e-5)
+        assert not trace.rest.any()
+
+
+def test_a_quantized_state_that_moves_is_followed():
+    memory, x, state = PlaceMemory(DIM, SMALL), torch.randn(2, 12, DIM), None
+    with record(memory) as recording:
+        for part in x.split(3, 1):
+            _, state = memory(part, state)
+            state = state.quantized(torch.float16).moved([0.9, 0.3])
+    assert (recording.rows, len(recording[0].history.entry_at)) == (2, 0)
+    assert len(recording[0].history.moves) == 6
+
+
 def test_a_trace_that_cannot_be_given_says_why():
     memory = PlaceMemory(DIM, SMALL)
     with record(memory, max_tokens=4) as recording:

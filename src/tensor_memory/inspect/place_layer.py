@@ -151,9 +151,10 @@ class PlaceLayerRecording(LayerArrays):
     ) -> RecordedTrace:
         """Where reads came from, exactly: the share of every earlier write, in all recorded calls.
 
-        What happened to the state between calls is followed back: `moved`, `reset`, `select`.
-        Shares are computed in float64 from what was recorded. A state that was quantized between
-        calls counts as if it had not been rounded. Beside what is returned, memory is bounded.
+        What happened to the state between calls is followed back: `moved`, `reset`, `select` and
+        `quantized`, in any order. Shares are computed in float64 from what was recorded. A state
+        that was quantized counts as if it had not been rounded. Beside what is returned, memory is
+        bounded.
 
         Args:
             reads: positions in the row's stream.

@@ -326,10 +326,7 @@ class _Recorder:
     def _moved(self, before: PlaceState, after: PlaceState, steps: Tensor, empty: bool) -> None:
         """A state of a place memory rolled; the calls to come may go on from it."""
         with self.one_at_a_time:
-            for stream in self.streams:
-                for progress in stream.layers.values():
-                    if isinstance(progress, PlaceProgress):
-                        progress.move(before, after, steps, empty)
+            self.streams.move(before, after, steps, empty)
 
     def _record_chunks(
         self,

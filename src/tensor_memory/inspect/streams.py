@@ -2,7 +2,8 @@
 
 A call without a state, or with an empty one, starts new rows. A call with the state another call
 returned goes on in its rows, also after `detach`, and after `select` moved them: a row is a place
-in the batch, and takes along how far it had come. Any other state starts new rows.
+in the batch, and takes along how far it had come. A state of places may also have been `moved` or
+`quantized`, in any order. Any other state starts new rows.
 
 Letters: B rows of a call.
 """
@@ -85,11 +86,10 @@ class PlaceProgress:
             self.foreign, self.source, self.moves = True, None, []
         self.follows = False
 
-    def move(self, before: PlaceState, after: PlaceState, steps: Tensor, empty: bool) -> None:
-        """A state moved: where it is `last`, the next call is expected to go on from `after`."""
-        if self.last is not None and _is_same(self.last, before):
-            self.last = after.detach()
-            self.moves.append((steps.cpu().long().flip(1), empty))  # coordinate 0 is the last axis
+    def move(self, after: PlaceState, steps: Tensor, empty: bool) -> None:
+        """`last` moved: the next call is expected to go on from `after`."""
+        self.last = after.detach()
+        self.moves.append((steps.cpu().long().flip(1), empty))  # coordinate 0 is the last axis
 
 
 Progress = LayerProgress | PlaceProgress
@@ -139,16 +139,45 @@ class Streams:
                     if other != layer and layer not in stream.layers:  # threaded through depth
                         self._join(layer, stream, _begin(given))
                     return stream
+        found = self._find_rows(state, layer)
+        if found is None:
+            return self._start(layer, _begin(given))
+        stream, _, rows = found
+        chosen = stream.layers[layer].select(rows)
+        if stream.batch != len(rows):
+            return self._start(layer, chosen)
+        stream.layers[layer] = chosen
+        return stream
+
+    def move(self, before: PlaceState, after: PlaceState, steps: Tensor, empty: bool) -> None:
+        """A state moved: where calls led to it, the next one may go on from `after`."""
+        layers = [progress for stream in self for progress in stream.layers.values()]
+        places = [progress for progress in layers if isinstance(progress, PlaceProgress)]
+        same = [p for p in places if p.last is not None and _is_same(p.last, before)]
+        for progress in same:
+            progress.move(after, steps, empty)
+        found = None if same else self._find_rows(before)
+        if found is None:
+            return
+        stream, layer, rows = found
+        progress = stream.layers[layer]
+        if isinstance(progress, PlaceProgress) and stream.batch == len(rows):
+            stream.layers[layer] = chosen = replace(progress.select(rows), follows=False)
+            chosen.move(after, steps, empty)
+
+    def _find_rows(
+        self, state: AnyState, layer: int | None = None
+    ) -> tuple[Stream, int, Tensor] | None:
+        """The latest stream with rows that `state` comes from, of a layer or of any, and which."""
         for stream in reversed(list(self)):
-            progress = stream.layers.get(layer)
-            rows = None if progress is None else _rows_of(state, progress.last)
-            if progress is not None and rows is not None:
-                moved = progress.select(rows)
-                if stream.batch != len(rows):
-                    return self._start(layer, moved)
-                stream.layers[layer] = moved
-                return stream
-        return self._start(layer, _begin(given))
+            layers = [number for number in stream.layers if layer in (None, number)]
+            for number in layers:
+                rows = _rows_of(state, stream.layers[number].last)
+                if rows is not None:
+                    return stream, number, rows
+            if layers and not any(part.any() for part in _held(state)):
+                return None  # older rows that ended empty too are others
+        return None
 
     def _start(self, layer: int, progress: Progress) -> Stream:
         thread, batch = get_ident(), len(progress.done)
@@ -186,6 +215,11 @@ def _parts(state: AnyState) -> tuple[Tensor, ...]:
     return state.cell, state.fill, state.tokens
 
 
+def _held(state: AnyState) -> tuple[Tensor, ...]:
+    """Those of them that are zero where a row is empty."""
+    return _parts(state)[: 1 if isinstance(state, PlaceState) else 2]
+
+
 def _is_same(one: AnyState, other: AnyState) -> bool:
     """Whether two states are views of one: every token changes the buffer or the grid."""
     if type(one) is not type(other) or len(_parts(one)) != len(_parts(other)):
@@ -202,6 +236,10 @@ def _rows_of(state: AnyState, last: AnyState | None) -> Tensor | None:
     """
     if type(last) is not type(state) or last is None:
         return None
+    if isinstance(state, PlaceState) and isinstance(last, PlaceState):
+        kind = state.values.dtype
+        if kind != last.values.dtype:  # rounds as the caller's `quantized` did
+            last = last.dequantized() if state.scale is None else last.quantized(kind)
     parts, lasts = _parts(state), _parts(last)
     if len(parts) != len(lasts):
         return None
@@ -214,8 +252,7 @@ def _rows_of(state: AnyState, last: AnyState | None) -> Tensor | None:
         order = [own, *(other for other in range(last.batch_size) if other != own)]
         same = next((other for other in order if _same_row(parts, b, lasts, other)), None)
         if same is None:
-            held = parts[:1] if isinstance(state, PlaceState) else parts[:2]
-            if any(bool(part[b].any()) for part in held) or b >= last.batch_size:
+            if any(bool(part[b].any()) for part in _held(state)) or b >= last.batch_size:
                 return None
             same, empty = b, empty + 1
         rows.append(same)
