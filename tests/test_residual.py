@@ -1,13 +1,14 @@
 """MemoryResidual: x̂ = x + σ(γ)·D(memory(LayerNorm(x)))."""
 
 import copy
+import pickle
 
 import pytest
 import torch
 from torch import nn
 
 from memories import DIM, OPTIONS, assert_identical_state, make_memory, make_state, make_tokens
-from tensor_memory import MemoryConfig, MemoryResidual, TensorMemory
+from tensor_memory import MemoryConfig, MemoryResidual, PlaceConfig, TensorMemory, attach
 from tolerances import assert_same
 
 
@@ -123,6 +124,36 @@ def test_a_memory_may_be_kept_by_reference_alone():
     layer = MemoryResidual(memory, own_memory=False)
     assert sorted(layer.state_dict()) == ["gate", "norm.bias", "norm.weight"]
     assert layer.memory is memory
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_another_memory_is_registered_where_the_first_was(own):
+    layer, other = make_layer(own_memory=own), make_memory(OPTIONS["paper"])
+    names = sorted(layer.state_dict())
+    layer.memory = other
+    assert sorted(layer.state_dict()) == names
+    assert ("memory" in layer._modules) == own
+    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), layer):
+        assert sorted(copied.state_dict()) == names
+        copied.memory = memory = make_memory(OPTIONS["paper"])
+        assert copied.memory is memory
+        assert sorted(copied.state_dict()) == names
+
+
+def test_a_shared_memory_is_resized_once_for_all_layers():
+    encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0, batch_first=True)
+    host = nn.TransformerEncoder(encoder, 2, enable_nested_tensor=False).eval()
+    attachment = attach(host, PlaceConfig(grid=(3, 3), channels=2, heads=1), causal=False)
+    names = sorted(attachment.state_dict())
+    attachment.memory = attachment.memory.resized((6, 6))
+    for layer in attachment.layers:
+        layer.memory = attachment.memory
+    assert sorted(attachment.state_dict()) == names
+    host(torch.randn(2, 5, 8)).sum().backward()
+    assert all(p.grad is not None for p in attachment.parameters())
+    copied = copy.deepcopy(attachment.layers)
+    assert copied[0].memory is copied[1].memory
+    assert copied[0].memory.config.grid == (6, 6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

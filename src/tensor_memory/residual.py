@@ -47,7 +47,8 @@ class MemoryResidual(nn.Module):
         drop_path: probability of dropping a row's whole readout (stochastic depth).
         own_memory: register `memory` as a part of this module. False keeps a plain reference, for
             layers that share a memory registered elsewhere: safetensors refuses tensors that are
-            registered under several names.
+            registered under several names. A memory assigned later (`layer.memory = other`) is
+            kept in the same way.
 
     >>> from tensor_memory import MemoryConfig, TensorMemory
     >>> memory = TensorMemory(8, MemoryConfig(channels=4, grid=(3, 3, 3)), zero_init=True)
@@ -98,6 +99,13 @@ class MemoryResidual(nn.Module):
         self.gate = nn.Parameter(torch.tensor([float(gate_init)]))
         self.dropout, self.drop_path = dropout, drop_path
         self.disabled = False  # inside `memory_disabled`
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As every module does, but another memory is not registered where the first was not."""
+        if name == "memory" and name in self.__dict__:
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
 
     def extra_repr(self) -> str:  # noqa: D102
         return f"dropout={self.dropout}, drop_path={self.drop_path}"
