@@ -108,6 +108,22 @@ def test_a_memory_without_a_residual_is_saved_too(tmp_path: Path):
     assert torch.equal(first["m"](X)[0], second["m"](X)[0])  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("kind", [TensorMemory, PlaceMemory])
+def test_a_memory_and_a_residual_around_one_are_told_apart(tmp_path: Path, kind: Any):
+    config = CONFIG if kind is TensorMemory else PLACES
+    alone, layer = kind(DIM, config), MemoryResidual(kind(DIM, config))
+    words = ["one memory without a MemoryResidual or shared by all layers"]
+    words += ["a memory of its own for every layer"]
+    for saved, here, got, expected in ((alone, layer, *words), (layer, alone, *words[::-1])):
+        save_memory(saved, tmp_path)
+        match = f"expected {expected} as in this model, got {got}; load into a model built like"
+        with pytest.raises(ValueError, match=match):
+            load_memory(here, tmp_path)
+    save_memory(alone, tmp_path)
+    load_memory(layer.memory, tmp_path)
+    assert torch.equal(layer.memory(X)[0], alone(X)[0])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_disabled_the_model_is_its_blocks_and_states_stay(kind: str):
     model = build(kind)

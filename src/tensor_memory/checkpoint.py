@@ -74,7 +74,7 @@ def load_memory(
     folder = checked_path(folder)
     saved, here = _read_description(folder / DESCRIPTION), memories.describe()
     kinds = [type(memory.config) for memory in memories.memories]
-    _require_same(saved, here, kinds, folder)
+    _require_same(saved, here, kinds, folder, memories.attached)
     if same_blocks and saved["blocks"] != here["blocks"]:
         raise ValueError(
             f"{folder}: expected a memory for the blocks {', '.join(here['blocks'])} of this "
@@ -100,10 +100,8 @@ class _Memories:
         attachment = getattr(model, NAME, None)
         if isinstance(attachment, Attachment) and list(attachment.layers) == self.layers:
             self.paths = attachment.paths  # without what a wrapper puts before them
-        self.scope = "layer"
-        for part in model.modules():
-            if isinstance(part, Attachment) and part.scope != "layer":
-                self.scope = part.scope
+        scopes = [part.scope for part in model.modules() if isinstance(part, Attachment)]
+        self.attached, self.scope = bool(scopes), "depth" if "depth" in scopes else "layer"
 
     @property
     def shared(self) -> bool | list[int]:
@@ -204,13 +202,23 @@ _VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def _require_same(
-    saved: dict[str, Any], here: dict[str, Any], kinds: list[type[AnyConfig]], folder: Path
+    saved: dict[str, Any],
+    here: dict[str, Any],
+    kinds: list[type[AnyConfig]],
+    folder: Path,
+    attached: bool,
 ) -> None:
     if set(saved["widths"]) != set(here["widths"]):
         raise ValueError(
             f"{folder}: expected a memory for hosts of width {_listed(here['widths'])} like this "
             f"model, got one for width {_listed(saved['widths'])}; load it into the host it was "
             "trained on"
+        )
+    if saved["share_weights"] != here["share_weights"] and not attached:
+        raise ValueError(
+            f"{folder}: expected {_sharing(here['share_weights'])} as in this model, got "
+            f"{_sharing(saved['share_weights'])}; load into a model built like the saved one "
+            "(layer.memory is the memory inside a MemoryResidual)"
         )
     if saved["share_weights"] != here["share_weights"]:
         raise ValueError(
@@ -246,6 +254,13 @@ def _require_same(
                 + "; attach with the config it was saved with"
                 + (places if config.get("places") in _GIVEN else "")
             )
+
+
+def _sharing(shared: bool | list[int]) -> str:
+    """Which layers have which memory, in words."""
+    if shared is True:
+        return "one memory without a MemoryResidual or shared by all layers"
+    return f"memories shared as {shared}" if shared else "a memory of its own for every layer"
 
 
 def _per_layer(described: dict[str, Any]) -> list[dict[str, Any]]:
