@@ -143,6 +143,43 @@ def test_disabled_the_model_is_its_blocks_and_states_stay(kind: str):
     assert not torch.equal(model(X)[0], off)
 
 
+@pytest.mark.parametrize("memory", [TensorMemory(DIM, CONFIG), PlaceMemory(DIM, PLACES)])
+def test_a_disabled_layer_refuses_what_it_refuses_otherwise(memory: TensorMemory | PlaceMemory):
+    layer = MemoryResidual(memory)
+    state = layer(X)[1]
+    wrong: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
+        (TypeError, "unexpected keyword argument 'wherre'", (X,), {"wherre": 3}),
+        (TypeError, r"state: expected a \w+State, got str", (X, "hello"), {}),
+        (ValueError, "state", (X[:1], state), {}),
+        (TypeError, "mask: expected a bool tensor", (X,), {"mask": 1}),
+    ]
+    for error, match, arguments, options in wrong:
+        with pytest.raises(error, match=match):
+            layer(*arguments, **options)
+        with memory_disabled(layer), pytest.raises(error, match=match):
+            layer(*arguments, **options)
+
+
+def test_a_disabled_layer_takes_every_option_of_its_memory():
+    chunks = MemoryResidual(TensorMemory(DIM, CONFIG))
+    places = MemoryResidual(PlaceMemory(DIM, PlaceConfig.map(axes=2)))
+    with memory_disabled(chunks), memory_disabled(places):
+        assert chunks(X, flush=3)[0] is X
+        assert places(X, where=X[..., :2], group=None)[0] is X
+        assert chunks(X[:1], cu_seqlens=torch.tensor([0, 4, 9]))[0].shape == (1, 9, DIM)
+
+
+def test_a_disabled_layer_does_not_warn_of_what_it_cannot_learn(recwarn: pytest.WarningsRecorder):
+    config = MemoryConfig(channels=4, grid=(3, 3), chunk_size=1, forget_bias=-3.0)
+    layer = MemoryResidual(TensorMemory(DIM, config)).train()
+    x = X[:, :1].expand(-1, 4096, -1)
+    with memory_disabled(layer):
+        layer(x)
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="forget"):
+        layer.memory.check(x)
+
+
 def test_a_compiled_model_is_traced_again_without_its_memories():
     model = build("two kinds")
     compiled = torch.compile(model, backend="eager", fullgraph=True)

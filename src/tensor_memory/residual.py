@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from tensor_memory.chunking import check_marks, check_tokens, packed_resets
 from tensor_memory.config import MAX_NUMBER
 from tensor_memory.fused_layer import fused_layer
+from tensor_memory.place import PlaceMemory
+from tensor_memory.tensor import TensorMemory
 
 
 class Memory(Protocol):
@@ -127,6 +129,11 @@ class MemoryResidual(nn.Module):
         if self.disabled:
             check_tokens(x, self.memory.dim, self.memory.output.weight)
             check_marks(x, mask, reset)
+            if isinstance(self.memory, PlaceMemory):
+                options.pop("group", None)  # nothing is exchanged
+            if isinstance(self.memory, PlaceMemory | TensorMemory):
+                with torch.no_grad():  # with gradients it may warn of what cannot be learned
+                    self.memory.check(x, state, **options)
             return x, self.memory.empty_state(x) if state is None else state
         drop = (self.dropout, self.drop_path) if self.training else (0.0, 0.0)
         fused = fused_layer(
