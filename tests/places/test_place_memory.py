@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memories import stirred
 from tensor_memory import MemoryResidual, PlaceConfig, PlaceMemory, PlaceState
@@ -108,13 +109,64 @@ def test_parallel_equals_sequential_with_every_gradient(call, sparse):
     assert_all_near(results)
 
 
+class Largest(TorchDispatchMode):
+    """Watches how many numbers the largest tensor has that is computed, views among them."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **kwargs or {})
+        if isinstance(made, torch.Tensor):
+            self.numel = max(self.numel, made.numel())
+        return made
+
+
+@pytest.mark.parametrize("rule", ["linear", "delta"])
+def test_on_a_large_grid_no_token_touches_more_than_the_voxels_around_it(rule):
+    config = PlaceConfig(grid=(80, 80), channels=1, heads=1, kernel="linear", rule=rule)
+    memory, x = PlaceMemory(DIM, config), torch.randn(1, 2 * chunked.CHUNK, DIM)
+    with Largest() as made:
+        m, after = memory(x)
+        (m.sum() + after.values.sum()).backward()
+    assert made.numel <= x.shape[1] * 80  # the factors of an axis, and not 6400 by token
+
+
+def test_within_a_chunk_addresses_meet_axis_by_axis():
+    memory = PlaceMemory(DIM, PlaceConfig(grid=(20, 20), heads=1, rule="delta"))
+    inputs, _ = memory.steer(torch.randn(1, 2 * chunked.CHUNK, DIM), None)
+    with Largest() as made:
+        chunks = chunked.cut_into_chunks(inputs)
+        chunked.attention(chunks)
+        chunked.delta_inverse(chunks)
+    assert made.numel <= chunks.within.numel()  # 64 numbers by token, and not an address of 400
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("grid", [(10, 12), (16, 16)])  # dense, sparse
+def test_no_tensor_but_the_tokens_grows_with_the_length_of_a_call_without_gradients(grid):
+    config = PlaceConfig(grid=grid, channels=1, heads=1, kernel="linear")
+    memory, largest = PlaceMemory(DIM, config), []
+    for length in (5_000, 10_000):
+        x = torch.randn(1, length, DIM)
+        with Largest() as made:
+            _, state = memory(x)
+            chunked.read_before(memory.steer(x, state)[0], state.values)
+        largest.append(made.numel)
+    assert largest[0] == largest[1] > x.numel()
+
+
 @given(call=calls(most=80, kernel="linear", backend="torch"))
 def test_sparse_equals_dense(call):
     memory, x, where, state = call
     results = []
+    sparse = chunked.SparseChunks
     for bound in (0, 10**9):
-        with patch.object(chunked, "SPARSE_FROM", bound):
+        with (
+            patch.object(chunked, "SPARSE_FROM", bound),
+            patch.object(sparse, "apply", wraps=sparse.apply) as taken,
+        ):
             m, after = memory(x, state, where=where)
+        assert taken.called == (bound == 0)
         results.append((m, after.values))
     for one, other in zip(*results, strict=True):
         assert_near(one, other)

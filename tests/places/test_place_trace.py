@@ -6,9 +6,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_place_memory import DIM, assert_near, at, calls, marks
+from test_place_memory import DIM, Largest, assert_near, at, calls, marks
 from test_place_recording import CHANGES, GOES_ON
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensor_memory import PlaceConfig, PlaceMemory, PlaceState, Recording, record
 from tensor_memory.ops.places import chunked, shares
@@ -184,16 +183,18 @@ def test_a_beginning_that_was_forgotten_is_in_the_rest():
     assert_near(summed(trace, 0), reads[0][0, 49])
 
 
-class Largest(TorchDispatchMode):
-    """Watches how many numbers the largest tensor has that is computed."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **kwargs or {})
-        if isinstance(made, torch.Tensor) and not made._is_view():
-            self.numel = max(self.numel, made.numel())
-        return made
+@pytest.mark.parametrize("kernel", ["gaussian", "linear"])
+@pytest.mark.parametrize("rule", ["linear", "delta"])
+def test_more_reads_than_are_followed_at_once_need_no_larger_tensors(rule, kernel, monkeypatch):
+    monkeypatch.setattr(shares, "VALUES", 1024)  # the addresses of two reads, or of two tokens
+    config = PlaceConfig(grid=(16, 16), channels=2, heads=1, rule=rule, kernel=kernel)
+    memory, x = PlaceMemory(DIM, config), torch.randn(2, 9, DIM)
+    with record(memory) as recording:
+        memory(x)
+    with Largest() as made:
+        memory.trace(x, reads=range(9))
+        recording[0].trace(range(9))
+    assert made.numel <= shares.VALUES
 
 
 @pytest.mark.parametrize("rule", ["linear", "delta"])
