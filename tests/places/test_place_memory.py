@@ -251,9 +251,9 @@ def test_a_padded_row_gives_what_the_row_gives_alone(call, left):
     pad = torch.full((len(x), 3, DIM), torch.nan, dtype=x.dtype)
     order = (pad, x) if left else (x, pad)
     mask = torch.cat([torch.full(t.shape[:2], t is x) for t in order], 1)
-    nowhere = None if where is None else torch.zeros(len(x), 3, where.shape[2], dtype=x.dtype)
     places = None
     if where is not None:
+        nowhere = where.new_full((len(x), 3, where.shape[2]), torch.nan)
         places = torch.cat([nowhere, where] if left else [where, nowhere], 1)
     alone, after = memory(x, state, where=where)
     memory.zero_grad()
@@ -263,6 +263,23 @@ def test_a_padded_row_gives_what_the_row_gives_alone(call, left):
     assert torch.equal(m[~mask], torch.zeros_like(m[~mask]))
     assert_near(padded.values, after.values)
     assert all(p.grad is None or torch.isfinite(p.grad).all() for p in memory.parameters())
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize("places", ["given", "offset"])
+def test_a_masked_place_may_be_anything(places, by_head):
+    config = PlaceConfig(grid=(3, 4), channels=2, heads=2, places=places, share_places=True)
+    memory = stirred(PlaceMemory(DIM, config).double())
+    x, where = torch.randn(2, 5, DIM).double(), torch.rand(2, 5, *[2] * by_head, 2).double()
+    mask = torch.tensor([True, False, True, True, False]).expand(2, 5)
+    alone, after = memory(x[:, mask[0]], where=where[:, mask[0]])
+    where[~mask] = torch.nan
+    m, masked = memory(x, where=where.requires_grad_(), mask=mask)
+    (m.sum() + masked.values.sum()).backward()
+    assert_near(m[:, mask[0]], alone)
+    assert_near(masked.values, after.values)
+    assert where.grad.isfinite().all()
+    assert not where.grad[~mask].any()
 
 
 @given(call=calls())
