@@ -332,47 +332,76 @@ def test_shares_add_up_to_the_read(call, data):
         assert not traced.share[:, r, t + 1 :].any()
 
 
-@given(st.sampled_from(["linear", "delta"]), st.sampled_from(["gaussian", "linear"]))
-def test_moving_every_place_by_a_voxel_and_rolling_the_grid_changes_nothing(rule, kernel):
-    """On axes that wrap, where there are no borders, exactly."""
+@given(
+    rule=st.sampled_from(["linear", "delta"]),
+    kernel=st.sampled_from(["gaussian", "linear"]),
+    wrap=st.lists(st.booleans(), min_size=1, max_size=3),
+    data=st.data(),
+)
+def test_moving_every_place_by_voxels_and_rolling_the_grid_changes_nothing(
+    rule, kernel, wrap, data
+):
+    """Anywhere on axes that wrap, and 4 voxels from the borders on others: e⁻³² of a write."""
+    sizes = {True: st.integers(2, 5), False: st.integers(15, 17)}
+    grid = [data.draw(sizes[wraps]) for wraps in wrap]
+    steps = [data.draw(st.integers(-2, 2)) for _ in wrap]
     config = PlaceConfig.map(
-        2, grid=(5, 4), channels=3, heads=2, wrap=True, rule=rule, kernel=kernel
+        grid=grid, channels=3, heads=2, wrap=tuple(wrap), rule=rule, kernel=kernel
     )
     memory = PlaceMemory(DIM, config).double()
-    x, where = torch.randn(2, 20, DIM).double(), torch.rand(2, 20, 2).double() * 2 - 1
-    voxel = torch.tensor([2 / 3, 2 / 4], dtype=torch.float64)  # coordinate 0 is the last axis
-    m, after = memory(x, where=where)
-    moved, moved_after = memory(x, where=where + voxel)
+    x, at = torch.randn(2, 20, DIM).double(), torch.rand(2, 20, len(grid)).double() * 2 - 1
+    at = at * torch.tensor([size if wraps else 1 for size, wraps in zip(grid, wrap, strict=True)])
+    voxel = torch.tensor([2 / (size - 1) for size in grid], dtype=torch.float64)
+    m, after = memory(x, where=(at * voxel).flip(2))  # coordinate 0 is the last axis
+    moved, moved_after = memory(x, where=((at + torch.tensor(steps)) * voxel).flip(2))
     assert_near(moved, m)
-    assert_near(moved_after.values, after.values.roll((1, 1), (2, 3)))
+    assert_near(moved_after.values, after.values.roll(steps, list(range(2, 2 + len(grid)))))
 
 
+@pytest.mark.parametrize("rule", ["linear", "delta"])
 @pytest.mark.parametrize("kernel", ["gaussian", "linear"])
-def test_a_walk_in_the_agents_frame_equals_one_in_the_worlds(kernel):
-    """The world is large and stands still, or small and moves with the agent, by any steps."""
-    torch.manual_seed(3)
-    voxel = 2 / 40  # of the large world
-    options = {"channels": 2, "heads": 1, "kernel": kernel}
-    world = PlaceMemory(DIM, PlaceConfig.map(2, grid=(41, 41), **options)).double()
-    scale = 40 / 20  # the small grid has 21 voxels of the same size, so its places are wider
-    small = world.resized((21, 21))
-    x = torch.randn(1, 60, DIM).double()
-    steps = (torch.rand(1, 60, 2).double() - 0.5) * 0.7 * voxel  # fractions of a voxel
-    steps[:, ::7] = voxel * torch.randint(-1, 2, steps[:, ::7].shape)
-    path = steps.cumsum(1)
-    reach = (torch.rand(1, 60, 2).double() - 0.5) * 4 * voxel  # it looks and writes around itself
-    state = state_of_world = None
-    for t in range(60):
-        now = slice(t, t + 1)
-        if state is not None:
-            state = state.moved(steps[:, t] * scale)
-        mine, state = small(x[:, now], state, where=reach[:, now] * scale)
-        expected, state_of_world = world(x[:, now], state_of_world, where=(path + reach)[:, now])
-        if t == 0:  # the first step is taken before there is a state to move
-            path = path - steps[:, :1]
-            state_of_world = world(x[:, now], where=(path + reach)[:, now])[1]
-            expected = world(x[:, now], where=(path + reach)[:, now])[0]
-        assert_near(mine, expected)
+@pytest.mark.parametrize(
+    ("wrap", "empty"), [(False, True), (True, True), (True, False), ((True, False), False)]
+)
+def test_a_walk_in_the_agents_frame_equals_one_in_the_worlds(wrap, empty, kernel, rule):
+    """Out by more than the grid and back, every row its own way, in steps of any size.
+
+    The world stands still: it is large, or a circle where a circle is kept. What is outside the
+    agent's grid is taken out of a large one. All here is in voxels but what the memories get.
+    """
+    options = {"channels": 2, "heads": 2, "wrap": wrap, "kernel": kernel, "rule": rule}
+    config = PlaceConfig.map(grid=(15, 17), **options)
+    out = torch.tensor([[1.5, -0.9], [-1.4, 1.6], [0.2, -1.7]]).double()
+    steps = torch.stack([out] * 12 + [-out] * 12) + torch.rand(24, 3, 2).double() - 0.5
+    steps[::5] = steps[::5].round()
+    steps[9, 2], steps[13, 2] = torch.tensor([18.0, 0.0]), torch.tensor([-18.0, 0.0])
+    path = steps.cumsum(0)
+    room = 2 * int(path.abs().max() + 10) + 1
+    circle = [wraps and not empty for wraps in config.wrap]
+    world_grid = [size if c else room for size, c in zip(config.grid, circle, strict=True)]
+    memory = PlaceMemory(DIM, config).double()
+    world = memory.resized(world_grid)
+    voxel, of_world = (
+        torch.tensor([2 / (size - 1) for size in reversed(grid)], dtype=torch.float64)
+        for grid in (config.grid, world_grid)
+    )
+    x = torch.randn(24, 3, 2, DIM).double()
+    reach = torch.rand(24, 3, 2, 2).double() * 4 - 2  # it looks and writes around itself
+    state, expected_state = memory.empty_state(x[0]), world.empty_state(x[0])
+    for t in range(24):
+        state = state.moved(steps[t] * voxel, empty=empty)
+        values = expected_state.values
+        for axis in range(2):
+            if not circle[axis]:
+                far = torch.arange(room) - room // 2 - path[t, :, 1 - axis, None].round()
+                inside = far.abs() <= config.grid[axis] // 2  # (B, room)
+                values = values * inside.view(3, 1, *[(room, 1), (1, room)][axis], 1)
+        m, state = memory(x[t], state, where=reach[t] * voxel)
+        expected, expected_state = world(
+            x[t], replace(expected_state, values=values),
+            where=(path[t, :, None] + reach[t]) * of_world,
+        )  # fmt: skip
+        assert_near(m, expected)
 
 
 def test_what_leaves_the_grid_is_gone_and_what_comes_in_is_empty():
