@@ -47,7 +47,7 @@ def run(rank, meeting):
         a_loss_on_the_second_of_two_calls_reaches_the_first(config, group)
         states_are_the_same_bits_everywhere(config, group)
         a_second_derivative_is_refused(config, pair)
-    wrapped_models_have_the_gradients_of_one_process(config, group)
+        wrapped_models_have_the_gradients_of_one_process(config, group)
     with pytest.raises(TypeError, match=r"a torch.distributed.ProcessGroup that this process"):
         memory_of(config)(tokens(), group=other)
     dist.destroy_process_group()
