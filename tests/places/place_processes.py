@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from memories import stirred
 from tensor_memory import MemoryResidual, PlaceConfig, PlaceMemory, PlaceState
@@ -48,6 +50,7 @@ def run(rank, meeting):
         states_are_the_same_bits_everywhere(config, group)
         a_second_derivative_is_refused(config, pair)
         wrapped_models_have_the_gradients_of_one_process(config, group)
+    one_exchange_of_a_constant_size_serves_the_linear_rule(CASES["linear"], group)
     with pytest.raises(TypeError, match=r"a torch.distributed.ProcessGroup that this process"):
         memory_of(config)(tokens(), group=other)
     dist.destroy_process_group()
@@ -165,6 +168,34 @@ def a_second_derivative_is_refused(config, group):
     m, _ = memory(x, group=group)
     with pytest.raises(NotImplementedError, match="no second derivative: leave group out"):
         torch.autograd.grad(m.square().sum(), x, create_graph=True)
+
+
+class Exchanges(TorchDispatchMode):
+    """Watches what goes between processes: names, and how many numbers the tensors have."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "c10d" in function.namespace:
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+            self.seen.append((function.__name__, sum(tensor.numel() for tensor in tensors)))
+        return function(*args, **kwargs or {})
+
+
+def one_exchange_of_a_constant_size_serves_the_linear_rule(config, group):
+    """One forward, one backward, whatever the number of tokens; P + 1 or 2 P parts by process."""
+    memory, P = memory_of(config), dist.get_world_size(group)
+    packed = ROWS * config.heads * (1 + config.voxels * config.channels)
+    for count in (8, TOKENS):
+        x = tokens(count)[:, part_of(count, group)]
+        with Exchanges() as forward:
+            m, state = memory(x, group=group)
+        assert forward.seen == [("allgather_.default", (P + 1) * packed)]
+        with Exchanges() as backward:
+            (m.sum() + state.values.sum()).backward()
+        assert backward.seen == [("alltoall_base_.default", 2 * P * packed)]
 
 
 class Model(nn.Module):
