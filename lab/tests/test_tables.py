@@ -92,6 +92,14 @@ def test_runs_of_a_row_that_differ_in_more_than_their_seed_are_refused_with_the_
         cells([run(), run()], "test.accuracy")
 
 
+def test_a_field_that_some_runs_of_a_row_lack_tells_them_apart_from_another_value():
+    older, other = run(seed=1), run(replace(BASE, wide=True), seed=2)
+    del older["config"]["model"]["wide"]  # written before there was such a field, so not wide
+    assert len(cells([run(), older], "test.accuracy", rows=["method"])) == 1
+    with pytest.raises(ValueError, match=r"base: expected .*, got several values of model\.wide"):
+        cells([run(), older, other], "test.accuracy", rows=["method"])
+
+
 def test_what_changes_no_number_tells_no_runs_apart():
     other = run(seed=1, task=SignTaskConfig(data_dir="elsewhere"))
     other["config"]["budget"]["checkpoint_every"] = 1

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 from scipy.special import stdtrit
 
-from tensor_memory_lab.records.config import NEUTRAL, flatten
+from tensor_memory_lab.records.config import NEUTRAL, current, flatten
 from tensor_memory_lab.records.text import (
     bytes_text,
     decimals,
@@ -391,9 +391,9 @@ def _check_alike(row: str, runs: Frame) -> None:
     """Raise where the runs of a row do not differ in their seed alone."""
     if len(runs) < 2:
         return
-    flats = [flatten(record.get("config", {})) for record in runs["record"]]
-    common = [name for name in flats[0] if all(name in flat for flat in flats)]
-    apart = [n for n in common if n not in NEUTRAL and len({flat[n] for flat in flats}) > 1]
+    flats = [flatten(current(record.get("config", {}))) for record in runs["record"]]
+    names = dict.fromkeys(name for flat in flats for name in flat if name not in NEUTRAL)
+    apart = [name for name in names if len({flat.get(name) for flat in flats}) > 1]
     if apart or runs["seed"].duplicated().any():
         told = f"several values of {', '.join(apart)}" if apart else "a seed twice"
         raise ValueError(
