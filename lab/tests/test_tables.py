@@ -21,7 +21,7 @@ from tensor_memory_lab.records.evidence import Evidence
 from tensor_memory_lab.records.figure import figure
 from tensor_memory_lab.records.store import frame, parts
 from tensor_memory_lab.records.table import column, interval, markdown, select, table
-from tensor_memory_lab.run_config import OptimizerConfig
+from tensor_memory_lab.run_config import BudgetConfig, OptimizerConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -273,6 +273,8 @@ def test_the_report_as_markdown_and_as_a_figure(here, capsys):
     assert "tensor" not in told
     assert report_command(["signs", "--figure", "curves.svg", "--measure", "test.loss"]) == 0
     assert "tensor" in Path("curves.svg").read_text()
+    append("results/signs.jsonl", run(seed=3, budget=BudgetConfig(steps=8)) | {"settings": {}})
+    assert report_command(["signs", "--figure", "curves.svg", "--by", "budget.steps"]) == 0
     with pytest.raises(ValueError, match=r"got test\.los; nearest are test\.loss"):
         report_command(["signs", "--measure", "test.los"])
     with pytest.raises(ValueError, match="expected runs with method=nobody, found none"):
@@ -333,6 +335,20 @@ def test_the_same_records_draw_the_same_figure(tmp_path, x):
     for name in ("a.svg", "b.svg"):
         figure(frame(records), tmp_path / name, x=x, y=y, panels=panels)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+@pytest.mark.parametrize("x", ["step", "parameters"])
+def test_a_point_of_a_figure_is_of_runs_that_differ_in_their_seed_alone(tmp_path, x):
+    records = [run(seed=seed, task=SignTaskConfig(numbers=2 + seed)) for seed in (0, 1)]
+    y = "valid.accuracy" if x == "step" else "test.accuracy"
+    at = "" if x == "step" else ", parameters 10"
+    told = rf"^base{at}: expected runs that .*, got several values of task\.numbers; .*`panels`"
+    with pytest.raises(ValueError, match=told):
+        figure(frame(records), tmp_path / "a.svg", x=x, y=y)
+    with pytest.raises(ValueError, match=r"^yes, base.*: expected .*, got a seed twice"):
+        figure(frame([run(), run()]), tmp_path / "a.svg", x=x, y=y, panels=["finished"])
+    figure(frame(records), tmp_path / "a.svg", x=x, y=y, panels=["task.numbers"])
+    figure(frame(records), tmp_path / "a.svg", x="task.numbers", y="test.accuracy")
 
 
 @pytest.mark.parametrize("numbers", [(2,), pytest.param((2, 4, 16), marks=pytest.mark.exhaustive)])

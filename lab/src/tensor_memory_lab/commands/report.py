@@ -54,8 +54,9 @@ def report_command(arguments: Sequence[str]) -> int:
         metric = str(runs["metric"].iloc[0])
         y = options.y or f"{'valid' if options.x == 'step' else options.split or 'test'}.{metric}"
         check_columns(runs, [] if options.x == "step" else [options.x, y])
-        several = [*_settings(runs), *(["recipe"] if runs["recipe"].nunique() > 1 else [])]
-        panels = [name for name in several if name != options.x]
+        several = [*options.by, *_settings(runs)]
+        several += ["recipe"] if runs["recipe"].nunique() > 1 else []
+        panels = [name for name in dict.fromkeys(several) if name != options.x]
         print(figure(runs, options.figure, x=options.x, y=y, panels=panels))
     return 0
 
@@ -179,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("paths", nargs="+", help="studies (results/NAME.jsonl or NAME), or folders of runs")
     add("--where", action="append", default=[], metavar="FIELD=VALUE", help="only such runs")
-    add("--by", action="append", default=[], metavar="FIELD", help="rows for this field too")
+    add("--by", action="append", default=[], metavar="FIELD", help="rows, panels for this field")
     add("--measure", action="append", default=[], metavar="COLUMN", help="show this column too")
     add("--less", action="append", default=[], metavar="METHOD", help="differences from it by seed")
     add("--split", default="", help="this test split alone")

@@ -16,7 +16,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from tensor_memory_lab.files import write_whole
-from tensor_memory_lab.records.table import Frame, interval
+from tensor_memory_lab.records.table import Frame, check_alike, interval
 from tensor_memory_lab.records.text import bytes_text, is_percent, order_key, short_name, value_text
 
 COLOURS = (
@@ -97,7 +97,8 @@ def figure(
             lines = [line for line in looks if (inside[by] == line).any()]
             ends, places = {}, []
             for place, line in enumerate(lines):
-                points = _points(inside[inside[by] == line], x, y)
+                where = ", ".join([*key, value_text(line)])
+                points = _points(inside[inside[by] == line], x, y, where)
                 above = 0.5 if even else (len(lines) - 1 - place) / max(1, len(lines) - 1)
                 width = THIN + (THICK - THIN) * above
                 _draw(axis, points, looks[line], width, len(lines) <= MANY, x)
@@ -194,8 +195,14 @@ def spread(wanted: Sequence[float], apart: float) -> list[float]:
     return [first(group) + n * apart for group in groups for n in range(len(group))]
 
 
-def _points(runs: Frame, x: str, y: str) -> Frame:
+def _points(runs: Frame, x: str, y: str, where: str) -> Frame:
     """Mean, lower and upper end at every place on the axis that all seeds have come to."""
+    if x == "step":
+        check_alike(where, runs)
+    else:
+        runs = runs[runs[y].notna()]
+        for at, some in runs.groupby(x):
+            check_alike(f"{where}, {x} {value_text(at)}", some)
     scale = 100.0 if is_percent(y) else 1.0
     found: dict[float, list[float]] = {}
     for _, run in runs.iterrows():
@@ -205,7 +212,7 @@ def _points(runs: Frame, x: str, y: str) -> Frame:
                 measures = entry if not split else entry.get(split) or {}
                 if measures.get(measure) is not None:
                     found.setdefault(entry["step"], []).append(scale * measures[measure])
-        elif not pd.isna(run[y]):
+        else:
             found.setdefault(float(run[x]), []).append(scale * float(run[y]))
     most = max((len(values) for values in found.values()), default=0)
     points = {at: interval(v) for at, v in found.items() if x != "step" or len(v) == most}

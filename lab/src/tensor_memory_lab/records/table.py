@@ -203,7 +203,7 @@ def table(
 
     found = dict(sorted(runs.groupby(texts, sort=False), key=order))
     for key, group in found.items():
-        _check_alike(", ".join(key), group)
+        check_alike(", ".join(key), group)
     headings = [one.heading for one in columns]
     if not across and len(set(headings)) < len(headings):
         raise ValueError(f"table: expected a title of its own for each column, got {headings}")
@@ -249,6 +249,21 @@ def check_columns(runs: Frame, names: Sequence[str]) -> None:
             raise ValueError(
                 f"expected a column of the records, got {name}; nearest are {', '.join(near)}"
             )
+
+
+def check_alike(where: str, runs: Frame) -> None:
+    """Raise where the runs of a row, or of a point, do not differ in their seed alone."""
+    if len(runs) < 2:
+        return
+    flats = [flatten(current(record.get("config", {}))) for record in runs["record"]]
+    names = dict.fromkeys(name for flat in flats for name in flat if name not in NEUTRAL)
+    apart = [name for name in names if len({flat.get(name) for flat in flats}) > 1]
+    if apart or runs["seed"].duplicated().any():
+        told = f"several values of {', '.join(apart)}" if apart else "a seed twice"
+        raise ValueError(
+            f"{where}: expected runs that differ in their seed alone, got {told}; tell them apart "
+            "(`rows`, `panels`, or --by FIELD), or leave some out (`where`, or --where FIELD=VALUE)"
+        )
 
 
 def markdown(lines: Table) -> str:
@@ -385,21 +400,6 @@ class _Cells:
 
 def _by_seed(runs: Frame, name: str) -> Any:
     return pd.Series(list(runs[name]), list(runs["seed"]) if "seed" in runs else None, dtype=object)
-
-
-def _check_alike(row: str, runs: Frame) -> None:
-    """Raise where the runs of a row do not differ in their seed alone."""
-    if len(runs) < 2:
-        return
-    flats = [flatten(current(record.get("config", {}))) for record in runs["record"]]
-    names = dict.fromkeys(name for flat in flats for name in flat if name not in NEUTRAL)
-    apart = [name for name in names if len({flat.get(name) for flat in flats}) > 1]
-    if apart or runs["seed"].duplicated().any():
-        told = f"several values of {', '.join(apart)}" if apart else "a seed twice"
-        raise ValueError(
-            f"{row}: expected runs that differ in their seed alone, got {told}; make rows of them "
-            "(`rows`, or --by FIELD), or leave some out (`where`, or --where FIELD=VALUE)"
-        )
 
 
 def _heading_across(one: Column, columns: Sequence[Column], across: str, place: str) -> str:
