@@ -453,6 +453,24 @@ def test_a_page_is_filled_and_checked(here, capsys):
         tables_command([*command, "--figures", "."])
 
 
+def test_the_caption_names_the_commits_of_values_from_another_study(here):
+    cost = run(BASE, step_ms=3.0, commit="fedcba9876543210", hardware={"gpu": "a GPU"})
+    append("results/cost.jsonl", cost)
+    append("results/cost.jsonl", run(replace(BASE, wide=True), commit="of a row not shown"))
+    said = {"kind": "paper", "recipe": "sign", "method": "base", "config": {}}
+    append("results/paper.jsonl", said | {"test": {"test": {"accuracy": 0.1}}})
+    Path("tables.toml").write_text(
+        '[table.signs]\nstudy = "signs"\ncolumns = [\n'
+        '  { value = "step_ms", study = "cost", or_own = true },\n'
+        '  { value = "test.accuracy", study = "paper" },\n]\n'
+    )
+    told = Evidence(Path("tables.toml"), Path("results")).table("signs").splitlines()[-1]
+    assert told == (
+        "Seeds 0, 1, 2; mean ± half of the 95 % interval; a CPU; commit 0123456789; "
+        "from cost.jsonl: a GPU; commit fedcba9876."
+    )
+
+
 def test_the_tables_of_the_documentation_are_what_the_records_give():
     pages = [str(page) for page in pages_with_tables(ROOT)]
     places = ["--tables", str(ROOT / "lab" / "tables.toml"), "--results", str(ROOT / "results")]

@@ -35,6 +35,7 @@ class Evidence:
         spec = self._spec("table", name, RUNS | TABLE)
         columns = [column(one) for one in _columns(spec)]
         runs = self._runs(name, spec)
+        lent: dict[str, list[Frame]] = {}
         lines = table(
             runs,
             columns,
@@ -43,10 +44,11 @@ class Evidence:
             across=spec.get("across", ""),
             sort=spec.get("sort", ""),
             others={one.study: self._study(one.study) for one in columns if one.study},
+            lent=lent,
             titles=spec.get("titles"),
             names=spec.get("names"),
         )
-        below = f"\n{caption(runs)}\n" if spec.get("caption", True) else ""
+        below = f"\n{caption(runs, lent)}\n" if spec.get("caption", True) else ""
         return markdown(lines) + below
 
     def figures(self, folder: Path) -> Iterator[Path]:

@@ -171,6 +171,7 @@ def table(
     across: str = "",
     sort: str = "",
     others: Mapping[str, Frame] | None = None,
+    lent: dict[str, list[Frame]] | None = None,
     titles: Mapping[str, str] | None = None,
     names: Mapping[str, str] | None = None,
 ) -> Table:
@@ -185,6 +186,7 @@ def table(
         across: a column of the data frame whose values each get the columns once more.
         sort: order rows by the mean of this column instead of by `rows`.
         others: the studies that columns take values from.
+        lent: filled with the runs of those studies whose values were taken, for `caption`.
         titles: headings for `rows`.
         names: what to write in `rows` for a value.
     """
@@ -207,7 +209,7 @@ def table(
     headings = [one.heading for one in columns]
     if not across and len(set(headings)) < len(headings):
         raise ValueError(f"table: expected a title of its own for each column, got {headings}")
-    cells = _Cells(list(found.values()), by, others or {})
+    cells = _Cells(list(found.values()), by, others or {}, {} if lent is None else lent)
     places = list(ranks[-1]) if across else [""]
     shown = set(select(runs, only or {}).index)
     kept = [key for key, group in found.items() if shown.intersection(group.index)]
@@ -276,15 +278,17 @@ def markdown(lines: Table) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in cells) + "\n"
 
 
-def caption(runs: Frame) -> str:
-    """Where the numbers come from: seeds, hardware, commits."""
+def caption(runs: Frame, lent: Mapping[str, list[Frame]] | None = None) -> str:
+    """Where the numbers come from: seeds, hardware, commits; also those that other studies lent."""
     seeds = sorted(set(runs["seed"].dropna()))
-    told = "; mean ± half of the 95 % interval" if len(seeds) > 1 else ""
-    return (
-        f"{'Seeds' if len(seeds) > 1 else 'Seed'} {', '.join(map(str, seeds))}{told}; "
-        f"{', '.join(sorted(set(runs['hardware'].dropna())))}; "
-        f"commit {', '.join(sorted(set(runs['commit'])))}."
-    )
+    told = f"{'Seeds' if len(seeds) > 1 else 'Seed'} {', '.join(map(str, seeds))}"
+    told += "; mean ± half of the 95 % interval" if len(seeds) > 1 else ""
+    told += f"; {_origin(runs)}"
+    for study, found in (lent or {}).items():
+        some = pd.concat(found)
+        some = some[some["kind"] != "paper"]  # a paper's numbers are of no commit
+        told += "" if some.empty else f"; from {study}.jsonl: {_origin(some)}"
+    return f"{told}."
 
 
 def heading(name: str) -> str:
@@ -295,8 +299,14 @@ def heading(name: str) -> str:
 class _Cells:
     """The rows of a table, so that each can be compared with another."""
 
-    def __init__(self, groups: list[Frame], by: list[str], others: Mapping[str, Frame]) -> None:
-        self.groups, self.by, self.others = groups, by, others
+    def __init__(
+        self,
+        groups: list[Frame],
+        by: list[str],
+        others: Mapping[str, Frame],
+        lent: dict[str, list[Frame]],
+    ) -> None:
+        self.groups, self.by, self.others, self.lent = groups, by, others, lent
         firsts = [group.iloc[0] for group in groups]
         self.names = [(first.get("label"), first.get("method")) for first in firsts]
 
@@ -395,7 +405,13 @@ class _Cells:
             for _, other in found[["label", "record"]].iterrows()
         ]
         found = found.loc[pd.Series(same, found.index, dtype=bool)]
+        self.lent.setdefault(one.study, []).append(found)
         return runs if found.empty and one.or_own else found
+
+
+def _origin(runs: Frame) -> str:
+    hardware, commits = (sorted(set(runs[name].dropna())) for name in ("hardware", "commit"))
+    return f"{', '.join(hardware)}; commit {', '.join(commits)}"
 
 
 def _by_seed(runs: Frame, name: str) -> Any:
