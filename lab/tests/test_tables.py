@@ -281,6 +281,27 @@ def test_the_report_as_markdown_and_as_a_figure(here, capsys):
         report_command(["signs", "--where", "method=nobody"])
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--split", "nope"], r"--split: expected a test split of sign \(test\), got nope"),
+        (["--x", "steps"], "expected --figure FILE beside --x and --y, got none"),
+        (["--y", "test.loss"], "expected --figure FILE beside --x and --y, got none"),
+    ],
+)
+def test_the_report_refuses_what_it_would_ignore(here, options, told):
+    with pytest.raises(ValueError, match=told):
+        report_command(["signs", *options])
+
+
+def test_the_report_compares_only_within_recipes_that_have_the_method(here, capsys):
+    append("results/signs.jsonl", run(TENSOR) | {"recipe": "other", "seed": 9})
+    assert report_command(["signs", "--less", "base", "--markdown"]) == 0
+    other, sign = capsys.readouterr().out.split("## sign")
+    assert "less base" in sign
+    assert "less base" not in other
+
+
 def test_the_report_compares_methods_each_at_the_rate_that_was_best_for_it(here, capsys):
     for model, rate, accuracies in ((BASE, 0.1, (0.5, 0.6)), (TENSOR, 0.2, (0.7, 0.8))):
         for lr in (0.1, 0.2):
@@ -437,6 +458,9 @@ def test_a_page_is_filled_and_checked(here, capsys):
     assert tables_command([*command, "--check"]) == 0
     page.write_text(page.read_text().replace("93.0", "99.0"))
     assert tables_command([*command, "--check"]) == 1
+    with pytest.raises(SystemExit):
+        tables_command([*command, "--check", "--figures", "drawn"])
+    assert "--figures: not allowed with argument --check" in capsys.readouterr().err
     page.write_text("<!-- table: bases -->\n<!-- /table -->\n")
     with pytest.raises(ValueError, match=r"'bases': expected one that .* declares, .* signs, base"):
         tables_command(command)

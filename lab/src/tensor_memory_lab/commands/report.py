@@ -27,6 +27,8 @@ from tensor_memory_lab.wording import counted
 def report_command(arguments: Sequence[str]) -> int:
     """Print a table for every recipe among the runs, and draw the figure that is asked for."""
     options = _parser().parse_intermixed_args(arguments)
+    if options.figure is None and (options.x or options.y):
+        raise ValueError("report: expected --figure FILE beside --x and --y, got none; add it")
     chosen = _runs(options)
     tested = chosen["record"].map(lambda record: bool(record["test"]))
     runs = labelled(chosen[tested] if tested.any() else chosen)
@@ -52,12 +54,13 @@ def report_command(arguments: Sequence[str]) -> int:
         print(f"without a result, so left out: {', '.join(map(str, left))}")
     if options.figure is not None:
         metric = str(runs["metric"].iloc[0])
-        y = options.y or f"{'valid' if options.x == 'step' else options.split or 'test'}.{metric}"
-        check_columns(runs, [] if options.x == "step" else [options.x, y])
+        x = options.x or "step"
+        y = options.y or f"{'valid' if x == 'step' else options.split or 'test'}.{metric}"
+        check_columns(runs, [] if x == "step" else [x, y])
         several = [*options.by, *_settings(runs)]
         several += ["recipe"] if runs["recipe"].nunique() > 1 else []
-        panels = [name for name in dict.fromkeys(several) if name != options.x]
-        print(figure(runs, options.figure, x=options.x, y=y, panels=panels))
+        panels = [name for name in dict.fromkeys(several) if name != x]
+        print(figure(runs, options.figure, x=x, y=y, panels=panels))
     return 0
 
 
@@ -80,6 +83,11 @@ def report_table(
     """
     metric = str(runs["metric"].iloc[0])
     splits = dict.fromkeys(name for record in runs["record"] for name in record["test"])
+    if split and split not in splits:
+        raise ValueError(
+            f"--split: expected a test split of {runs['recipe'].iloc[0]} ({', '.join(splits)}), "
+            f"got {split}; choose one of them, or other recipes (--where recipe=NAME)"
+        )
     shown = [f"{name}.{metric}" for name in splits if split in ("", name)]
     check_columns(runs, [*shown, *measures])
     columns = [column("seeds")]
@@ -88,6 +96,7 @@ def report_table(
     columns += [
         column({"value": value, "less": name, "title": f"{_short(value, shown)}less {name}"})
         for name in less
+        if (runs["label"] == name).any()  # another recipe's, perhaps
         for value in shown
     ]
     bounds = [f"ceiling.{v.rpartition('.')[0]}" for v in shown]
@@ -186,6 +195,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--split", default="", help="this test split alone")
     add("--markdown", action="store_true", help="Markdown instead of tables for a terminal")
     add("--figure", type=Path, metavar="FILE", help="draw learning curves into a PNG, SVG or PDF")
-    add("--x", default="step", metavar="COLUMN", help="draw against this instead of steps")
+    add("--x", default="", metavar="COLUMN", help="draw against this instead of steps")
     add("--y", default="", metavar="COLUMN", help="draw this instead of the task's metric")
     return parser

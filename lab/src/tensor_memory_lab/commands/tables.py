@@ -50,10 +50,11 @@ def _parser() -> argparse.ArgumentParser:
         "from the records of runs, as lab/tables.toml declares them.",
     )
     parser.add_argument("pages", nargs="*", type=Path, help="Markdown files (all that have tables)")
-    parser.add_argument(
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument(
         "--check", action="store_true", help="write nothing; exit with 1 where a table is stale"
     )
-    parser.add_argument("--figures", type=Path, help="folder to draw the declared figures into")
+    either.add_argument("--figures", type=Path, help="folder to draw the declared figures into")
     parser.add_argument("--tables", type=Path, default=Path("lab/tables.toml"), help="declarations")
     parser.add_argument("--results", type=Path, default=Path("results"), help="folder of studies")
     return parser
