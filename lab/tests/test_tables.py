@@ -202,10 +202,41 @@ def test_what_is_unknown_is_refused_with_what_is_known():
         column({"value": "a", "les": "b"})
     with pytest.raises(ValueError, match=r"got task\.number; nearest are task\.numbers, "):
         cells([run()], "test.accuracy", rows=["task.number"])
-    with pytest.raises(ValueError, match=r"expected a kind of .*'percent'.*, got 'share'"):
+    with pytest.raises(ValueError, match=r"expected a kind of percent, .*, got 'share'"):
         column({"value": "test.accuracy", "kind": "share"})
     with pytest.raises(ValueError, match=r"expected a title of its own for each column, got .*acc"):
         cells([run()], "test.accuracy", "test.accuracy")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"show": "median"}, "expected a show of mean, seeds, min, max, first, got 'median'"),
+        ({"less": "a", "between": ["a", "b"]}, "expected one of less, .*, got less, between; make"),
+        ({"less": "a", "over": "b"}, "expected one of less, .*, got less, over; make a column"),
+        ({"match": ["recipe"]}, "expected less or over or between beside match, got none; add it"),
+        ({"or_own": True}, "expected study beside or_own, got none; add it, or leave or_own out"),
+        ({"without": ["gain"]}, "expected study beside without, got none"),
+    ],
+)
+def test_what_a_column_would_ignore_is_refused(given, told):
+    with pytest.raises(ValueError, match=rf"^column 'test\.accuracy': {told}"):
+        column({"value": "test.accuracy", **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"less": "nobody"}, r"a label .*, got nobody; there are base, tensor \(wide=yes\)$"),
+        ({"over": "tensor"}, r"a label .*, got tensor; there are base, tensor \(wide=yes\)$"),
+        ({"between": ["base", "nobody"], "match": ["recipe"]}, r"a method .*, got nobody; there"),
+    ],
+)
+def test_a_comparison_with_a_method_that_no_row_has_is_refused(given, told):
+    records = [run(BASE), run(replace(TENSOR, wide=True))]
+    with pytest.raises(ValueError, match=rf"^column 'test\.accuracy': expected {told}"):
+        cells(records, {"value": "test.accuracy", **given})
+    cells(records, {"value": "test.accuracy", "less": "tensor", "match": ["recipe"]})
 
 
 def test_a_rate_that_was_tried_belongs_to_the_method():
@@ -470,6 +501,9 @@ def test_a_page_is_filled_and_checked(here, capsys):
     declared.write_text('[table.base]\nstudy = "signs"\ncolums = []\n')
     page.write_text("<!-- table: base -->\n<!-- /table -->\n")
     with pytest.raises(ValueError, match="unknown colums; known are"):
+        tables_command(command)
+    declared.write_text('[table.base]\nstudy = "signs"\nvalue = "test.loss"\ncolumns = ["steps"]\n')
+    with pytest.raises(ValueError, match="table 'base': expected less beside value, got none"):
         tables_command(command)
     declared.write_text('[figure.curves]\nstudy = "signs"\nonly = { method = "base" }\n')
     page.write_text("")

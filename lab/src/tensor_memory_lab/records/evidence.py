@@ -33,6 +33,11 @@ class Evidence:
     def table(self, name: str) -> str:
         """A declared table as Markdown, with where its numbers come from below it."""
         spec = self._spec("table", name, RUNS | TABLE)
+        if "value" in spec and "less" not in spec:
+            raise ValueError(
+                f"{self.file}, table {name!r}: expected less beside value, got none; name methods "
+                "to compare with, or declare columns"
+            )
         columns = [column(one) for one in _columns(spec)]
         runs = self._runs(name, spec)
         lent: dict[str, list[Frame]] = {}

@@ -108,6 +108,10 @@ class Column:
 
 
 KINDS = ("", "percent", "bytes", "count", "text")
+SHOWN = ("mean", "seeds", "min", "max", "first")
+COMPARED = ("less", "over", "between")
+NEEDED = {"match": COMPARED, "or_own": ("study",), "without": ("study",)}
+"""Fields of a column that say nothing without one of others."""
 DEFAULTS: dict[str, dict[str, Any]] = {
     "parameters": {"kind": "count", "show": "first"},
     "state_bytes": {"title": "state", "kind": "bytes", "show": "first"},
@@ -130,11 +134,25 @@ def column(declared: str | Mapping[str, Any]) -> Column:
             f"column {given.get('value')!r}: unknown {', '.join(unknown)}; known are "
             f"{', '.join(known)}"
         )
-    if given.get("kind", "") not in KINDS:
-        raise ValueError(
-            f"column {given.get('value')!r}: expected a kind of {KINDS[1:]}, got {given['kind']!r}"
-        )
     name = given.get("value")
+    for key, choices in (("kind", KINDS), ("show", SHOWN)):
+        if given.get(key, choices[0]) not in choices:
+            raise ValueError(
+                f"column {name!r}: expected a {key} of {', '.join(filter(None, choices))}, "
+                f"got {given[key]!r}"
+            )
+    compared = [key for key in COMPARED if given.get(key)]
+    if len(compared) > 1:
+        raise ValueError(
+            f"column {name!r}: expected one of {', '.join(COMPARED)}, got {', '.join(compared)}; "
+            "make a column of each"
+        )
+    for key, needed in NEEDED.items():
+        if given.get(key) and not any(given.get(other) for other in needed):
+            raise ValueError(
+                f"column {name!r}: expected {' or '.join(needed)} beside {key}, got none; add it, "
+                f"or leave {key} out"
+            )
     usual = DEFAULTS.get(name, {}) if isinstance(name, str) and "over" not in given else {}
     values: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value
@@ -210,6 +228,8 @@ def table(
     if not across and len(set(headings)) < len(headings):
         raise ValueError(f"table: expected a title of its own for each column, got {headings}")
     cells = _Cells(list(found.values()), by, others or {}, {} if lent is None else lent)
+    for one in columns:
+        cells.check_compared(one)
     places = list(ranks[-1]) if across else [""]
     shown = set(select(runs, only or {}).index)
     kept = [key for key, group in found.items() if shown.intersection(group.index)]
@@ -310,6 +330,16 @@ class _Cells:
         firsts = [group.iloc[0] for group in groups]
         self.names = [(first.get("label"), first.get("method")) for first in firsts]
 
+    def check_compared(self, one: Column) -> None:
+        """Raise where a column is compared with a method that no row has."""
+        known = dict.fromkeys(name for names in self.names for name in _known_by(one, names))
+        if unknown := {one.less, one.over, *one.between} - {"", *known}:
+            raise ValueError(
+                f"column {one.value!r}: expected a {'method' if one.match else 'label'} of the "
+                f"table's rows to compare with, got {', '.join(sorted(unknown))}; there are "
+                f"{', '.join(map(str, known))}"
+            )
+
     def text(self, one: Column, runs: Frame) -> str:
         """What a column shows of a row."""
         if one.over:
@@ -372,9 +402,8 @@ class _Cells:
         """The row of another method that a row is compared with; None where there is none."""
         same = one.match or [n for n in self.by if n not in ("label", "method", "variant")]
         same = [name for name in ("recipe", *same) if name in runs]
-        known_by = 2 if one.match else 1  # its label, and also its method
         named = zip(self.groups, self.names, strict=True)
-        named = [group for group, names in named if method in names[:known_by]]
+        named = [group for group, names in named if method in _known_by(one, names)]
         alike = [g for g in named if all(_same(g, runs, name) for name in same)]
         for tried in (True, False):  # the same rate, else the rate that was tried for each
             wanted = _setting(runs, tried=tried) if alike else {}
@@ -407,6 +436,11 @@ class _Cells:
         found = found.loc[pd.Series(same, found.index, dtype=bool)]
         self.lent.setdefault(one.study, []).append(found)
         return runs if found.empty and one.or_own else found
+
+
+def _known_by(one: Column, names: tuple[Any, Any]) -> tuple[Any, ...]:
+    """What a column calls a row by: its label, and with `match` also its method."""
+    return names if one.match else names[:1]
 
 
 def _origin(runs: Frame) -> str:
