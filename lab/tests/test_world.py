@@ -14,6 +14,7 @@ import world_pictures as study
 from sampled import exhaustive_but
 from small_models import SMALL
 from tensor_memory import MemoryConfig, PlaceConfig, find_leak
+from tensor_memory_lab.commands.inspect import record_run
 from tensor_memory_lab.models.peers import PEERS
 from tensor_memory_lab.models.world import METHODS, WorldModel, WorldModelConfig
 from tensor_memory_lab.recipes.world import world
@@ -444,3 +445,17 @@ def test_given_places_are_the_poses():
     model(batch | {"asked": asked})  # questions are for places, glimpses are at poses
     assert torch.equal(told[1][:, ::2], asked)
     assert torch.equal(told[1][:, 1::2], poses)
+
+
+def test_a_run_is_inspected_with_the_grid_of_its_split(birds, tmp_path):
+    config = world()
+    config = replace(
+        config,
+        task=config_for(birds, tests=("test", "test@large")),
+        model=WorldModelConfig(method="place", **SMALL),
+        budget=replace(config.budget, steps=1, batch_size=2, evaluate_every=1),
+        precision="float32",
+    )
+    train(config, RunOptions(tmp_path, quiet=True, device="cpu", keep_checkpoints=True))
+    grids = [record_run(tmp_path, "best", split=s, rows=1)[0].config.grid for s in config.task.tests]
+    assert grids == [(3, 3), (6, 6)]

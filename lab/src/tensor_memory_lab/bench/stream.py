@@ -39,6 +39,11 @@ KINDS: dict[str, tuple[Any, Any]] = {
 }
 
 
+def held_bytes(device: torch.device) -> int:
+    """Memory that this process holds now: in RAM, and where the device is a GPU there too."""
+    return resident_bytes() + (torch.cuda.memory_reserved(device) if device.type == "cuda" else 0)
+
+
 def resident_bytes() -> int:
     """Memory of this process that is in RAM now; where /proc is missing, the most it ever was."""
     if STATM.is_file():
@@ -65,7 +70,7 @@ def run_stream(memory: TensorMemory | PlaceMemory, options: argparse.Namespace) 
     with progress("stream", options.tokens, unit="tokens") as advance:
         while done < options.tokens:
             if done == options.warm_up:
-                held, began = [resident_bytes()], time.perf_counter()
+                held, began = [held_bytes(weight.device)], time.perf_counter()
             end = options.warm_up if done < options.warm_up else options.tokens
             size = min(options.block, end - done)  # no block holds tokens of both
             x = torch.randn(options.batch, size, memory.dim, generator=generator, **like)
@@ -74,7 +79,7 @@ def run_stream(memory: TensorMemory | PlaceMemory, options: argparse.Namespace) 
                 torch.cuda.synchronize()
             done += size
             if held:
-                held.append(resident_bytes())
+                held.append(held_bytes(weight.device))
             advance(size, f"resident {held[-1] / report.MIB:.1f} MiB" if held else "warming up")
     seconds = time.perf_counter() - began
     return {

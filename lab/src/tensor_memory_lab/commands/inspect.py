@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +14,7 @@ from tensor_memory import MemoryResidual, PlaceMemory, Recording, TensorMemory, 
 from tensor_memory_lab.commands.option_types import count
 from tensor_memory_lab.recipes import find_recipe
 from tensor_memory_lab.records import config_dict
-from tensor_memory_lab.tasks import Annotations, Describes
+from tensor_memory_lab.tasks import Annotations, Describes, PreparesModel
 from tensor_memory_lab.train import load_run
 
 
@@ -72,7 +73,8 @@ def record_run(
     given = range(min(windows, task.batches(split, rows)))
     batches = [task.batch(split, index, rows) for index in given]
     carry = None
-    with torch.no_grad(), record(model.eval()) as recording:
+    ready = task.prepared(model, split) if isinstance(task, PreparesModel) else nullcontext()
+    with torch.no_grad(), ready, record(model.eval()) as recording:
         for batch in batches:
             _, carry = model(batch, carry)
     if isinstance(task, Describes):
