@@ -457,5 +457,7 @@ def test_a_run_is_inspected_with_the_grid_of_its_split(birds, tmp_path):
         precision="float32",
     )
     train(config, RunOptions(tmp_path, quiet=True, device="cpu", keep_checkpoints=True))
-    grids = [record_run(tmp_path, "best", split=s, rows=1)[0].config.grid for s in config.task.tests]
+    grids = [
+        record_run(tmp_path, "best", split=s, rows=1)[0].config.grid for s in config.task.tests
+    ]
     assert grids == [(3, 3), (6, 6)]
