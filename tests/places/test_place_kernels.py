@@ -33,7 +33,8 @@ CASES = {  # grid, channels, tokens, rule, Gaussian, resets, wrap, one place for
 }
 
 
-def results(name, products, dtype, backend, by_state=True):
+def drawn(name):
+    """Tensors of a case, what else it says, and the generator that drew them."""
     grid, C, N, rule, gaussian, resets, wrap, same = CASES[name]
     reach = 0.05 if "hardly moving" in name else 1.2  # some beyond the border
     draw, n, B, H = torch.Generator().manual_seed(0), len(grid), 2, 2
@@ -55,15 +56,19 @@ def results(name, products, dtype, backend, by_state=True):
     }
     if "forgetting" in name:  # all of it, at times
         leaves["log_keep"][rand(B, N, H) < 0.2] = -1e3
+    marks = None
+    if resets:  # in one row
+        marks = ((rand(B, N) < 0.1) & (torch.arange(B) == 0)[:, None]).to(DEVICE)
+    return leaves, {"rule": rule, "wrap": (wrap,) * n, "resets": marks}, draw
+
+
+def results(name, products, dtype, backend, by_state=True):
+    leaves, others, draw = drawn(name)
     given = {
         name: None if leaf is None else leaf.to(DEVICE, dtype).requires_grad_()
         for name, leaf in leaves.items()
     }
-    marks = None
-    if resets:  # in one row
-        marks = ((rand(B, N) < 0.1) & (torch.arange(B) == 0)[:, None]).to(DEVICE)
-    inputs = place_inputs(**given, rule=rule, wrap=(wrap,) * n, resets=marks)
-    reads, after = run_places(inputs, backend, products)
+    reads, after = run_places(place_inputs(**given, **others), backend, products)
     loss = (reads * torch.randn(reads.shape, generator=draw).to(reads)).sum()
     if by_state:
         loss = loss + (after * torch.randn(after.shape, generator=draw).to(after)).sum()
@@ -135,6 +140,47 @@ def test_the_fused_places_agree_in_every_case(name, products, monkeypatch):
 @pytest.mark.parametrize("products", [torch.float32, torch.bfloat16])
 def test_the_fused_places_agree_on_a_gpu(name, products, monkeypatch):
     check(name, products, monkeypatch)
+
+
+WAYS = {  # a case of every way to launch, and how exactly it keeps earlier reads
+    "two axes": 0.0,
+    "whole chunks": 0.0,
+    "delta, a circle": 0.0,
+    "sparse, delta, a torus": 0.0,
+    "sparse": 1e-6,  # its sums run over a list in which later tokens shift earlier ones
+}
+
+
+def check_causal(name, products, monkeypatch):
+    if name.startswith("sparse"):
+        monkeypatch.setattr(fused, "SPARSE_FROM", {"linear": 1, "delta": 1})
+    leaves, others, _ = drawn(name)
+    given = {part: leaf if leaf is None else leaf.to(DEVICE) for part, leaf in leaves.items()}
+    reads, _ = run_places(place_inputs(**given, **others), "triton", products)
+    for now in (20, 37):
+        changed = given | {
+            part: torch.cat([given[part][:, :now], given[part][:, now:].flip(1)], 1)
+            for part in ("write_at", "read_at", "content", "rate", "log_keep")
+        }
+        marks = others["resets"].clone()
+        marks[:, now:].logical_not_()
+        inputs = place_inputs(**changed, **others | {"resets": marks})
+        again, _ = run_places(inputs, "triton", products)
+        earlier = again[:, :now], reads[:, :now]
+        torch.testing.assert_close(*earlier, rtol=0, atol=WAYS[name])
+        assert not torch.equal(again[:, now:], reads[:, now:])
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_no_fused_read_depends_on_a_later_token(name, monkeypatch):
+    check_causal(name, torch.bfloat16 if name == "whole chunks" else torch.float32, monkeypatch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("products", [torch.float32, torch.bfloat16])
+def test_no_fused_read_depends_on_a_later_token_on_a_gpu(name, products, monkeypatch):
+    check_causal(name, products, monkeypatch)
 
 
 @pytest.mark.parametrize("sparse", [False, True])
