@@ -18,13 +18,12 @@ from torch.distributed import ProcessGroup
 from tensor_memory.chunking import check_marks, check_tokens, packed_resets
 from tensor_memory.config import PlaceConfig
 from tensor_memory.ops.autograd import no_autocast
-from tensor_memory.ops.dispatch import BACKENDS
 from tensor_memory.ops.inputs import checked_device, checked_float, is_dense, products_dtype
 from tensor_memory.ops.places.inputs import PlaceInputs
 from tensor_memory.ops.places.place_scan import place_backend, place_inputs, run_places
 from tensor_memory.ops.places.shares import shares
 from tensor_memory.place_state import PlaceState
-from tensor_memory.state import require_size, row_index
+from tensor_memory.state import check_memory, row_index
 
 START_WIDTH = 0.5  # of the Gaussian, in voxels
 
@@ -71,21 +70,7 @@ class PlaceMemory(nn.Module):
     ) -> None:
         super().__init__()
         config = PlaceConfig() if config is None else config
-        if not isinstance(config, PlaceConfig):
-            raise TypeError(
-                f"config: expected a PlaceConfig, got {type(config).__name__}; "
-                "PlaceConfig.from_dict() makes one of a dictionary"
-            )
-        require_size("PlaceMemory", "dim", dim, 1, "it is the width of the tokens")
-        if config.backend not in BACKENDS:
-            raise ValueError(
-                f"config.backend: expected one of {', '.join(BACKENDS)}, got "
-                f"{config.backend!r:.80}; leave it out for the fastest that can serve"
-            )
-        if not isinstance(zero_init, bool):
-            raise TypeError(
-                f"zero_init: expected True or False, got {zero_init!r:.80}; leave it out for False"
-            )
+        check_memory("PlaceMemory", dim, config, PlaceConfig, zero_init)
         self.dim, self.config, self.zero_init = dim, config, zero_init
         H, C, n = config.heads, config.channels, config.axes
         if config.places != "given":

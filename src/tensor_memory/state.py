@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from tensor_memory.config import MAX_COUNT, MemoryConfig
 from tensor_memory.files import load_tensors, save_tensors
 from tensor_memory.ops.autograd import can_ask
+from tensor_memory.ops.dispatch import BACKENDS
 from tensor_memory.ops.inputs import checked_device, checked_float, is_dense
 from tensor_memory.wording import counted
 
@@ -300,6 +301,25 @@ def require_size(method: str, name: str, size: Any, least: int, what: str) -> No
         raise ValueError(
             f"{method}: expected {name} of at least {least} and at most {MAX_COUNT:,}, got "
             f"{size}; {what}"
+        )
+
+
+def check_memory(name: str, dim: Any, config: Any, kind: type, zero_init: Any) -> None:
+    """Raise unless the arguments of a memory's constructor fit."""
+    if not isinstance(config, kind):
+        raise TypeError(
+            f"config: expected a {kind.__name__}, got {type(config).__name__}; "
+            f"{kind.__name__}.from_dict() makes one of a dictionary"
+        )
+    require_size(name, "dim", dim, 1, "it is the width of the tokens")
+    if config.backend not in BACKENDS:
+        raise ValueError(
+            f"config.backend: expected one of {', '.join(BACKENDS)}, got "
+            f"{config.backend!r:.80}; leave it out for the fastest that can serve"
+        )
+    if not isinstance(zero_init, bool):
+        raise TypeError(
+            f"zero_init: expected True or False, got {zero_init!r:.80}; leave it out for False"
         )
 
 

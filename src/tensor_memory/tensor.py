@@ -25,9 +25,9 @@ from tensor_memory.chunking import (
 )
 from tensor_memory.config import MemoryConfig
 from tensor_memory.forgetting import warn_of_forgetting
-from tensor_memory.ops import BACKENDS, Steering, memory_read, memory_scan, scan_backend, why_not
+from tensor_memory.ops import Steering, memory_read, memory_scan, scan_backend, why_not
 from tensor_memory.ops.inputs import checked_device, checked_float
-from tensor_memory.state import MemoryState, require_size, trusted
+from tensor_memory.state import MemoryState, check_memory, trusted
 
 SIGMA_FLOOR = 1e-4  # keeps the Gaussian from collapsing to a point
 
@@ -61,21 +61,7 @@ class TensorMemory(nn.Module):
     ) -> None:
         super().__init__()
         config = MemoryConfig() if config is None else config
-        if not isinstance(config, MemoryConfig):
-            raise TypeError(
-                f"config: expected a MemoryConfig, got {type(config).__name__}; "
-                "MemoryConfig.from_dict() makes one of a dictionary"
-            )
-        require_size("TensorMemory", "dim", dim, 1, "it is the width of the tokens")
-        if config.backend not in BACKENDS:
-            raise ValueError(
-                f"config.backend: expected one of {', '.join(BACKENDS)}, got "
-                f"{config.backend!r:.80}; leave it out for the fastest that can serve"
-            )
-        if not isinstance(zero_init, bool):
-            raise TypeError(
-                f"zero_init: expected True or False, got {zero_init!r:.80}; leave it out for False"
-            )
+        check_memory("TensorMemory", dim, config, MemoryConfig, zero_init)
         self.dim, self.config, self.zero_init = dim, config, zero_init
         C, K, n = config.channels, config.chunk_size, config.axes
         R, M = config.read_heads, config.write_heads
