@@ -277,7 +277,10 @@ def check_alike(where: str, runs: Frame) -> None:
     """Raise where the runs of a row, or of a point, do not differ in their seed alone."""
     if len(runs) < 2:
         return
-    flats = [flatten(current(record.get("config", {}))) for record in runs["record"]]
+    configs = [record.get("config", {}) for record in runs["record"]]
+    flats = [flatten(config) for config in configs]
+    if len({frozenset(flat) for flat in flats}) > 1:  # older records lack what is newer than they
+        flats = [flatten(current(config)) for config in configs]
     names = dict.fromkeys(name for flat in flats for name in flat if name not in NEUTRAL)
     apart = [name for name in names if len({flat.get(name) for flat in flats}) > 1]
     if apart or runs["seed"].duplicated().any():
