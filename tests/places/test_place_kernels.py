@@ -94,8 +94,6 @@ def check(name, products, monkeypatch, by_state=True):
         ("a single token", torch.bfloat16),
         ("sparse, delta, a torus", torch.float32),
         ("sparse, voxels never met", torch.float32),
-        ("sparse, hardly moving", torch.float32),
-        ("delta, hardly moving", torch.float32),
     ],
 )
 def test_the_fused_places_agree_with_the_chunked_ones(name, products, monkeypatch):
