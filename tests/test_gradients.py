@@ -54,7 +54,12 @@ def test_gradients_are_right_for_every_option(option):
 
 
 @pytest.mark.parametrize(
-    ("option", "cut"), [("paper", 1), ("token reads", 2), ("separate coordinates", 1)]
+    ("option", "cut"),
+    [
+        ("paper", 1),
+        ("token reads", 2),
+        pytest.param("separate coordinates", 1, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_gradients_are_right_through_a_cut(option, cut):
     assert_gradients(small(OPTIONS[option]), Call(make_tokens(1, LENGTH, DIM)), cut)
@@ -62,7 +67,12 @@ def test_gradients_are_right_through_a_cut(option, cut):
 
 @pytest.mark.parametrize(
     ("reads", "flush"),
-    [("chunk", "no"), ("token", "end"), ("token", "marked"), ("chunk", "frames")],
+    [
+        pytest.param("chunk", "no", marks=pytest.mark.exhaustive),
+        pytest.param("token", "end", marks=pytest.mark.exhaustive),
+        ("token", "marked"),
+        ("chunk", "frames"),
+    ],
 )
 def test_gradients_are_right_with_masks_documents_and_flushes(reads, flush):
     config = MemoryConfig(channels=1, grid=(2,), chunk_size=2, reads=reads)
