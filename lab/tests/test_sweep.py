@@ -20,7 +20,7 @@ from tensor_memory_lab.cli import main
 from tensor_memory_lab.commands import jobs
 from tensor_memory_lab.commands.arguments import parse_run
 from tensor_memory_lab.commands.grid import Stage, read_plan
-from tensor_memory_lab.commands.tries import check_choices, in_lots
+from tensor_memory_lab.commands.tries import check_stages, in_lots
 from tensor_memory_lab.recipes import find_recipe
 from tensor_memory_lab.records import append, config_from_dict, read_records, run_name, write_result
 
@@ -241,7 +241,7 @@ def test_the_runs_that_count_have_other_seeds_than_the_tries(capsys, given, got)
 
 def test_the_stages_of_all_plans_can_choose():
     for plan in sorted((Path(__file__).parents[1] / "plans").glob("*.toml")):
-        check_choices(read_plan(plan))
+        check_stages(read_plan(plan))
 
 
 @pytest.mark.parametrize("rates", ["1e-3,0.001,3e-3", "3e-3,1e-3,1e-3"])

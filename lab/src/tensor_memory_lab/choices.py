@@ -1,8 +1,9 @@
-"""Values of configs that must be one of a few."""
+"""Values of configs that must be one of a few, or stay as they are."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
@@ -17,6 +18,21 @@ def check_choices(config: Any, group: str = "") -> None:
             where = f"{group}.{name}" if group else name
             expected = ", ".join(map(str, choices))
             raise ValueError(f"{where}: expected one of {expected}, got {value!r}")
+
+
+def check_unread(config: Any, group: str, method: str, names: Iterable[str]) -> None:
+    """Raise unless fields that a method sets itself or does not use have their defaults.
+
+    They would change a run's name and label, and not its model. `group` is what the config is
+    called on a command line: "model", "model.memory" or "model.place".
+    """
+    for name in names:
+        value, default = getattr(config, name), getattr(type(config), name)
+        if value != default:
+            raise ValueError(
+                f"{group}.{name}: expected the default, {default}, for {method}, which does not "
+                f"read it, got {value}; keep the default or take another method"
+            )
 
 
 @functools.cache

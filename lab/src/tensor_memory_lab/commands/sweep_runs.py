@@ -13,7 +13,7 @@ from typing import Any
 from tensor_memory_lab.commands.grid import PlannedRun, Stage, parse_over, read_plan
 from tensor_memory_lab.commands.jobs import Ended, Job, do_jobs
 from tensor_memory_lab.commands.tries import (
-    check_choices,
+    check_stages,
     chosen_runs,
     first_runs,
     in_lots,
@@ -179,7 +179,7 @@ def _stages(
             "sweep: expected the names of recipes first, or --plan; "
             "`tensor-memory-lab sweep --help` shows examples"
         )
-    check_choices(stages)
+    check_stages(stages)
     if options.timeout is not None:
         stages = [replace(stage, timeout=options.timeout) for stage in stages]
     return stages

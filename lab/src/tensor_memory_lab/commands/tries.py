@@ -39,7 +39,7 @@ ROUND_STEPS = 50
 """Steps are a multiple of this: a time is not known more exactly."""
 
 
-def check_choices(stages: Iterable[Stage]) -> None:
+def check_stages(stages: Iterable[Stage]) -> None:
     """Raise where a choice would replace a value that a stage gives, or favour one of its seeds."""
     for stage in stages:
         where = stage.where or "sweep"

@@ -6,11 +6,12 @@ config, such as the cache that fills the memory's bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tensor_memory import MemoryConfig
+from tensor_memory_lab.choices import check_unread
 from tensor_memory_lab.models.block import Place
 from tensor_memory_lab.models.config import TransformerConfig
 from tensor_memory_lab.models.side import FLOAT_BYTES
@@ -57,21 +58,6 @@ class DecoderConfig(TransformerConfig):
             "share_weights": self.share_weights,
         }
         return StackConfig(**plain | options | changes)
-
-
-def check_unread(config: Any, group: str, method: str, names: Iterable[str]) -> None:
-    """Raise unless fields that a method sets itself or does not use have their defaults.
-
-    They would change a run's name and label, and not its model. `group` is what the config is
-    called on a command line: "model", "model.memory" or "model.place".
-    """
-    for name in names:
-        value, default = getattr(config, name), getattr(type(config), name)
-        if value != default:
-            raise ValueError(
-                f"{group}.{name}: expected the default, {default}, for {method}, which does not "
-                f"read it, got {value}; keep the default or take another method"
-            )
 
 
 MEMORY_METHODS: dict[str, dict[str, Any]] = {

@@ -18,11 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tensor_memory import MemoryConfig, PlaceConfig, PlaceMemory, PlaceState, TensorMemory
-from tensor_memory_lab.choices import check_choices
+from tensor_memory_lab.choices import check_choices, check_unread
 from tensor_memory_lab.models import Carry, Model
 from tensor_memory_lab.models.attention import SelfAttention
 from tensor_memory_lab.models.block import initialise
-from tensor_memory_lab.models.decoder import check_unread
 from tensor_memory_lab.models.peers import PEERS, DeltaNet, GatedLinearAttention, PeerConfig
 from tensor_memory_lab.models.side import FLOAT_BYTES, SideMemory, State, memory_bytes
 from tensor_memory_lab.tasks import Batch

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from tensor_memory import MemoryConfig, PlaceConfig, PlaceMemory
+from tensor_memory_lab.choices import check_unread
 from tensor_memory_lab.models import Carry, Model
 from tensor_memory_lab.models.block import Place, initialise
 from tensor_memory_lab.models.decoder import (
@@ -25,7 +26,6 @@ from tensor_memory_lab.models.decoder import (
     PLACE_METHODS,
     DecoderConfig,
     Method,
-    check_unread,
 )
 from tensor_memory_lab.models.peers import PeerConfig
 from tensor_memory_lab.models.relative_attention import CACHE_BYTES
