@@ -234,7 +234,7 @@ def test_every_benchmark_runs_on_a_gpu(tmp_path, name, memory):
     elif name == "train-step":
         row = result["models"]["language"]
         assert isinstance(row["extra_peak_gib"], float)
-        for way in (row, row["one_thread"], row["graph"]):
+        for way in (row, row["one_thread"], row["layer_graphs"], row["graph"]):
             assert way["ms"].keys() == {"base", "memory"}
     else:
         place = "last" if memory == "tensor" else "every"

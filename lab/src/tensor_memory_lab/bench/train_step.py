@@ -5,23 +5,26 @@
 
 Forward, backward and AdamW of the language and the video model at their published sizes, bfloat16
 autocast on a GPU. There each step is also timed with its backward on the calling thread, where
-autograd has a thread of its own otherwise, and captured as a CUDA graph, which spares both models
-the time that Python takes to launch. First the scan is compared with one in float64. The place
-memory is measured in the language model.
+autograd has a thread of its own otherwise; with each memory layer as a CUDA graph within a step
+that Python launches, where the layers carry nothing within a step; and as a graph as a whole, which
+spares both models the time that Python takes to launch. First the scan is compared with one in
+float64, and the gradients through layers as graphs with those without. The place memory is measured
+in the language model.
 """
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from tensor_memory import MemoryResidual
 from tensor_memory_lab.bench import report
 from tensor_memory_lab.bench.hosts import HOSTS, Host, add_memory_options, memory_changes
-from tensor_memory_lab.bench.shapes import check
+from tensor_memory_lab.bench.shapes import check, rms_ratio
 from tensor_memory_lab.bench.timing import (
     QUICK,
     Budget,
@@ -51,13 +54,65 @@ class Training:
 
     def __call__(self) -> Tensor:
         """Forward, backward, update; the loss, which nobody waits for."""
+        loss = self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    def backward(self) -> Tensor:
+        """Forward and backward; the loss."""
         cuda = self.device.type == "cuda"
         with torch.autocast(self.device.type, torch.bfloat16 if cuda else None, enabled=cuda):
             loss = self.host.loss(self.model, self.batch)
         loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
+
+    def gradients(self) -> list[Tensor]:
+        """Of every weight, in the order of the optimiser; dropout is the same at every call."""
+        torch.manual_seed(0)
+        self.backward()
+        weights = [p for group in self.optimizer.param_groups for p in group["params"]]
+        found = [p.grad.clone() for p in weights if p.grad is not None]
+        self.optimizer.zero_grad(set_to_none=True)
+        return found
+
+
+class Alone(nn.Module):
+    """A memory layer as a graph takes it: tokens in, tokens out."""
+
+    def __init__(self, layer: MemoryResidual) -> None:
+        super().__init__()
+        self.layer = layer
+        self.memory = layer.memory  # a graph trains what is registered: a shared memory is not
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, N, d) -> the same shape; nothing is carried."""
+        return self.layer(x)[0]
+
+
+class InTheModel(nn.Module):
+    """What a model calls in place of the memory layer."""
+
+    def __init__(self, alone: Alone) -> None:
+        super().__init__()
+        self.alone = alone
+
+    def forward(self, x: Tensor, state: None = None) -> tuple[Tensor, None]:
+        """x (B, N, d) -> the same shape, no state."""
+        return self.alone(x), None
+
+
+def graph_layers(step: Training) -> None:
+    """Make every memory layer two CUDA graphs, one for its forward and one for its backward."""
+    model, host = step.model, step.host
+    found = [n for n, layer in model.named_modules() if isinstance(layer, MemoryResidual)]
+    layers = tuple(Alone(cast(MemoryResidual, model.get_submodule(name))) for name in found)
+    x = torch.randn(host.batch, host.tokens[1], host.dim, device=step.device)
+    samples = tuple((x.clone().requires_grad_(),) for _ in layers)
+    with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+        torch.cuda.make_graphed_callables(layers, samples)  # in place
+    for name, alone in zip(found, layers, strict=True):
+        model.set_submodule(name, InTheModel(alone))
 
 
 def measure_host(
@@ -100,9 +155,28 @@ def measure_host(
         with report.recorded(row["graph"], "not_captured"):  # the times above stand without it
             graphs = {name: captured(step) for name, step in steps.items()}
             row["graph"] = _compared(measure_alternately(graphs, device, budget))
+        if host.tokens[0] == 1:  # else a layer's state goes from piece to piece
+            row["layer_graphs"] = {}
+            with report.recorded(row["layer_graphs"], "not_captured"):
+                _check_layer_graphs(steps[WITH], row["agreement"])
+                if not row["agreement"]["failures"]:
+                    row["layer_graphs"] = _compared(measure_alternately(steps, device, budget))
         peaks = row["peak_bytes"]
         row["extra_peak_gib"] = (peaks[WITH] - peaks[WITHOUT]) / report.GIB
     return row
+
+
+def _check_layer_graphs(step: Training, agreement: dict[str, Any]) -> None:
+    """Graph the layers, and compare the gradients of the weights with those before."""
+    expected = step.gradients()
+    graph_layers(step)
+    found = step.gradients()
+    worst = max(rms_ratio(got, grad) for got, grad in zip(found, expected, strict=True))
+    agreement["rms_ratios"]["layer_graphs"] = worst
+    if not worst <= (bound := agreement["bounds"]["gradients"]):
+        agreement["failures"].append(
+            f"layer graphs: error {worst:.1e} of a gradient's size, allowed {bound:.0e}"
+        )
 
 
 def _compared(timed: dict[str, Timing]) -> dict[str, Any]:
@@ -153,7 +227,10 @@ def table(result: dict[str, Any]) -> report.Rows:
             f"{way}, {memory['backend']}",
             "parameters, M": " / ".join(f"{n / 1e6:.2f}" for n in row["parameters"].values()),
         }
-        ways = {"": row, "one thread: ": row.get("one_thread"), "graph: ": row.get("graph")}
+        ways = {"": row} | {
+            f"{name.replace('_', ' ')}: ": row.get(name)
+            for name in ("one_thread", "layer_graphs", "graph")
+        }
         for called, way in ways.items():
             if way is None:
                 continue
