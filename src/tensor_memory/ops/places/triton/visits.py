@@ -3,8 +3,11 @@
 A token visits the E = 2ⁿ corners of its place. Sorted by voxel, and by token within a voxel, all
 visits of a row and head are one list, in which the state of a voxel goes from visit to visit: a
 scan along the list finds what every visit meets. The grid as a whole is passed over once, for the
-voxels that nobody visited. The gradient is the same scan from the end of the list. Later visits
-shift the list, so that they may change the last bits of earlier reads, and nothing else of them.
+voxels that nobody visited. The gradient is the same scan from the end of the list.
+
+Later tokens shift the list, and must not change how earlier visits are summed up. So the visits of
+a voxel that a tile holds are all of them, or begin with the tile; and the sums within a tile go
+from visit to visit, in float32.
 
 Letters: B batch, N tokens, H heads, V voxels, C channels, n axes; K visits of a token, E or 2 E:
 first those of its write, then those of its read where that has a place of its own.
@@ -97,6 +100,25 @@ def decay(change):
 
 
 @triton.jit
+def voxel_at(voxels, i, visits, BACKWARD: tl.constexpr):
+    """The voxels of some visits of the list in the order of the scan, -1 where there is none."""
+    at = visits - 1 - i if BACKWARD else i
+    return tl.load(voxels + at, mask=(i >= 0) & (i < visits), other=-1).to(tl.int32)
+
+
+@triton.jit
+def after_voxel(voxels, i, visits, L: tl.constexpr, BACKWARD: tl.constexpr):
+    """The first visit from i on that is not to the voxel of the visit before i."""
+    voxel, same = voxel_at(voxels, i - 1, visits, BACKWARD), L
+    while same == L:
+        ahead = i + tl.arange(0, L)
+        known = (voxel_at(voxels, ahead, visits, BACKWARD) == voxel) & (ahead < visits)
+        same = tl.sum(known.to(tl.int32))
+        i += same
+    return tl.minimum(i, visits)
+
+
+@triton.jit
 def visits_at(
     order, voxels, total, page, row, head, i, visits,
     H: tl.constexpr, K: tl.constexpr, BACKWARD: tl.constexpr, HAS_RESETS: tl.constexpr,
@@ -105,7 +127,7 @@ def visits_at(
     real = (i >= 0) & (i < visits)
     at = visits - 1 - i if BACKWARD else i
     visit = tl.load(order + at, mask=real, other=0).to(tl.int32)
-    voxel = tl.load(voxels + at, mask=real, other=-1).to(tl.int32)
+    voxel = voxel_at(voxels, i, visits, BACKWARD)
     row_token = row + visit // K
     token = row_token * H + head
     turned = tl.zeros(i.shape, tl.int32)
@@ -139,7 +161,7 @@ def scan_kernel(
     what the voxels hold before, and the last visit of a voxel leaves what goes to `end`.
     """
     program = tl.program_id(0).to(tl.int64)
-    channel = tl.program_id(2) * CB + tl.arange(0, CB)
+    channel, lane = tl.program_id(2) * CB + tl.arange(0, CB), tl.arange(0, L)
     visits, row, head = N * K, program // H * N, program % H
     order, voxels = order + program * visits, voxels + program * visits
     weights += program * visits
@@ -154,37 +176,24 @@ def scan_kernel(
         gives, takes, sign = K - E, 0, -1.0
         first_total, last_total = last_total, first_total
         first_page, last_page = last_page, first_page
-    length = tl.cdiv(visits, tl.num_programs(1) * L) * L
-    begin = tl.program_id(1) * length
-    # What earlier pieces gave to the voxel that the piece begins with: look back along its visits.
-    two = begin - 1 + tl.arange(0, 2)
-    _, _, of_two, _, totals, pages = visits_at(
-        order, voxels, total, page, row, head, two, visits, H, K, BACKWARD, HAS_RESETS
-    )
-    before = two < begin
-    last_voxel = tl.sum(tl.where(before, of_two, 0))
-    last_now = tl.sum(tl.where(before, totals, 0.0))
-    last_turned = tl.sum(tl.where(before, pages, 0))
-    carried = tl.zeros([CB], tl.float32)
-    back = begin
-    running = (begin > 0) & (tl.sum(tl.where(before, 0, of_two)) == last_voxel)
-    while running:
-        back -= L
-        i = back + tl.arange(0, L)
+    # A voxel belongs to the piece that its visits begin in.
+    length = tl.cdiv(visits, tl.num_programs(1))
+    at = after_voxel(voxels, tl.program_id(1) * length, visits, L, BACKWARD)
+    stop = after_voxel(voxels, (tl.program_id(1) + 1) * length, visits, L, BACKWARD)
+    last_voxel, last_turned = tl.full([], -1, tl.int32), tl.zeros([], tl.int32)
+    last_now, carried = tl.zeros([], tl.float64), tl.zeros([CB], tl.float32)
+    while at < stop:
+        i = at + lane
         real, visit, voxel, token, now, turned = visits_at(
             order, voxels, total, page, row, head, i, visits, H, K, BACKWARD, HAS_RESETS
         )
-        same = (voxel == last_voxel) & (turned == last_turned)
-        gave = real & same & (visit % K // E * E == gives)
-        x = given(value, rate, weights, visit, token, gave, channel, C, not BACKWARD)
-        left = tl.where(same, decay(sign * (last_now - now)), 0.0)
-        carried += tl.sum(left[:, None] * x, axis=0)
-        running = (back > 0) & (tl.min(tl.where(voxel == last_voxel, 1, 0)) == 1)
-    for at in range(begin, tl.minimum(begin + length, visits), L):
-        i = at + tl.arange(0, L)
-        real, visit, voxel, token, now, turned = visits_at(
-            order, voxels, total, page, row, head, i, visits, H, K, BACKWARD, HAS_RESETS
-        )
+        following = voxel_at(voxels, i + 1, visits, BACKWARD)
+        # A voxel that neither begins with the tile nor ends in it waits for the next one.
+        last = tl.sum(tl.where(lane == L - 1, voxel, 0))
+        ends = tl.sum(tl.where(lane == L - 1, following, 0)) != last
+        begins = tl.sum(tl.where(lane == 0, voxel, 0)) == last
+        taken = real & (voxel != tl.where(ends | begins, -2, last))
+        count = tl.sum(taken.to(tl.int32))
         kind = visit % K // E * E
         gave = real & (kind == gives)
         x = given(value, rate, weights, visit, token, gave, channel, C, not BACKWARD)
@@ -197,18 +206,19 @@ def scan_kernel(
         between = tl.where(tied, decay(sign * (now[:, None] - now[None, :])), 0.0)
         left = tl.where(carries, decay(sign * (now - last_now)), 0.0)
         state = product(between, x, EXACT) + left[:, None] * carried[None, :]
-        ends = i == at + L - 1
-        carried = tl.sum(tl.where(ends[:, None], state, 0.0), axis=0)
-        last_voxel, last_now = tl.sum(tl.where(ends, voxel, 0)), tl.sum(tl.where(ends, now, 0.0))
-        last_turned = tl.sum(tl.where(ends, turned, 0))
+        end_of = lane == count - 1
+        carried = tl.sum(tl.where(end_of[:, None], state, 0.0), axis=0)
+        last_voxel = tl.sum(tl.where(end_of, voxel, 0))
+        last_now = tl.sum(tl.where(end_of, now, 0.0))
+        last_turned = tl.sum(tl.where(end_of, turned, 0))
         if HAS_START:
             left = tl.where(turned == first_page, decay(sign * (now - first_total)), 0.0)
             state += left[:, None] * rows(start, voxel, real, channel, C)
-        store_rows(met, token * E + visit % E, real & (kind == takes), channel, C, state)
-        following = voxels + (visits - 2 - i if BACKWARD else i + 1)
-        leaves = tl.load(following, mask=i + 1 < visits, other=-1).to(tl.int32) != voxel
+        mine = taken & (i < stop)
+        store_rows(met, token * E + visit % E, mine & (kind == takes), channel, C, state)
         rest = tl.where(turned == last_page, decay(sign * (last_total - now)), 0.0)
-        store_rows(end, voxel, real & leaves, channel, C, rest[:, None] * state)
+        store_rows(end, voxel, mine & (following != voxel), channel, C, rest[:, None] * state)
+        at += count
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -375,6 +385,7 @@ def _scan(
     plan.bound(
         scan_kernel, warps=1, CB=min(CHANNELS, plan["CB"]), K=kept.weights.shape[-1] // N,
         BACKWARD=BACKWARD, HAS_START=start is not None,
+        EXACT=plan["EXACT"] if BACKWARD else "ieee",
     )(
         (B * H, PIECES, blocks(C, CHANNELS)),
         (
