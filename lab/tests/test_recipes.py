@@ -57,8 +57,8 @@ SMALL = {
 DRAWN = "--task.valid-rows 4 --task.test-rows 4 --model.layers 2"
 MEMORY = "--model.memory.grid 3 3 3 --model.memory.channels 4 --model.memory.chunk-size 8"
 """A chunk of one token is a step for each."""
-OTHER_NUMBERS = ("-cost", "-long", "-valid", "-published", "-overwrite")
-"""In names of recipes that differ from another in sizes, most of which are made small here."""
+OTHER_NUMBERS = ("-cost", "-long", "-valid", "-published", "-overwrite", "windowed", "demo")
+"""In names of recipes that differ from another in numbers, most of which are made small here."""
 
 PLACES_GIVEN = ("windowed-map", "windowed-occlusion", "windowed-binding-long", "ucf101-9")
 """Recipes whose tokens tell the place memory where they are."""
@@ -90,7 +90,7 @@ def runs() -> list[Any]:
         default = recipe().model.method
         memory = "spatial" if name.startswith(("cub", "images", "ucf101")) else "tensor"
         memory = default if default.startswith("tensor") else memory
-        again = any(part in name for part in OTHER_NUMBERS)
+        again = name in PLACES_GIVEN or any(part in name for part in OTHER_NUMBERS)
         found.append(pytest.param(name, memory, marks=[pytest.mark.exhaustive] if again else []))
         if default != memory:
             found.append(pytest.param(name, default, marks=pytest.mark.exhaustive))
