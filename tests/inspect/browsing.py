@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-DESKTOP, PHONE = (1280, 800), (390, 844)
+DESKTOP, WINDOW, PHONE = (1280, 800), (1000, 700), (390, 844)
 PATIENCE = 120_000  # ms that a page gets for what it does at once where nothing else runs
 SCREENSHOTS = Path(
     os.environ.get("TENSOR_MEMORY_SCREENSHOTS", Path(__file__).parents[2] / "build/screenshots")

@@ -4,7 +4,7 @@ import functools
 import shutil
 
 import pytest
-from browsing import DESKTOP, PATIENCE, settle
+from browsing import PATIENCE, WINDOW, settle
 from invented import invented
 
 from tensor_memory import Recording
@@ -68,7 +68,7 @@ def opened(windows, tmp_path):
     requests.clear()
 
     def open_page(
-        recording: Recording, *, size=DESKTOP, scheme="light", touch=False, at="#t=0", **options
+        recording: Recording, *, size=WINDOW, scheme="light", touch=False, at="#t=0", **options
     ):
         nonlocal count
         count += 1

@@ -20,6 +20,9 @@ from tensor_memory.inspect.watch import WatchServer
 sync_api = pytest.importorskip("playwright.sync_api", reason="the viewer needs playwright")
 
 
+ASKS_SOONER = "const wait = setTimeout; setTimeout = (then, ms) => wait(then, ms / 20)"
+
+
 @pytest.fixture
 def watching(tmp_path):
     """The command, which watches before there is anything."""
@@ -39,6 +42,7 @@ def test_a_page_follows_a_model_that_generates(watching, browser, tmp_path, monk
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("request", lambda asked: outside.append(asked.url))
     page.set_default_timeout(PATIENCE)
+    page.add_init_script(ASKS_SOONER)
     page.goto(address)
     assert text(page, "#empty-name") == "Waiting for the first step"
     assert 'live="run.safetensors"' in text(page, "#empty-code")
