@@ -35,7 +35,7 @@ CONFIGS = {
     ),
     "more channels than the token is wide": PlaceConfig(grid=(3,), channels=40, heads=1),
     "four axes, read elsewhere": PlaceConfig(
-        grid=(2, 2, 3, 2), channels=2, rule="delta", kernel="linear", share_places=False
+        grid=(2, 2, 3, 2), channels=2, heads=2, rule="delta", kernel="linear", share_places=False
     ),
 }
 SMALL = PlaceConfig(grid=(3,), channels=2, heads=2)  # where it matters when, not what, is computed
