@@ -167,6 +167,9 @@ def test_most_questions_are_about_what_was_seen_long_ago(folder):
     assert not (batch["age"][:, :40] > FAR).any()
     objects = (batch["target"] >= OBJECT).float().mean()
     assert 0.15 < objects < 0.6
+    # The walls all around are never asked for: their place tells them.
+    asked = batch["where"][:, 1::2].abs()
+    assert asked.max() == pytest.approx(0.8)  # 11 cells are 10 from border to border
 
 
 def test_answers_are_told_apart_by_how_long_ago_a_cell_was_seen(task):

@@ -405,10 +405,7 @@ def questions(
     row = np.arange(B)[:, None]
     part = seen_from(W)[path.heading[row, then], (draws[1] * VIEW).astype(np.int64)]
     tried = path.cell[row, then] + part
-    place = place_of(np.arange(W * W), W)
-    inside = ((place >= 0) & (place < W - 2 * REACH)).all(-1)
-    tried = np.where(inside[tried], tried, path.cell.T[..., None])  # or where the agent stands
-    tried = tried + row * (W * W)  # numbers over all rows
+    tried = mirrored(W)[tried] + row * (W * W)  # numbers over all rows
     last = np.full(B * W * W, -1)  # when a cell was last seen
     ages = np.empty((T, B, TRIES), np.int64)
     for t in range(T):
@@ -419,6 +416,17 @@ def questions(
     best = (2 * (ages > FAR) + objects).argmax(2)[..., None]
     found, age = (np.take_along_axis(x, best, 2)[..., 0].T for x in (tried % (W * W), ages))
     return np.ascontiguousarray(found), np.ascontiguousarray(age)
+
+
+def mirrored(W: int) -> np.ndarray:
+    """(W²,) for each cell of a padded layout the one to ask for: itself, if it is within.
+
+    At the border and beyond are walls alone, which a place tells without memory. They are mirrored
+    at the outermost cells within: whoever sees such a cell sees its image too.
+    """
+    place, last = place_of(np.arange(W * W), W), W - 2 * REACH - 2
+    place = last - abs(last - 1 - abs(place - 1))
+    return (place + REACH) @ (1, W)
 
 
 def seen_cells(path: Walks, W: int) -> np.ndarray:
