@@ -18,7 +18,7 @@ from tensor_memory import MemoryConfig, PlaceConfig, find_leak
 from tensor_memory_lab.models.maze import MazeModel, MazeModelConfig
 from tensor_memory_lab.models.world import METHODS
 from tensor_memory_lab.recipes.maze import maze
-from tensor_memory_lab.tasks.maze import FAR, FREE, OBJECT, WALL, Maze, MazeConfig, main
+from tensor_memory_lab.tasks.maze import FAR, FREE, OBJECT, SETTINGS, WALL, Maze, MazeConfig, main
 from tensor_memory_lab.train import RunOptions, train
 
 
@@ -127,7 +127,8 @@ def test_who_remembers_everything_seen_answers_every_question(folder, pose):
     task = config_for(folder).build(0)
     right = nn.functional.one_hot(batch["target"], task.classes).float()
     sums = task.measure({"logits": right}, batch)
-    assert all(s == n for name, (s, n) in sums.items() if name != "loss")
+    apart = ("loss", "accuracy_guess_far")
+    assert all(s == n for name, (s, n) in sums.items() if name not in apart)
     assert task.ceiling("test") == 1
 
 
@@ -179,6 +180,27 @@ def test_answers_are_told_apart_by_how_long_ago_a_cell_was_seen(task):
     assert sums["accuracy_far"][0] == sums["accuracy_object"][0] == 0 < sums["accuracy_far"][1]
     assert sums["accuracy_near"][0] == sums["accuracy_near"][1] > 0
     assert sums["accuracy"][0] == sums["accuracy_near"][0]
+
+
+def test_a_guess_knows_row_and_column_alone(task):
+    batch = task.batch("test", 0, 8)
+    cells = ((batch["where"][:, 1::2] + 1) * 4).round()  # 9 cells are 8 from border to border
+    for (x, y), guess in zip(cells.flatten(0, 1).tolist(), batch["guess"].flatten(), strict=True):
+        assert guess == (WALL if x % 2 == y % 2 == 0 else FREE)
+    far, right = batch["age"] > FAR, batch["guess"] == batch["target"]
+    logits = nn.functional.one_hot(batch["target"], task.classes).float()
+    told = task.measure({"logits": logits}, batch)["accuracy_guess_far"]
+    assert [x.item() for x in told] == [(far & right).sum().item(), far.sum().item()]
+    assert 0.4 < told[0] / told[1] < 0.9
+
+
+def test_long_walks_are_several_and_a_batch_of_them_fits_beside_other_runs(folder):
+    config, task = maze(), config_for(folder, tests=tuple(SETTINGS)).build(0)
+    task.config = config.task
+    assert min(task.rows(split) for split in SETTINGS) == 16
+    tokens = 2 * config.task.steps * max(setting.times for setting in SETTINGS.values())
+    # DeltaNet takes 24 kB a token: twelve runs need 75 GB.
+    assert tokens * config.budget.evaluation_batch_size <= 2**18
 
 
 def test_every_setting_is_a_split_of_its_own(folder):
@@ -267,11 +289,12 @@ def test_a_question_tells_the_place_alone(task):
     """Nothing that is told to a model says what is asked for but views, which are of before."""
     model = MazeModel(MazeModelConfig(method="place-given", **SMALL), task.classes, steps=90).eval()
     batch = task.batch("test", 0, 3)
-    other = batch | {"target": (batch["target"] + 1) % 8, "age": batch["age"] + 1}
+    answers = {"target", "age", "guess"}
+    other = batch | {name: (batch[name] + 1) % 8 for name in answers}
     with torch.no_grad():
         assert torch.equal(model(batch)[0]["logits"], model(other)[0]["logits"])
     # Of all that is told, the views alone change with what is in the cells.
-    told = set(batch) - {"target", "age", "view"}
+    told = set(batch) - answers - {"view"}
     assert told == {"at", "asked", "where", "heading", "action"}
 
 

@@ -32,6 +32,12 @@ def maze() -> Run:
         task=MazeConfig(),
         model=MazeModelConfig(),
         optimizer=OptimizerConfig(lr=3e-3, weight_decay=0.05, warmup=100),
-        budget=BudgetConfig(steps=1500, batch_size=64, evaluate_every=500, checkpoint_every=1500),
+        budget=BudgetConfig(
+            steps=1500,
+            batch_size=64,
+            evaluate_every=500,
+            evaluation_batch_size=4,  # of 65,536 tokens each in the longest walks
+            checkpoint_every=1500,
+        ),
         precision="bf16",
     )

@@ -4,7 +4,8 @@ Layouts come from `labmaze`, the generator of Memory Maze. Some free cells hold 
 a few colours. An agent walks on, turns left or turns right; it sees the 5 × 5 cells around itself,
 turned so that ahead is up. At each step it is then asked what is at some offset from it: a cell
 that it last saw more than `FAR` steps ago, where there is one. So the whole of it is known to
-whoever remembers everything seen: the ceiling is 1, and nothing is asked that was not seen.
+whoever remembers everything seen: the ceiling is 1, and nothing is asked that was not seen. Whoever
+remembers nothing can guess from the place alone: `accuracy_guess_far` is how often that is right.
 
 With the same weights other mazes are walked through, each a test split of its own: smaller and
 larger ones, longer walks. Positions are told in cells, from a corner that is somewhere else in
@@ -54,6 +55,8 @@ OBJECTS = 0.25
 """Part of the free cells that hold an object."""
 TRIES = 6
 """Cells of which a question takes the best."""
+FEWER = 32
+"""Longer walks are fewer by as much as they are longer, but by no more than this."""
 PERIOD = 40
 """Cells after which positions are told alike."""
 LABMAZE = {"room_min_size": 3, "room_max_size": 5, "extra_connection_probability": 0.2}
@@ -140,7 +143,8 @@ class Maze(DrawnTask):
     (B, T, 2) column and row of the agent and `asked` (B, T, 2) those of the cell asked for, in
     cells; `where` (B, 2T, 2) both in turn, on the scale [-1, 1] of the whole maze; `heading`,
     `action` (B, T); `target` (B, T) what is in the cell asked for; `age` (B, T) steps since it was
-    last seen.
+    last seen; `guess` (B, T) what is most often in a cell of its row and column: mazes of labmaze
+    have walls where both are even, and ways elsewhere.
     """
 
     metric = "accuracy_far"
@@ -179,7 +183,7 @@ class Maze(DrawnTask):
             )
         if split in ("train", "valid"):
             return super().rows(split)
-        return max(1, self.config.test_rows // SETTINGS[split].times)
+        return max(1, self.config.test_rows // min(SETTINGS[split].times, FEWER))
 
     def layouts(self, split: str) -> np.ndarray:
         """Layouts (count, side, side) of a split's size: of tests, of "valid", then of training."""
@@ -240,6 +244,7 @@ class Maze(DrawnTask):
         view = cells.ravel()[seen]
         answer = np.take_along_axis(cells.reshape(B, -1), asked, 1)
         at, question, heading = place_of(path.cell, W), place_of(asked, W), path.heading
+        guess = np.where((question % 2 == 0).all(-1), WALL, FREE)
         width = setting.scale * (self.config.side - 1)
         low, extent = 0, width
         if self.config.pose == "integrated":  # it may walk as far in any direction
@@ -257,10 +262,11 @@ class Maze(DrawnTask):
             "action": torch.from_numpy(path.action),
             "target": torch.from_numpy(answer).long(),
             "age": torch.from_numpy(age),
+            "guess": torch.from_numpy(guess),
         }
 
     def measure(self, outputs: Outputs, batch: Batch) -> Sums:
-        """Cross-entropy, and right answers by how long ago a cell was last seen."""
+        """Cross-entropy, right answers by how long ago a cell was last seen, and right guesses."""
         logits, target, age = outputs["logits"].float(), batch["target"], batch["age"]
         loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
         right = logits.argmax(-1) == target
@@ -275,6 +281,8 @@ class Maze(DrawnTask):
             if age.shape[1] > 2 * least:  # shorter walks have next to none
                 kinds[name] = age > least
         sums = {name: ((right & kind).sum(), kind.sum()) for name, kind in kinds.items()}
+        far = kinds["accuracy_far"]
+        sums["accuracy_guess_far"] = (((batch["guess"] == target) & far).sum(), far.sum())
         return sums | {"loss": (loss, torch.ones_like(age).sum())}
 
     def ceiling(self, split: str) -> float:
@@ -283,12 +291,14 @@ class Maze(DrawnTask):
 
     def facts(self) -> dict[str, Any]:
         """Sizes, which layouts they are, and what the measures are over."""
-        plain = {name: x for name, x in super().facts().items() if name != "cache_dir"}
+        untold = ("cache_dir", "chance")  # answers are not equally likely
+        plain = {name: x for name, x in super().facts().items() if name not in untold}
         known = self.layouts("train")
         return plain | {
             "answers": f"free, wall, {self.config.colours} colours",
             "chance_object": 1 / self.config.colours,
             "far": f"last seen more than {FAR} steps ago, very far {VERY_FAR}, ages ago {AGES_AGO}",
+            "guess": "a wall where row and column are even, else free: all that a place tells",
             "object": f"right colours, last seen more than {FAR} steps ago",
             "layouts_digest": hashlib.sha256(known.tobytes()).hexdigest()[:16],
             "layouts_made_with": f"labmaze {LABMAZE}",
