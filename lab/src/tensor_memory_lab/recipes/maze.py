@@ -33,11 +33,11 @@ def maze() -> Run:
         model=MazeModelConfig(),
         optimizer=OptimizerConfig(lr=3e-3, weight_decay=0.05, warmup=100),
         budget=BudgetConfig(
-            steps=1500,
+            steps=2000,
             batch_size=64,
             evaluate_every=500,
             evaluation_batch_size=4,  # of 65,536 tokens each in the longest walks
-            checkpoint_every=1500,
+            checkpoint_every=2000,
         ),
         precision="bf16",
     )
