@@ -26,7 +26,7 @@ from tensor_memory_lab.train import RunOptions, train
 def folder(tmp_path_factory):
     """Layouts of 9 × 9 and what other sizes there are of it."""
     made = tmp_path_factory.mktemp("mazes")
-    for side, count in ((9, 26), (11, 26), (7, 8), (17, 2)):
+    for side, count in ((9, 26), (11, 26), (7, 8), (17, 2), (25, 1)):
         write_layouts(made, side, count)
     return made
 
@@ -60,10 +60,13 @@ def test_a_bank_that_was_damaged_is_refused(tmp_path):
 
 def test_without_layouts_and_without_labmaze_the_error_names_both(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "labmaze", None)
-    complaint = r"expected layouts of 9 × 9 cells .* or the package labmaze.*pip install labmaze"
-    with pytest.raises(ModuleNotFoundError, match=complaint):
+    complaint = "expected layouts of {0} × {0} cells .* or the package labmaze.*pip install labmaze"
+    with pytest.raises(ModuleNotFoundError, match=complaint.format(9)):
         config_for(tmp_path).build(0)
     assert not list(tmp_path.glob("*.npy"))
+    write_layouts(tmp_path, 9, 26)
+    with pytest.raises(ModuleNotFoundError, match=complaint.format(17)):  # not after training
+        config_for(tmp_path, tests=("test@large",)).build(0)
 
 
 def test_more_layouts_than_there_are_is_an_error(tmp_path, monkeypatch):

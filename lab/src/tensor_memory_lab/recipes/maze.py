@@ -5,7 +5,8 @@
 
 Walks of 256 steps through mazes of 11 × 11 cells from labmaze (`pip install labmaze`; layouts are
 made once). Attention sees 16 tokens, eight steps; four layers of it reach 30 steps back. Questions
-are about cells last seen more than 40 steps ago: `accuracy_far`, whose ceiling is 100 %.
+are about cells last seen more than 40 steps ago: `accuracy_far`, whose ceiling is 100 %. A guess
+from the place alone is right in 57 % of them, and never about an object: `accuracy_object`.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class MazeConfig(DrawnConfig):
             )
 
     def build(self, seed: int) -> Maze:
-        """Open the layouts that training needs, or make them."""
+        """Open the layouts of all splits, or make them."""
         return Maze(self, seed)
 
     def side_of(self, setting: Setting) -> int:
@@ -162,7 +162,8 @@ class Maze(DrawnTask):
         self.name = f"maze {config.side}x{config.side}"
         self._layouts: dict[tuple[int, int], np.ndarray] = {}
         self._whole: dict[str, Batch] = {}
-        self.layouts("train")  # an error of theirs comes before training
+        for split in ("train", *self.test_splits):
+            self.layouts(split)  # an error of theirs comes before training
 
     def to(self, device: torch.device) -> Maze:
         """The same task, its batches on `device`."""
