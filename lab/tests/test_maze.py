@@ -130,8 +130,7 @@ def test_who_remembers_everything_seen_answers_every_question(folder, pose):
     task = config_for(folder).build(0)
     right = nn.functional.one_hot(batch["target"], task.classes).float()
     sums = task.measure({"logits": right}, batch)
-    apart = ("loss", "accuracy_guess_far")
-    assert all(s == n for name, (s, n) in sums.items() if name not in apart)
+    assert all(s == n for name, (s, n) in sums.items() if name != "loss" and "guess" not in name)
     assert task.ceiling("test") == 1
 
 
@@ -195,6 +194,17 @@ def test_a_guess_knows_row_and_column_alone(task):
     told = task.measure({"logits": logits}, batch)["accuracy_guess_far"]
     assert [x.item() for x in told] == [(far & right).sum().item(), far.sum().item()]
     assert 0.4 < told[0] / told[1] < 0.9
+
+
+def test_one_answer_to_all_has_a_third_of_the_metric(task):
+    batch = task.batch("test", 0, 8)
+    free = nn.functional.one_hot(torch.full_like(batch["target"], FREE), task.classes).float()
+    sums = task.measure({"logits": free}, batch)
+    means = task.finish({name: (s / n).item() for name, (s, n) in sums.items()})
+    assert means["accuracy_far"] > 1 / 3
+    assert means[task.metric] == pytest.approx(1 / 3)
+    assert means["accuracy_guess_balanced"] > means[task.metric]
+    assert math.isnan(task.finish({"accuracy_free": 1.0})[task.metric])  # a split without walls
 
 
 def test_long_walks_are_several_and_a_batch_of_them_fits_beside_other_runs(folder):

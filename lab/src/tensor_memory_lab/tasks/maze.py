@@ -5,7 +5,7 @@ a few colours. An agent walks on, turns left or turns right; it sees the 5 × 5 
 turned so that ahead is up. At each step it is then asked what is at some offset from it: a cell
 that it last saw more than `FAR` steps ago, where there is one. So the whole of it is known to
 whoever remembers everything seen: the ceiling is 1, and nothing is asked that was not seen. Whoever
-remembers nothing can guess from the place alone: `accuracy_guess_far` is how often that is right.
+remembers nothing can guess from the place alone: `accuracy_guess_far` and the like are of that.
 
 With the same weights other mazes are walked through, each a test split of its own: smaller and
 larger ones, longer walks. Positions are told in cells, from a corner that is somewhere else in
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -147,7 +148,7 @@ class Maze(DrawnTask):
     have walls where both are even, and ways elsewhere.
     """
 
-    metric = "accuracy_far"
+    metric = "accuracy_balanced"
     inputs = "maze"
     positions = 0
     block_rows = 256
@@ -271,20 +272,39 @@ class Maze(DrawnTask):
         logits, target, age = outputs["logits"].float(), batch["target"], batch["age"]
         loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
         right = logits.argmax(-1) == target
+        far = age > FAR
         kinds = {
-            "accuracy": age >= 0,
-            "accuracy_near": age <= FAR,
-            "accuracy_far": age > FAR,
-            "accuracy_object": (age > FAR) & (target >= OBJECT),
-            "accuracy_wall": (age > FAR) & (target == WALL),
+            "far": far,
+            "free": far & (target == FREE),
+            "wall": far & (target == WALL),
+            "object": far & (target >= OBJECT),
         }
-        for name, least in {"accuracy_very_far": VERY_FAR, "accuracy_ages_ago": AGES_AGO}.items():
+        guessed = {
+            f"guess_{name}": (batch["guess"] == target, kind) for name, kind in kinds.items()
+        }
+        kinds["near"] = ~far
+        for name, least in {"very_far": VERY_FAR, "ages_ago": AGES_AGO}.items():
             if age.shape[1] > 2 * least:  # shorter walks have next to none
                 kinds[name] = age > least
-        sums = {name: ((right & kind).sum(), kind.sum()) for name, kind in kinds.items()}
-        far = kinds["accuracy_far"]
-        sums["accuracy_guess_far"] = (((batch["guess"] == target) & far).sum(), far.sum())
-        return sums | {"loss": (loss, torch.ones_like(age).sum())}
+        told = guessed | {name: (right, kind) for name, kind in kinds.items()}
+        sums = {
+            f"accuracy_{name}": ((hit & kind).sum(), kind.sum())
+            for name, (hit, kind) in told.items()
+        }
+        count = torch.ones_like(age).sum()
+        return sums | {"accuracy": (right.sum(), count), "loss": (loss, count)}
+
+    def finish(self, means: dict[str, float]) -> dict[str, float]:
+        """Balanced accuracy: the mean over free cells, walls and objects, far ones alone.
+
+        Half of the far cells are free. By the plain accuracy a model that says so of all of them is
+        better than one that begins to remember.
+        """
+        balanced = {}
+        for who in ("accuracy", "accuracy_guess"):
+            parts = [means.get(f"{who}_{kind}", math.nan) for kind in ("free", "wall", "object")]
+            balanced[f"{who}_balanced"] = sum(parts) / len(parts)
+        return means | balanced
 
     def ceiling(self, split: str) -> float:
         """1: whatever is asked for was seen."""
@@ -298,6 +318,7 @@ class Maze(DrawnTask):
         return plain | {
             "answers": f"free, wall, {self.config.colours} colours",
             "chance_object": 1 / self.config.colours,
+            "balanced": f"mean over free, wall and object, last seen more than {FAR} steps ago",
             "far": f"last seen more than {FAR} steps ago, very far {VERY_FAR}, ages ago {AGES_AGO}",
             "guess": "a wall where row and column are even, else free: all that a place tells",
             "object": f"right colours, last seen more than {FAR} steps ago",
