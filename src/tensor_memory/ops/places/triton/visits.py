@@ -206,11 +206,11 @@ def scan_kernel(
         between = tl.where(tied, decay(sign * (now[:, None] - now[None, :])), 0.0)
         left = tl.where(carries, decay(sign * (now - last_now)), 0.0)
         state = product(between, x, EXACT) + left[:, None] * carried[None, :]
-        end_of = lane == count - 1
-        carried = tl.sum(tl.where(end_of[:, None], state, 0.0), axis=0)
-        last_voxel = tl.sum(tl.where(end_of, voxel, 0))
-        last_now = tl.sum(tl.where(end_of, now, 0.0))
-        last_turned = tl.sum(tl.where(end_of, turned, 0))
+        final = lane == count - 1
+        carried = tl.sum(tl.where(final[:, None], state, 0.0), axis=0)
+        last_voxel = tl.sum(tl.where(final, voxel, 0))
+        last_now = tl.sum(tl.where(final, now, 0.0))
+        last_turned = tl.sum(tl.where(final, turned, 0))
         if HAS_START:
             left = tl.where(turned == first_page, decay(sign * (now - first_total)), 0.0)
             state += left[:, None] * rows(start, voxel, real, channel, C)
