@@ -463,6 +463,28 @@ def test_a_step_trains():
     assert model.word.weight.grad is None
 
 
+@pytest.mark.filterwarnings("ignore:.*Disabling autocast")
+@pytest.mark.parametrize("wrong", [False, True])
+def test_layers_as_graphs_are_timed_only_if_their_gradients_agree(monkeypatch, wrong):
+    def capture(layers, samples):
+        for layer in layers:  # PyTorch's graphs train what is registered
+            assert set(layer.layer.memory.parameters()) <= set(layer.parameters())
+        if wrong:
+            monkeypatch.setattr(train_step.Alone, "forward", lambda self, x: 2 * self.layer(x)[0])
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", capture)
+    host = hosts.language_host(quick=True, memory="place")
+    step = train_step.Training(host, host.build(host.memory, [0, 1]), host.draw(CPU), CPU)
+    agreement = {
+        "passed": True, "failures": [], "bounds": {"gradients": 1e-6}, "rms_ratios": {}
+    }  # fmt: skip
+    train_step._check_layer_graphs(step, agreement)
+    found = [m for m in step.model.modules() if isinstance(m, train_step.Stateless)]
+    assert len(found) == 2
+    assert agreement["passed"] is not wrong
+    assert bool(agreement["failures"]) is wrong
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("memory", ["tensor", "place"])
 def test_the_state_does_not_grow_while_decoding(dtype, memory):

@@ -90,8 +90,8 @@ class Alone(nn.Module):
         return self.layer(x)[0]
 
 
-class InTheModel(nn.Module):
-    """What a model calls in place of the memory layer."""
+class Stateless(nn.Module):
+    """What a model calls in place of a memory layer that is a graph."""
 
     def __init__(self, alone: Alone) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def graph_layers(step: Training) -> None:
     with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
         torch.cuda.make_graphed_callables(layers, samples)  # in place
     for name, alone in zip(found, layers, strict=True):
-        model.set_submodule(name, InTheModel(alone))
+        model.set_submodule(name, Stateless(alone))
 
 
 def measure_host(
@@ -174,6 +174,7 @@ def _check_layer_graphs(step: Training, agreement: dict[str, Any]) -> None:
     worst = max(rms_ratio(got, grad) for got, grad in zip(found, expected, strict=True))
     agreement["rms_ratios"]["layer_graphs"] = worst
     if not worst <= (bound := agreement["bounds"]["gradients"]):
+        agreement["passed"] = False
         agreement["failures"].append(
             f"layer graphs: error {worst:.1e} of a gradient's size, allowed {bound:.0e}"
         )
