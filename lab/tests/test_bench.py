@@ -110,17 +110,22 @@ def test_a_quick_decode_writes_all_that_is_promised(tmp_path, capsys):
 def test_a_quick_run_of_places_writes_all_that_is_promised(tmp_path, capsys):
     status, result = run_quick(tmp_path, "places")
     assert status == 0
-    kernels = ["linear kernel, 4x4", "linear kernel, 6x6"]
+    kernels = ["linear kernel, 4x4", "linear kernel, 6x6", "one row, 4x4", "one row, 4x4x4"]
     assert list(result["shapes"]) == ["linear rule", "delta rule", *kernels]
+    sizes = [
+        [row["shape"][size] for size in ("batch", "tokens")] for row in result["shapes"].values()
+    ]
+    assert sizes == [[2, 6]] * 4 + [[1, 12]] * 2
     for row in result["shapes"].values():
         assert row["agreement"]["passed"]
         assert row["backend"] == "torch"
         assert row["ms"].keys() == set(scan.KINDS)
-    smallest, larger = (result["shapes"][name] for name in kernels)
-    assert smallest["over_smallest_grid"]["forward"]["eager"] == 1.0
-    ms = [row["ms"]["forward_backward"]["eager"]["median"] for row in (smallest, larger)]
-    over = larger["over_smallest_grid"]["forward_backward"]["eager"]
-    assert over == pytest.approx(ms[1] / ms[0])
+    for pair in (kernels[:2], kernels[2:]):
+        smallest, larger = (result["shapes"][name] for name in pair)
+        assert smallest["over_smallest_grid"]["forward"]["eager"] == 1.0
+        ms = [row["ms"]["forward_backward"]["eager"]["median"] for row in (smallest, larger)]
+        over = larger["over_smallest_grid"]["forward_backward"]["eager"]
+        assert over == pytest.approx(ms[1] / ms[0])
     assert result["memories"].keys() == {"linear", "delta"}
     for rule, row in result["memories"].items():
         assert row["place"]["rule"] == rule

@@ -77,9 +77,15 @@ def results(name, products, dtype, backend, by_state=True):
     return dict(zip(["reads", "state after", *names], [reads, after, *gradients], strict=True))
 
 
+def make_sparse(monkeypatch):
+    """Corner by corner on small grids too, the list of visits in many pieces."""
+    monkeypatch.setattr(fused, "SPARSE_FROM", {"linear": 1, "delta": 1})
+    monkeypatch.setattr(fused.visits, "PIECE", 32)
+
+
 def check(name, products, monkeypatch, by_state=True):
     if name.startswith("sparse"):
-        monkeypatch.setattr(fused, "SPARSE_FROM", {"linear": 1, "delta": 1})
+        make_sparse(monkeypatch)
     got = results(name, products, torch.float32, "triton", by_state)
     expected = results(name, torch.float64, torch.float64, "torch", by_state)
     for part in expected:
@@ -147,7 +153,7 @@ WAYS = ["two axes", "whole chunks", "delta, a circle", "sparse, delta, a torus",
 
 def check_causal(name, products, monkeypatch):
     if name.startswith("sparse"):
-        monkeypatch.setattr(fused, "SPARSE_FROM", {"linear": 1, "delta": 1})
+        make_sparse(monkeypatch)
     leaves, others, _ = drawn(name)
     given = {part: leaf if leaf is None else leaf.to(DEVICE) for part, leaf in leaves.items()}
     reads, _ = run_places(place_inputs(**given, **others), "triton", products)
@@ -250,7 +256,7 @@ def test_a_place_many_turns_away_is_a_place_of_the_grid(monkeypatch):
 )
 def test_a_reset_at_the_first_token_frees_a_row_of_what_is_not_a_number(name, monkeypatch):
     if name.startswith("sparse"):
-        monkeypatch.setattr(fused, "SPARSE_FROM", {"linear": 1, "delta": 1})
+        make_sparse(monkeypatch)
     grid, C, _, rule, gaussian, _, wrap, _ = CASES[name]
     n, ones = len(grid), torch.ones(2, 3, 1, device=DEVICE)
     state = torch.zeros(2, 1, *grid, C, device=DEVICE)

@@ -3,9 +3,9 @@
     tensor-memory-lab bench places
 
 The recurrence `place_scan`: both rules with the Gaussian kernel, and the linear kernel on growing
-grids at equal tokens; timed as `bench scan` does. The fused backend serves where it can and
-"torch" elsewhere; every row says which. On a GPU products are in bfloat16, and where
-flash-linear-attention is installed, its operator for the rule gets the same addresses.
+grids at equal tokens, in many rows and in one; timed as `bench scan` does. The fused backend serves
+where it can and "torch" elsewhere; every row says which. On a GPU products are in bfloat16, and
+where flash-linear-attention is installed, its operator for the rule gets the same addresses.
 
 On a CPU also a whole `PlaceMemory` forward and backward on two threads, beside its token-by-token
 reference and beside a `TensorMemory` that writes every token and holds as many values.
@@ -42,7 +42,8 @@ FLA = {"linear": "simple_gla", "delta": "gated_delta_rule"}
 """What flash-linear-attention calls a rule."""
 RULES = tuple(FLA)
 GRIDS = ((8, 8), (16, 16), (64, 64))
-"""For the linear kernel."""
+WORLDS = ((8, 8), (64, 64, 64))
+"""For the linear kernel: of every row, and of one row that has all tokens."""
 
 PLACE = PlaceConfig(grid=(8, 8), channels=32, heads=4)
 TENSOR = MemoryConfig(grid=(16, 16), channels=16, chunk_size=1)
@@ -53,15 +54,20 @@ def plan(quick: bool, device: torch.device) -> dict[str, PlaceShape]:
     """The recurrences to time, by name."""
     low = device.type == "cuda"
     B, N = (2, 6) if quick else (32 if low else 2, 512)
-    base, grids = PLACE, GRIDS
+    base, grids, worlds = PLACE, GRIDS, WORLDS
     if quick:
-        base, grids = PlaceConfig(grid=(4, 4), channels=4, heads=2), ((4, 4), (6, 6))
-    configs = {f"{rule} rule": replace(base, rule=rule) for rule in RULES}
-    for grid in grids:
-        name = f"linear kernel, {'x'.join(map(str, grid))}"
-        configs[name] = replace(base, kernel="linear", grid=grid)
+        base = PlaceConfig(grid=(4, 4), channels=4, heads=2)
+        grids, worlds = ((4, 4), (6, 6)), ((4, 4), (4, 4, 4))
     products = torch.bfloat16 if low else torch.float32
-    return {name: PlaceShape(B, N, config, products) for name, config in configs.items()}
+    shapes = {
+        f"{rule} rule": PlaceShape(B, N, replace(base, rule=rule), products) for rule in RULES
+    }
+    for kind, rows in (("linear kernel", B), ("one row", 1)):
+        for grid in grids if rows == B else worlds:
+            config = replace(base, kernel="linear", grid=grid, wrap=False)
+            name = f"{kind}, {'x'.join(map(str, grid))}"
+            shapes[name] = PlaceShape(rows, B * N // rows, config, products)
+    return shapes
 
 
 def measure_shape(
@@ -181,15 +187,18 @@ def run(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
 
 
 def _compare_grids(rows: dict[str, Any]) -> None:
-    """Times of the linear kernel over those on the smallest grid."""
-    timed = [row for name, row in rows.items() if name.startswith("linear kernel") and "ms" in row]
-    for row in timed:
-        row["over_smallest_grid"] = {}
-        for kind, ways in row["ms"].items():
-            least = timed[0]["ms"][kind]
-            row["over_smallest_grid"][kind] = {
-                how: t["median"] / least[how]["median"] for how, t in ways.items() if how in least
-            }
+    """Times of the linear kernel over those on the smallest grid, as many rows and as one."""
+    for kind in ("linear kernel", "one row"):
+        timed = [row for name, row in rows.items() if name.startswith(kind) and "ms" in row]
+        for row in timed:
+            row["over_smallest_grid"] = {}
+            for part, ways in row["ms"].items():
+                least = timed[0]["ms"][part]
+                row["over_smallest_grid"][part] = {
+                    how: t["median"] / least[how]["median"]
+                    for how, t in ways.items()
+                    if how in least
+                }
 
 
 def tables(result: dict[str, Any]) -> list[report.Rows]:

@@ -44,8 +44,8 @@ from tensor_memory.ops.places.triton.sparse import (
 
 TOKENS = 16
 """Of a program that goes through tokens."""
-PIECES, CHANNELS = 8, 32
-"""Of the list, and of channels that a program has."""
+PIECE, CHANNELS = 256, 32
+"""Visits of the list, and channels, that a program has."""
 VOXELS = 64
 """Of a program that goes through the grid."""
 
@@ -381,13 +381,13 @@ def _scan(
     end: Tensor,
     BACKWARD: bool = False,
 ) -> None:
-    B, N, H, C = inputs.content.shape
+    (B, N, H, C), visits = inputs.content.shape, kept.weights.shape[-1]
     plan.bound(
-        scan_kernel, warps=1, CB=min(CHANNELS, plan["CB"]), K=kept.weights.shape[-1] // N,
+        scan_kernel, warps=1, CB=min(CHANNELS, plan["CB"]), K=visits // N,
         BACKWARD=BACKWARD, HAS_START=start is not None,
         EXACT=plan["EXACT"] if BACKWARD else "ieee",
     )(
-        (B * H, PIECES, blocks(C, CHANNELS)),
+        (B * H, blocks(visits, PIECE), blocks(C, CHANNELS)),
         (
             kept.order, kept.voxels, kept.weights, value, inputs.rate, kept.total,
             or_else(kept.page, kept.total), or_else(start, end), met, end,
