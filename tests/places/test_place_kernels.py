@@ -26,6 +26,7 @@ CASES = {  # grid, channels, tokens, rule, Gaussian, resets, wrap, one place for
     "sparse, voxels never met": ((9, 11), 2, 35, "linear", False, True, False, False),
     "sparse, hardly moving": ((4, 5), 3, 100, "linear", False, True, False, True),
     "sparse, forgetting": ((4, 5), 3, 40, "linear", False, False, False, False),
+    "sparse, fading": ((99,), 2, 200, "linear", False, False, False, True),
     "sparse, a torus": ((2, 3, 4), 2, 40, "linear", False, True, True, False),
     "many tokens": ((2, 3, 2, 3), 2, 170, "linear", True, True, False, True),
     "whole chunks": ((8, 8), 16, 96, "linear", True, True, False, False),
@@ -56,6 +57,8 @@ def drawn(name):
     }
     if "forgetting" in name:  # all of it, at times
         leaves["log_keep"][rand(B, N, H) < 0.2] = -1e3
+    if "fading" in name:  # soon: what log α receives is small beside what it is the difference of
+        leaves["log_keep"] -= 2
     marks = None
     if resets:  # in one row
         marks = ((rand(B, N) < 0.1) & (torch.arange(B) == 0)[:, None]).to(DEVICE)
@@ -101,6 +104,7 @@ def check(name, products, monkeypatch, by_state=True):
         ("sparse, delta, a torus", torch.float32),
         ("sparse, voxels never met", torch.float32),
         ("sparse, hardly moving", torch.float32),
+        ("sparse, fading", torch.bfloat16),
     ],
 )
 def test_the_fused_places_agree_with_the_chunked_ones(name, products, monkeypatch):

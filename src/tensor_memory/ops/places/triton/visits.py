@@ -34,7 +34,7 @@ from tensor_memory.ops.places.triton.dense import (
     store_rows,
     tokens_of,
 )
-from tensor_memory.ops.places.triton.plan import Plan, low_dtype
+from tensor_memory.ops.places.triton.plan import Plan
 from tensor_memory.ops.places.triton.sparse import (
     SUMMED,
     corner_rows,
@@ -153,7 +153,7 @@ def scan_kernel(
     order, voxels, weights, value, rate, total, page, start, met, end, N,
     H: tl.constexpr, V: tl.constexpr, C: tl.constexpr, CB: tl.constexpr, L: tl.constexpr,
     E: tl.constexpr, K: tl.constexpr, BACKWARD: tl.constexpr, HAS_START: tl.constexpr,
-    HAS_RESETS: tl.constexpr, EXACT: tl.constexpr,
+    HAS_RESETS: tl.constexpr,
 ):  # fmt: skip
     """A piece of the list: S ← decay S + w β v at a write's visits; `met` gets S at a read's.
 
@@ -205,7 +205,7 @@ def scan_kernel(
         tied &= i[:, None] >= i[None, :]
         between = tl.where(tied, decay(sign * (now[:, None] - now[None, :])), 0.0)
         left = tl.where(carries, decay(sign * (now - last_now)), 0.0)
-        state = product(between, x, EXACT) + left[:, None] * carried[None, :]
+        state = product(between, x, "ieee") + left[:, None] * carried[None, :]
         final = lane == count - 1
         carried = tl.sum(tl.where(final[:, None], state, 0.0), axis=0)
         last_voxel = tl.sum(tl.where(final, voxel, 0))
@@ -235,7 +235,7 @@ def read_kernel(
     _, token, real = tokens_of(program, s, N, H, T)
     corner, exist = corner_rows(program, s, N, H, T, E)
     _, weight = corner_weights(read_at, token, real, -1, n, G0, G1, G2, G3, W0, W1, W2, W3)
-    S = tl.reshape(rows(met, corner, exist, channel, C).to(tl.float32), [T, E, CB])
+    S = tl.reshape(rows(met, corner, exist, channel, C), [T, E, CB])
     store_rows(reads, token, real, channel, C, tl.sum(weight[:, :, None] * S, axis=1))
 
 
@@ -282,8 +282,8 @@ def token_gradient_kernel(
     corner, exist = corner_rows(program, s, N, H, T, E)
     v, beta = rows(content, token, real, channel, C), of_tokens(rate, token, real)
     dr = rows(by_reads, token, real, channel, C)
-    S = tl.reshape(rows(met, corner, exist, channel, C).to(tl.float32), [T, E, CB])
-    dS = tl.reshape(rows(by_met, corner, exist, channel, C).to(tl.float32), [T, E, CB])
+    S = tl.reshape(rows(met, corner, exist, channel, C), [T, E, CB])
+    dS = tl.reshape(rows(by_met, corner, exist, channel, C), [T, E, CB])
     _, weight = corner_weights(write_at, token, real, -1, n, G0, G1, G2, G3, W0, W1, W2, W3)
     du = tl.sum(weight[:, :, None] * dS, axis=1)
     dbeta = tl.sum(v * du, axis=1)
@@ -320,7 +320,11 @@ class Kept(NamedTuple):
     total: Tensor
     """(B, N, H) the sum of log α up to each token."""
     met: Tensor
-    """(B, N, H, E, C) the state at the corners of the read places, after the write."""
+    """(B, N, H, E, C) the state at the corners of the read places, after the write.
+
+    In float32, for `keep_gradient`: of a token that reads where it writes, ⟨r, dr⟩ and ⟨v, dv⟩
+    hardly differ, and what rounding leaves adds up along the row.
+    """
     page: Tensor | None = None
     """(B, N) the number of resets up to each token, where there are any."""
 
@@ -341,7 +345,7 @@ def empty_kept(inputs: PlaceInputs, products: torch.dtype) -> list[Tensor]:
         new(visits),
         new(B, H, V, dtype=torch.int8),
         new(B, N, H, dtype=torch.float64),
-        new(B, N, H, E, C, dtype=low_dtype(products)),
+        new(B, N, H, E, C),
         None if inputs.resets is None else new(B, N, dtype=torch.int32),
     )
     return kept.tensors
@@ -385,7 +389,6 @@ def _scan(
     plan.bound(
         scan_kernel, warps=1, CB=min(CHANNELS, plan["CB"]), K=visits // N,
         BACKWARD=BACKWARD, HAS_START=start is not None,
-        EXACT=plan["EXACT"] if BACKWARD else "ieee",
     )(
         (B * H, blocks(visits, PIECE), blocks(C, CHANNELS)),
         (
