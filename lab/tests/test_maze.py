@@ -149,7 +149,20 @@ def test_an_integrated_pose_is_the_sum_of_moves_and_turns(folder):
             path = list(replayed(batch["action"][row].tolist(), first))
             assert [[x, y] for x, y, _ in path] == batch["at"][row].tolist()
             assert [h for _, _, h in path] == batch["heading"][row].tolist()
-    assert told["where"].abs().max() <= 1
+
+
+@pytest.mark.parametrize("pose", ["given", "integrated"])
+def test_every_cell_has_a_place_of_its_own_on_a_torus_as_wide_as_the_maze(folder, pose):
+    told, given = (
+        config_for(folder, pose=pose).build(0).batch("test", 0, 8) for pose in (pose, "given")
+    )
+    for row in range(8):
+        turns = (told["where"][row] + 1) * 9 / 2  # of 9 cells
+        assert torch.allclose(turns, turns.round(), atol=1e-5)
+        places = [tuple(place) for place in (turns.round() % 9).tolist()]
+        both = torch.stack([given["at"][row], given["asked"][row]], 1).flatten(0, 1)
+        cells = [tuple(cell) for cell in both.tolist()]
+        assert len(set(places)) == len(set(cells)) == len(set(zip(places, cells, strict=True)))
 
 
 def test_a_walk_stays_on_free_cells_and_sees_most_of_a_maze(task):
@@ -171,8 +184,8 @@ def test_most_questions_are_about_what_was_seen_long_ago(folder):
     objects = (batch["target"] >= OBJECT).float().mean()
     assert 0.15 < objects < 0.6
     # The walls all around are never asked for: their place tells them.
-    asked = batch["where"][:, 1::2].abs()
-    assert asked.max() == pytest.approx(0.8)  # 11 cells are 10 from border to border
+    asked = ((batch["where"][:, 1::2] + 1) * 11 / 2).round()
+    assert (asked.min(), asked.max()) == (1, 9)
 
 
 def test_answers_are_told_apart_by_how_long_ago_a_cell_was_seen(task):
@@ -186,7 +199,7 @@ def test_answers_are_told_apart_by_how_long_ago_a_cell_was_seen(task):
 
 def test_a_guess_knows_row_and_column_alone(task):
     batch = task.batch("test", 0, 8)
-    cells = ((batch["where"][:, 1::2] + 1) * 4).round()  # 9 cells are 8 from border to border
+    cells = ((batch["where"][:, 1::2] + 1) * 9 / 2).round()
     for (x, y), guess in zip(cells.flatten(0, 1).tolist(), batch["guess"].flatten(), strict=True):
         assert guess == (WALL if x % 2 == y % 2 == 0 else FREE)
     far, right = batch["age"] > FAR, batch["guess"] == batch["target"]
@@ -226,12 +239,12 @@ def test_every_setting_is_a_split_of_its_own(folder):
         assert batch["at"].shape[1] == 90 * times
         assert batch["where"].abs().max() <= 1
         with torch.no_grad(), task.prepared(model, split):
-            assert memory.config.grid == ((5, 5) if split == "test@large" else (3, 3))
+            assert memory.config.grid == ((6, 6) if split == "test@large" else (3, 3))
             sums = task.measure(model(batch)[0], batch)
         assert math.isfinite(sums["loss"][0])
     large = task.batch("test@large", 0, 2)
     spacing = (large["where"][:, 2:] - large["where"][:, :-2])[:, ::2].abs().max()
-    assert spacing.item() == pytest.approx(2 / 16)  # one cell of 16 from border to border
+    assert spacing.item() == pytest.approx(2 / 17)  # one cell of 17
     assert memory.config.grid == (3, 3)
     with pytest.raises(ValueError, match=r"split: expected train, valid, test, .*got 'test@far'"):
         task.batch("test@far", 0, 1)
@@ -319,7 +332,7 @@ def test_given_places_are_the_agents_and_the_one_asked_for(task):
     batch = task.batch("test", 0, 2)
     model(batch)
     assert torch.equal(told[0], batch["where"])
-    between = (batch["asked"] - batch["at"]) * (2 / 8)  # 9 cells are 8 from border to border
+    between = (batch["asked"] - batch["at"]) * (2 / 9)
     assert torch.allclose(told[0][:, 1::2] - told[0][:, ::2], between, atol=1e-6)
 
 

@@ -9,12 +9,13 @@ Letters: B batch, T steps, N = 2T tokens, V cells of a view, d width.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tensor_memory import PlaceConfig
 from tensor_memory_lab.models import Carry
 from tensor_memory_lab.models.block import initialise
 from tensor_memory_lab.models.stack import Stack
@@ -29,6 +30,9 @@ OCTAVES = 5
 @dataclass(frozen=True)
 class MazeModelConfig(WorldModelConfig):
     """A causal Transformer over views; its fields and methods are those of the world."""
+
+    place: PlaceConfig = field(default_factory=lambda: PlaceConfig(wrap=True))
+    """The place memory, on a torus: a pose may be counted from any cell of a maze."""
 
     def build(self, task: Any) -> MazeModel:
         """The model for walks of a task."""
@@ -87,13 +91,7 @@ class MazeModel(WalkModel):
     def told(self, cells: Tensor, where: Tensor) -> Tensor:
         """What is told of positions (B, T, 2) in cells and in the maze: (B, T, 2 + 4 · octaves).
 
-        Sines and cosines are told alike in mazes of all sizes; `where` is the same from border to
-        border.
+        Sines and cosines are told alike in mazes of all sizes; `where` is the same around a maze.
         """
         angles = (cells[..., None] * self.frequencies).flatten(-2)
         return torch.cat([where, angles.sin(), angles.cos()], dim=-1)
-
-    @staticmethod
-    def voxels(size: int, scale: int) -> int:
-        """As far apart as before: a maze of 10 cells from border to border becomes one of 20."""
-        return scale * (size - 1) + 1

@@ -134,11 +134,6 @@ class WalkModel(Model):
     config: WorldModelConfig
     stack: Stack
 
-    @staticmethod
-    def voxels(size: int, scale: int) -> int:
-        """Voxels along an axis in a world so many times as wide."""
-        return scale * size
-
     @contextmanager
     def grids_scaled(self, scale: int) -> Iterator[None]:
         """Inside, the grids of place memories are those of a world so many times as wide."""
@@ -147,7 +142,7 @@ class WalkModel(Model):
         try:
             for memory, config in zip(memories, before, strict=True):
                 # As `resized` does it; no weight depends on the grid.
-                grid = tuple(self.voxels(size, scale) for size in config.grid)
+                grid = tuple(scale * size for size in config.grid)
                 memory.config = replace(config, grid=grid)
             yield
         finally:
