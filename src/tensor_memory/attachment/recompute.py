@@ -40,11 +40,8 @@ class FirstRuns:
     def __init__(self) -> None:
         self._runs: dict[tuple[int, tuple[int, ...]], _Run] = {}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FirstRuns:
-        return FirstRuns()  # a copied model has run nothing yet
-
     def __getstate__(self) -> dict[str, Any]:
-        return {"_runs": {}}
+        return {"_runs": {}}  # a copied model has run nothing yet
 
     def remember(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: Given) -> None:
         """Keep what the memory was given for as long as the block's input lives."""
@@ -86,9 +83,6 @@ class Streamed:
 
     def __init__(self) -> None:
         self._inputs: set[StorageWeakRef] = set()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Streamed:
-        return Streamed()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_inputs": set()}
