@@ -80,19 +80,11 @@ class MemoryState:
         dtype = checked_float("MemoryState.zeros", dtype)
         if device is not None:
             device = checked_device("MemoryState.zeros", device)
-        volume = torch.zeros(
-            batch_size, config.channels, *config.grid, dtype=at_least_float32(dtype), device=device
-        )
-        kept_reads = config.read_heads * config.channels if config.reads == "chunk" else 0
-        state = cls(
-            hidden=volume,
-            cell=torch.zeros_like(volume),
-            tokens=torch.zeros(batch_size, config.chunk_size, dim, dtype=dtype, device=device),
-            fill=torch.zeros(batch_size, dtype=torch.long, device=device),
-            readout=volume.new_zeros(batch_size, kept_reads),
-            aligned=0,
-        )
-        return trusted(state)
+        tensors: dict[str, Any] = {
+            name: torch.zeros(shape, dtype=kind, device=device)
+            for name, (shape, kind) in _layout(config, dim, batch_size, dtype).items()
+        }
+        return trusted(cls(**tensors, aligned=0))
 
     def __repr__(self) -> str:
         channels, *grid = self.hidden.shape[1:]
@@ -185,16 +177,7 @@ class MemoryState:
 
     def require(self, config: MemoryConfig, x: Tensor) -> None:
         """Raise unless this state can continue with tokens `x` (B, N, d) under `config`."""
-        kept_reads = config.read_heads * config.channels if config.reads == "chunk" else 0
-        volume = (x.shape[0], config.channels, *config.grid)
-        expected = {
-            "hidden": (volume, at_least_float32(x.dtype)),
-            "cell": (volume, at_least_float32(x.dtype)),
-            "tokens": ((x.shape[0], config.chunk_size, x.shape[2]), x.dtype),
-            "fill": ((x.shape[0],), torch.long),
-            "readout": ((x.shape[0], kept_reads), at_least_float32(x.dtype)),
-        }
-        for name, (shape, dtype) in expected.items():
+        for name, (shape, dtype) in _layout(config, x.shape[2], x.shape[0], x.dtype).items():
             tensor = getattr(self, name)
             require_tensor(name, tensor, shape, x, "and no state, or a new stream, for new rows")
             if tensor.dtype != dtype:
@@ -262,6 +245,22 @@ class MemoryState:
 _REMEDY = "pass a state that a call returned, or that `MemoryState.zeros` made"
 
 _TENSORS = ("hidden", "cell", "tokens", "fill", "readout")
+
+
+def _layout(
+    config: MemoryConfig, dim: int, rows: int, dtype: torch.dtype
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """The shape and the type of each tensor of a state, for tokens of a width and a type."""
+    held = at_least_float32(dtype)
+    volume = (rows, config.channels, *config.grid)
+    kept_reads = config.read_heads * config.channels if config.reads == "chunk" else 0
+    return {
+        "hidden": (volume, held),
+        "cell": (volume, held),
+        "tokens": ((rows, config.chunk_size, dim), dtype),
+        "fill": ((rows,), torch.long),
+        "readout": ((rows, kept_reads), held),
+    }
 
 
 def trusted(state: MemoryState) -> MemoryState:
@@ -429,13 +428,12 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 
 def _children(state: MemoryState) -> tuple[list[Tensor], int | None]:
-    return [getattr(state, name) for name in _TENSORS], state.aligned
+    return list(state._tensors().values()), state.aligned
 
 
 def _named_children(state: MemoryState) -> tuple[list[tuple[Any, Tensor]], int | None]:
-    tensors, aligned = _children(state)
-    keys = [pytree.GetAttrKey(name) for name in _TENSORS]
-    return list(zip(keys, tensors, strict=True)), aligned
+    named = [(pytree.GetAttrKey(name), tensor) for name, tensor in state._tensors().items()]
+    return named, state.aligned
 
 
 # What traces or exports a model sees the tensors inside; `aligned` is part of the structure,
