@@ -23,7 +23,7 @@ from tensor_memory.ops.places.inputs import PlaceInputs
 from tensor_memory.ops.places.place_scan import place_backend, place_inputs, run_places
 from tensor_memory.ops.places.shares import shares
 from tensor_memory.place_state import PlaceState
-from tensor_memory.state import check_memory, row_index
+from tensor_memory.state import at_least_float32, check_memory, row_index
 
 START_WIDTH = 0.5  # of the Gaussian, in voxels
 
@@ -287,7 +287,7 @@ class PlaceMemory(nn.Module):
         given = None
         if where is not None:
             # float64, as NumPy has a pose, would make a state of twice the bytes
-            given = where.to(torch.promote_types(x.dtype, torch.float32))
+            given = where.to(at_least_float32(x.dtype))
             if given.ndim == 3:
                 given = given[:, :, None].expand(-1, -1, config.heads, -1)
         if config.places == "given":
@@ -344,4 +344,4 @@ class PlaceMemory(nn.Module):
 
 def _float32(tensor: Tensor) -> Tensor:
     """In float32 or better."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return tensor.to(at_least_float32(tensor.dtype))

@@ -27,7 +27,7 @@ from tensor_memory.config import MemoryConfig
 from tensor_memory.forgetting import warn_of_forgetting
 from tensor_memory.ops import Steering, memory_read, memory_scan, scan_backend, why_not
 from tensor_memory.ops.inputs import checked_device, checked_float
-from tensor_memory.state import MemoryState, check_memory, trusted
+from tensor_memory.state import MemoryState, at_least_float32, check_memory, trusted
 
 SIGMA_FLOOR = 1e-4  # keeps the Gaussian from collapsing to a point
 
@@ -112,7 +112,7 @@ class TensorMemory(nn.Module):
         'torch'
         """
         state = torch.Size((1, self.config.channels, *self.config.grid))
-        dtype = torch.promote_types(checked_float("backend_on", dtype), torch.float32)
+        dtype = at_least_float32(checked_float("backend_on", dtype))
         device = checked_device("backend_on", device)
         return scan_backend(self.config.backend, state, device, dtype)
 
@@ -375,12 +375,13 @@ class TensorMemory(nn.Module):
     def _coordinates(self, head: nn.Linear, source: Tensor) -> Tensor:
         """μ = tanh(W_coord ·): (..., d) -> (..., heads, n)."""
         at = head(source)
-        return at.to(_at_least_float32(at)).tanh().unflatten(-1, (-1, self.config.axes))
+        return at.to(at_least_float32(at.dtype)).tanh().unflatten(-1, (-1, self.config.axes))
 
     def _spread(self, summary: Tensor) -> Tensor:
         """σ = α (softplus(W_σ · + b_σ) + 1e-4): (B, S, d) -> (B, S, M)."""
         raw = self.spread(summary)
-        return self.config.sigma_scale * (F.softplus(raw.to(_at_least_float32(raw))) + SIGMA_FLOOR)
+        raw = raw.to(at_least_float32(raw.dtype))
+        return self.config.sigma_scale * (F.softplus(raw) + SIGMA_FLOOR)
 
     def _readout(self, reads: Tensor) -> tuple[Tensor, int]:
         """m = W_out r, and for how many tokens each: reads (B, S, Q·C) -> (B, S or S·K, d)."""
@@ -389,7 +390,3 @@ class TensorMemory(nn.Module):
         if self.config.reads == "token":
             return self.output(reads.unflatten(-1, (K, -1))).flatten(1, 2), 1
         return self.output(reads), K
-
-
-def _at_least_float32(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)

@@ -41,7 +41,7 @@ from tensor_memory.inspect.streams import LayerProgress, PlaceProgress, Stream, 
 from tensor_memory.place import PlaceMemory
 from tensor_memory.place_state import PlaceState, watching_moves
 from tensor_memory.residual import MemoryResidual
-from tensor_memory.state import MemoryState
+from tensor_memory.state import MemoryState, at_least_float32
 from tensor_memory.tensor import TensorMemory
 from tensor_memory.wording import counted
 
@@ -284,7 +284,7 @@ class _Recorder:
             mask = marks.get("mask")
             source = module.norm(x if mask is None else x.masked_fill(~mask[..., None], 0))
             self.stores[layer].gate = float(module.gate.sigmoid())
-        norm = x.norm(dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
+        norm = x.norm(dim=-1, dtype=at_least_float32(x.dtype))
         inverse_norm = 1 / norm.double().cpu()
         if isinstance(after, PlaceState):
             self._record_places(layer, after, source, state, inverse_norm, **marks)

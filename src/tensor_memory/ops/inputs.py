@@ -130,9 +130,8 @@ def prepared(tensor: Tensor | None, dtype: torch.dtype) -> Any:
 
 def products_dtype(x: Tensor) -> torch.dtype:
     """The type in which a matrix product of x runs here: autocast's, or x's own."""
-    kind = x.device.type  # asking for it takes time
-    autocast = kind != "meta" and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if autocast else x.dtype
+    device = x.device  # asking for it takes time
+    return torch.get_autocast_dtype(device.type) if is_autocast(device) else x.dtype
 
 
 def is_autocast(device: torch.device) -> bool:
