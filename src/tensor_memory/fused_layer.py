@@ -25,7 +25,7 @@ from tensor_memory.place import PlaceMemory
 from tensor_memory.place_state import PlaceState
 from tensor_memory.state import MemoryState, trusted
 from tensor_memory.tensor import TensorMemory
-from tensor_memory.token_layer import is_dense, place_token, tensor_token
+from tensor_memory.token_layer import place_token, tensor_token, touches_whole_grid
 
 
 def fused_layer(
@@ -230,7 +230,7 @@ def _token_on_cpu(
             return None
     assert isinstance(norm, nn.LayerNorm)
     if isinstance(memory, PlaceMemory):
-        if options.keys() - {"where"} or not is_dense(config.grid, config.kernel):
+        if options.keys() - {"where"} or not touches_whole_grid(config):
             return None
         where = options.get("where")
         memory.check(x, state, where)

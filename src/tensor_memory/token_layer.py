@@ -10,13 +10,13 @@ Q reads and M writes per chunk, H heads, n axes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tensor_memory.config import PlaceConfig
 from tensor_memory.ops.places.addresses import factors, outer
 from tensor_memory.ops.places.chunked import SPARSE_FROM
 from tensor_memory.ops.scan.reference import EPSILON
@@ -60,13 +60,12 @@ def tensor_token(
 
 def _sampled(hidden: Tensor, at: Tensor) -> Tensor:
     """n-linear samples of hidden (B, C, *grid) at (B, Q, n): (B, Q·C)."""
-    address = None
+    shares = []
     for axis, size in enumerate(hidden.shape[2:]):
         place = (at[..., at.shape[-1] - 1 - axis, None] + 1) * (0.5 * (size - 1))  # (B, Q, 1)
-        share = (place - _voxels(size, at.dtype)).abs_().neg_().add_(1).clamp_(min=0)  # (B, Q, G)
-        address = share if address is None else (address[..., None] * share[:, :, None]).flatten(2)
-    assert address is not None
-    return torch.bmm(address, hidden.flatten(2).mT).flatten(1)
+        distance = (place - _voxels(size, at.dtype)).abs_()  # (B, Q, G)
+        shares.append(distance.neg_().add_(1).clamp_(min=0))
+    return torch.bmm(outer(shares), hidden.flatten(2).mT).flatten(1)
 
 
 def _written(
@@ -80,15 +79,12 @@ def _written(
     content = F.linear(summary, memory.content.weight).view(B, -1, C)
     raw = F.softplus(F.linear(summary, memory.spread.weight, memory.spread.bias)) + SIGMA_FLOOR
     scale = -1 / (2 * (config.sigma_scale * raw).square() + EPSILON)  # (B, M)
-    mask = None
+    parts = []
     for axis, size in enumerate(grid):
-        squares = (
-            _points(size, at.dtype) - at[..., config.axes - 1 - axis, None]
-        ).square_()  # (B, M, G)
-        part = squares.mul_(scale[..., None]).exp_()
-        mask = part if mask is None else (mask[..., None] * part[:, :, None]).flatten(2)
-    assert mask is not None
-    volume = torch.cat([torch.bmm(content.mT, mask), hidden.flatten(2)], dim=1)  # (B, 2C, V)
+        offset = _points(size, at.dtype) - at[..., config.axes - 1 - axis, None]  # (B, M, G)
+        parts.append(offset.square_().mul_(scale[..., None]).exp_())
+    written = torch.bmm(content.mT, outer(parts))
+    volume = torch.cat([written, hidden.flatten(2)], dim=1)  # (B, 2C, V)
     if config.mixing == "factorized":
         volume = _filtered(volume.view(B, 2 * C, *grid), memory.taps).flatten(2)
     mix = memory.mix.weight.expand(B, -1, -1)
@@ -195,9 +191,6 @@ def _points(size: int, dtype: torch.dtype) -> Tensor:
     return torch.linspace(-1, 1, size, dtype=dtype)
 
 
-def is_dense(grid: Sequence[int], kernel: str) -> bool:
-    """Whether a token of a place memory touches the whole grid."""
-    voxels = 1
-    for size in grid:
-        voxels *= size
-    return kernel == "gaussian" or voxels < SPARSE_FROM * 2 ** len(grid)
+def touches_whole_grid(config: PlaceConfig) -> bool:
+    """Whether a token of a place memory does."""
+    return config.kernel == "gaussian" or config.voxels < SPARSE_FROM * 2**config.axes

@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tensor_memory.ops.places.addresses import outer
+
 
 def corners(at: Tensor, grid: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """The voxels around each point and their weights: at (..., n) -> two of (..., 2ⁿ)."""
@@ -21,7 +23,7 @@ def corners(at: Tensor, grid: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     for axis, size in enumerate(grid):
         index = (index[..., None] * size + steps[..., axis, None, :]).flatten(-2)
     pairs = torch.stack([1 - upper_weight, upper_weight], dim=-1)  # (..., n, 2)
-    return index, _outer(list(pairs.unbind(-2)))
+    return index, outer(pairs.unbind(-2))
 
 
 def coordinate_gradient(grad_weight: Tensor, at: Tensor, grid: tuple[int, ...]) -> Tensor:
@@ -33,7 +35,7 @@ def coordinate_gradient(grad_weight: Tensor, at: Tensor, grid: tuple[int, ...]) 
     _, upper_weight = _split(at, grid)
     pairs = list(torch.stack([1 - upper_weight, upper_weight], dim=-1).unbind(-2))
     slope = (2 * torch.arange(2, dtype=at.dtype, device=at.device) - 1).expand_as(pairs[0])
-    along = [_outer([*pairs[:a], slope, *pairs[a + 1 :]]) for a in range(len(grid))]
+    along = [outer([*pairs[:a], slope, *pairs[a + 1 :]]) for a in range(len(grid))]
     grad = (torch.stack(along, dim=-2) * grad_weight[..., None, :]).sum(-1)  # (..., n)
     grad = grad * _voxels_per_unit(at, grid)
     return grad.flip(-1).masked_fill_(at.abs() > 1, 0)  # beyond the border a read does not move
@@ -64,11 +66,3 @@ def _voxels_per_unit(at: Tensor, grid: tuple[int, ...]) -> Tensor:
 def _sizes(at: Tensor, grid: tuple[int, ...]) -> Tensor:
     """The grid as a tensor made on the device: copying it there would stall a GPU."""
     return torch.stack([at.new_full((), size) for size in grid])
-
-
-def _outer(pairs: list[Tensor]) -> Tensor:
-    """Products of one factor per axis, first axis slowest: n of (..., 2) -> (..., 2ⁿ)."""
-    total = pairs[0]
-    for pair in pairs[1:]:
-        total = (total[..., None] * pair[..., None, :]).flatten(-2)
-    return total
