@@ -5,7 +5,6 @@ Letters: B batch, N tokens, H heads, n axes, G voxels along an axis, V voxels of
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -106,8 +105,3 @@ def corners(places: Tensor, grid: Sequence[int], wrap: Sequence[bool]) -> tuple[
         index = (index[..., None] * size + voxel[..., None, :]).flatten(-2)
         weight = (weight[..., None] * pair[..., None, :]).flatten(-2)
     return index, weight
-
-
-def voxels(grid: Sequence[int]) -> int:
-    """V, the product of the grid."""
-    return math.prod(grid)

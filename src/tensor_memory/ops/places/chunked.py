@@ -16,6 +16,7 @@ Letters: B batch, N tokens, H heads, S chunks of L tokens, V voxels, C channels,
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tensor_memory.ops.autograd import can_ask, differentiable_gradients
-from tensor_memory.ops.places.addresses import corners, factors, outer, overlap, voxels
+from tensor_memory.ops.places.addresses import corners, factors, outer, overlap
 from tensor_memory.ops.places.inputs import PlaceInputs
 from tensor_memory.ops.products import product
 
@@ -83,7 +84,7 @@ def read_before(inputs: PlaceInputs, state: Tensor) -> Tensor:
 
     It is the share that a scan from an empty state leaves out, under the linear rule.
     """
-    (B, H), V, N = state.shape[:2], voxels(inputs.grid), inputs.content.shape[1]
+    (B, H), V, N = state.shape[:2], math.prod(inputs.grid), inputs.content.shape[1]
     g = inputs.log_keep.cumsum(1)  # (B, N, H)
     if inputs.resets is not None:
         g = g.masked_fill(inputs.resets.cumsum(1)[..., None] > 0, -torch.inf)
@@ -108,7 +109,7 @@ def read_before(inputs: PlaceInputs, state: Tensor) -> Tensor:
 def is_sparse(inputs: PlaceInputs) -> bool:
     """Whether to touch the voxels around each place, and not the grid; that asks for decays."""
     grid = inputs.grid
-    large = inputs.width is None and voxels(grid) >= SPARSE_FROM * 2 ** len(grid)
+    large = inputs.width is None and math.prod(grid) >= SPARSE_FROM * 2 ** len(grid)
     return large and can_ask(inputs.state)
 
 

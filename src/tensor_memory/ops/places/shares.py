@@ -15,10 +15,12 @@ Letters: B batch, N tokens, H heads, V voxels, C channels, R reads asked for, L 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from tensor_memory.ops.places.addresses import corners, outer, voxels
+from tensor_memory.ops.places.addresses import corners, outer
 from tensor_memory.ops.places.chunked import (
     CHUNK,
     attention,
@@ -41,7 +43,7 @@ def shares(inputs: PlaceInputs, reads: Tensor) -> tuple[Tensor, Tensor]:
     B, N, H, C = inputs.content.shape
     found = inputs.content.new_zeros(B, len(reads), N, H)
     rest = inputs.content.new_zeros(B, len(reads), H, C)
-    address_size = B * H * voxels(inputs.grid)
+    address_size = B * H * math.prod(inputs.grid)
     state, L = inputs.state.flatten(2, -2), block_length(address_size)
     for which in torch.arange(len(reads)).split(reads_at_once(address_size)) if len(reads) else ():
         at = reads[which].expand(B, -1)
@@ -100,7 +102,7 @@ class _Addresses:
     """The write addresses φ of a block: all voxels, or the corners around each place."""
 
     def __init__(self, block: PlaceInputs, parts: list[Tensor]) -> None:
-        self.voxels = voxels(block.grid)
+        self.voxels = math.prod(block.grid)
         self.dense = None if is_sparse(block) else outer(parts)  # (B, H, L, V)
         if self.dense is None:
             index, weight = corners(block.write_at, block.grid, block.wrap)  # (B, L, H, E)

@@ -8,13 +8,13 @@ are launched.
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from tensor_memory.ops.launch import blocks
-from tensor_memory.ops.places.addresses import voxels
 from tensor_memory.ops.places.inputs import PlaceInputs
 from tensor_memory.ops.places.triton import dense, segments, sparse, visits
 from tensor_memory.ops.places.triton.plan import LENGTH, MOST_PROGRAMS, make_plan
@@ -31,7 +31,7 @@ SPARSE_AXES = 3
 
 def why_not(inputs: PlaceInputs) -> str | None:
     """The reason these kernels cannot serve, or None where they can."""
-    V, C, most = voxels(inputs.grid), inputs.content.shape[-1], MOST_VOXELS[inputs.rule]
+    V, C, most = math.prod(inputs.grid), inputs.content.shape[-1], MOST_VOXELS[inputs.rule]
     if inputs.dtype != torch.float32:
         return f"it computes in float32, got {inputs.dtype}"
     if C > MOST_CHANNELS:
@@ -55,7 +55,7 @@ def why_not(inputs: PlaceInputs) -> str | None:
 
 def _way(inputs: PlaceInputs) -> ModuleType:
     few = inputs.width is None and len(inputs.grid) <= SPARSE_AXES
-    if few and voxels(inputs.grid) >= SPARSE_FROM[inputs.rule]:
+    if few and math.prod(inputs.grid) >= SPARSE_FROM[inputs.rule]:
         return visits if inputs.rule == "linear" else sparse
     return dense
 

@@ -13,6 +13,7 @@ chunk to a token, from a token to the state after, and from state to state; 0 ac
 # pyright: reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,6 @@ import triton.language as tl
 from torch import Tensor
 
 from tensor_memory.ops.launch import BoundKernel, blocks, or_else
-from tensor_memory.ops.places.addresses import voxels
 from tensor_memory.ops.places.inputs import PlaceInputs
 from tensor_memory.ops.places.triton.addresses import addresses_backward, make_addresses
 from tensor_memory.ops.places.triton.plan import (
@@ -409,7 +409,7 @@ class Kept(NamedTuple):
         B, N, H, C = inputs.content.shape
         new, delta = inputs.rate.new_empty, inputs.rule == "delta"
         return cls(
-            new(B, H, blocks(N, LENGTH), voxels(inputs.grid), C, dtype=low_dtype(products)),
+            new(B, H, blocks(N, LENGTH), math.prod(inputs.grid), C, dtype=low_dtype(products)),
             new(B, N, H, C) if delta else None,
             new(B, N, H, LENGTH) if delta else None,
         )

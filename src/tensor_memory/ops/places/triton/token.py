@@ -9,6 +9,7 @@ Letters: B batch, d width, H heads, V voxels, C channels, n axes.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,7 +20,6 @@ from torch import Tensor
 
 from tensor_memory.ops.inputs import prepared
 from tensor_memory.ops.launch import INTERPRETED, BoundKernel, bind, or_else
-from tensor_memory.ops.places.addresses import voxels
 from tensor_memory.ops.places.triton.addresses import factor, tanh
 from tensor_memory.ops.places.triton.plan import grid_constants
 
@@ -183,7 +183,7 @@ def serves_token(state: Tensor) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _padded(sizes: tuple[int, ...]) -> int:
-    return voxels([triton.next_power_of_2(size) for size in sizes])
+    return math.prod(map(triton.next_power_of_2, sizes))
 
 
 @functools.lru_cache(maxsize=256)
