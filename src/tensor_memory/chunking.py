@@ -46,6 +46,13 @@ class Assignment:
     fill: Tensor
     """(B,) tokens left in the last chunk, 0 where it was written or dropped."""
 
+    def chunks(self, waiting: Tensor, x: Tensor) -> Tensor:
+        """(B, S, K, d) the tokens that wait, (B, K, d), then those of x (B, N, d); else 0."""
+        B, K, d = waiting.shape
+        slots = torch.cat([waiting, x.new_zeros(B, self.steps * K + 1 - K, d)], dim=1)
+        slots = slots.scatter(1, self.slot[..., None].expand_as(x), x)
+        return slots[:, :-1].reshape(B, self.steps, K, d)
+
 
 def assign(
     fill: Tensor,

@@ -286,11 +286,7 @@ class TensorMemory(nn.Module):
         if mask is None:
             mask = torch.ones(B, N, dtype=torch.bool, device=x.device)
         place = assign(state.fill, mask, reset, flush, K)
-        S = place.steps
-
-        tokens = torch.cat([state.tokens, x.new_zeros(B, S * K + 1 - K, d)], dim=1)
-        tokens = tokens.scatter(1, place.slot[..., None].expand_as(x), x)
-        tokens = tokens[:, : S * K].reshape(B, S, K, d)
+        S, tokens = place.steps, place.chunks(state.tokens, x)
 
         reads, hidden, cell = self.scan(
             tokens,

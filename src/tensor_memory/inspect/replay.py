@@ -84,17 +84,11 @@ def steer_chunks(memory: TensorMemory, call: CallArguments) -> SteeredChunks:
     """Where the chunks of a call read and write, how widely and what."""
     config, state, x = memory.config, call.state, call.x
     place = call.assign(config.chunk_size)
-    B, _, d = x.shape
-    K, S = config.chunk_size, place.steps
-
-    padding = x.new_zeros(B, S * K + 1 - K, d)
-    tokens = torch.cat([state.tokens, padding], dim=1)
-    tokens = tokens.scatter(1, place.slot[..., None].expand_as(x), x)
-    tokens = tokens[:, : S * K].reshape(B, S, K, d)
+    B, K, S = len(x), config.chunk_size, place.steps
     filled = torch.arange(S * K + 1, device=x.device) < state.fill[:, None]
     filled = filled.scatter(1, place.slot, True)[:, : S * K].reshape(B, S, K)
 
-    read_at, write_at, spread, content = memory.steer(tokens)
+    read_at, write_at, spread, content = memory.steer(place.chunks(state.tokens, x))
     dtype = state.hidden.dtype  # float32 or better
     asked = filled[:, :, :1] if config.reads == "chunk" else filled  # (B, S, 1 or K)
     asked = asked.repeat_interleave(config.read_heads, dim=2)  # (B, S, Q)
