@@ -217,17 +217,22 @@ class _Recorder:
         self.every, self.max_chunks = every, max_chunks
         self.streams = Streams(max_rows)
         self.modules = [module for _, module in layers]
-        self.memories = [memory_inside(module) for module in self.modules]
+        memories = [memory_inside(module) for module in self.modules]
         self.stores = [_store(name, memory_inside(m), dtype) for name, m in layers]
         self.place_layers = {
             number: PlaceLayerRecorder(memory, self.stores[number], max_tokens)
-            for number, memory in enumerate(self.memories)
+            for number, memory in enumerate(memories)
             if isinstance(memory, PlaceMemory)
+        }
+        self.chunk_memories = {
+            number: memory
+            for number, memory in enumerate(memories)
+            if isinstance(memory, TensorMemory)
         }
         self.histories = {
             number: ChunkHistoryStore(memory, max_tokens)
-            for number, memory in enumerate(self.memories)
-            if isinstance(memory, TensorMemory) and max_tokens
+            for number, memory in self.chunk_memories.items()
+            if max_tokens
         }
         self.live: _Live | None = None
         self.progress: LongWork | None = None
@@ -315,13 +320,8 @@ class _Recorder:
         assert isinstance(progress, PlaceProgress)
         progress.expect(given)
         tell = None if self.progress is None else self.progress.add
-        recorder.record_call(stream, progress, x, inputs, mask, inverse_norm, self._every_for, tell)
+        recorder.record_call(stream, progress, x, inputs, mask, inverse_norm, self._room_for, tell)
         progress.last = after.detach()
-
-    def _every_for(self, position: int) -> int:
-        """Make room for a position; one in how many is kept."""
-        self._thin_for(position)
-        return self.every
 
     def _moved(self, before: PlaceState, after: PlaceState, steps: Tensor, empty: bool) -> None:
         """A state of a place memory rolled; the calls to come may go on from it."""
@@ -338,8 +338,7 @@ class _Recorder:
         **marks: Any,
     ) -> None:
         """One call of a memory of chunks with x (B, N, d)."""
-        memory = self.memories[layer]
-        assert isinstance(memory, TensorMemory)
+        memory = self.chunk_memories[layer]
         call = CallArguments.of(memory, x.to(after.tokens.dtype), state, **marks)
         stream = self.streams.find(layer, state, call.state)
         progress = _chunk_progress(stream, layer)
@@ -390,13 +389,11 @@ class _Recorder:
         ended = torch.arange(S) < finished[:, None]
         ended[stream.kept :] = False
         if ended.any():
-            self._thin_for(int(number[ended].max()))
+            self._room_for(int(number[ended].max()))
         kept = ended & (number % self.every == 0)
         span = torch.stack([start, stop], 2)
         if ended.any():
-            memory = self.memories[layer]
-            assert isinstance(memory, TensorMemory)
-            chunks = steer_chunks(memory, call.rows(stream.kept))
+            chunks = steer_chunks(self.chunk_memories[layer], call.rows(stream.kept))
             if layer in self.histories:
                 for row, count in enumerate(finished[: stream.kept].tolist()):
                     values = steered_arrays(chunks, row, slice(0, count))
@@ -425,8 +422,7 @@ class _Recorder:
         wanted = kept.any(0).nonzero().flatten().tolist()
         if not wanted:
             return
-        memory = self.memories[layer]
-        assert isinstance(memory, TensorMemory)
+        memory = self.chunk_memories[layer]
         replayed = replay_chunks(memory, call.rows(stream.kept), chunks, inverse_norm)
         for s, values in zip(range(wanted[-1] + 1), replayed, strict=False):
             rows = kept[:, s].nonzero().flatten()
@@ -443,11 +439,10 @@ class _Recorder:
         recorded[stream.kept :] = False
         rows = recorded.nonzero().flatten()
         if len(rows) and progress.last is not None:
-            self._thin_for(int(progress.done[rows].max()))
+            self._room_for(int(progress.done[rows].max()))
             kind, low = progress.last.cell.device.type, progress.autocast
             with torch.no_grad(), torch.autocast(kind, low, enabled=low is not None):
-                memory = self.memories[layer]
-                assert isinstance(memory, TensorMemory)
+                memory = self.chunk_memories[layer]
                 values = replay_unfinished(memory, progress.last, progress.inverse_norm)
             if layer in self.histories:
                 states = _grids(progress.last, stream.kept)
@@ -475,12 +470,13 @@ class _Recorder:
         values["use"] *= 1.0 if store.gate is None else store.gate
         store.put(number // self.every, stream.first_row + rows, values | {"span": span})
 
-    def _thin_for(self, number: int) -> None:
-        """Forget every second chunk until there is room for chunk `number`."""
+    def _room_for(self, number: int) -> int:
+        """Forget every second chunk until chunk `number` has room; one in how many is kept."""
         while number // self.every >= self.max_chunks:
             self.every *= 2
             for store in self.stores:
                 store.thin()
+        return self.every
 
     def finish(self, recording: Recording) -> None:
         """Fill the recording; what still waits is kept as read and never written."""
@@ -504,17 +500,14 @@ class _Recorder:
 
     def _finished(self, layer: int, seen: Tensor) -> LayerRecording | PlaceLayerRecording:
         """One layer as recorded: `seen` (B,) chunks or tokens of every row."""
-        memory, store = self.memories[layer], self.stores[layer]
         if layer in self.place_layers:
             return self.place_layers[layer].finish(self.every, seen)
-        assert isinstance(memory, TensorMemory)
+        config, store = self.chunk_memories[layer].config, self.stores[layer]
         arrays = store.arrays(seen.shape[0])
         arrays = {"spread": None, **arrays, "chunk": torch.arange(store.chunks) * self.every}
         kept = self.histories.get(layer)
         history = None if kept is None else kept.finish(seen.shape[0])
-        return LayerRecording(
-            store.name, memory.config, store.gate, **arrays, seen=seen, history=history
-        )
+        return LayerRecording(store.name, config, store.gate, **arrays, seen=seen, history=history)
 
 
 def _is_compiled(module: nn.Module) -> bool:
