@@ -193,7 +193,10 @@ class ChunkHistoryStore:
         """Forget all but the last half of what may be kept, and begin with the state before it."""
         values = _joined(row.parts)
         gone = row.count - self.max_chunks // 2
-        old, new = ({k: v[part] for k, v in values.items()} for part in _cut(gone))
+        old, new = (
+            {name: value[part] for name, value in values.items()}
+            for part in (slice(gone), slice(gone, None))
+        )
         _, hidden, cell = run_chunks(old, self._weights, _states(row.entry, self.memory.config))
         row.entry = torch.stack([hidden[0], cell[0]])
         row.parts, row.first, row.count = [new], row.first + gone, row.count - gone
@@ -264,10 +267,6 @@ def _states(entry: Tensor | None, config: MemoryConfig) -> tuple[Tensor, Tensor]
     if entry is None:
         entry = torch.zeros(2, config.channels, *config.grid)
     return entry[0][None].double(), entry[1][None].double()
-
-
-def _cut(at: int) -> tuple[slice, slice]:
-    return slice(0, at), slice(at, None)
 
 
 def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:

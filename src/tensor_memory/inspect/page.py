@@ -16,7 +16,6 @@ import math
 import struct
 import zlib
 from base64 import b64encode
-from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from itertools import pairwise
@@ -27,7 +26,8 @@ from torch import Tensor
 
 from tensor_memory.config import PlaceConfig
 from tensor_memory.inspect.annotations import checked_images
-from tensor_memory.inspect.layer_recording import GridRecording
+from tensor_memory.inspect.layer_recording import GridRecording, LayerRecording
+from tensor_memory.inspect.place_layer import PlaceLayerRecording
 from tensor_memory.inspect.place_lives import WriteLives
 from tensor_memory.inspect.progress import LongWork
 from tensor_memory.wording import counted
@@ -54,23 +54,13 @@ _SCRIPTS = (
 )  # fmt: skip
 
 
-class RecordedLayer(Protocol):
-    """A layer of a recording, of any memory."""
-
-    @property
-    def unit(self) -> str: ...  # noqa: D102
-    def views(self) -> list[GridRecording]: ...  # noqa: D102
-    def follow(self, row: int, top: int) -> WriteLives | None: ...  # noqa: D102
-    def follow_work(self, row: int) -> int: ...  # noqa: D102
-    def __len__(self) -> int: ...
+AnyLayer = LayerRecording | PlaceLayerRecording
 
 
 class Recorded(Protocol):
     """What a page is made of; `Recording` is one."""
 
-    @property
-    def layers(self) -> Sequence[RecordedLayer]: ...  # noqa: D102
-
+    layers: list[AnyLayer]
     every: int
     rows_left_out: int
     texts: list[list[str]] | None
@@ -86,10 +76,10 @@ class Recorded(Protocol):
 def page(
     recording: Recorded,
     *,
-    title: str,
-    every: int,
-    rows: int | None,
-    limit_mb: float,
+    title: str = "Tensor Memory recording",
+    every: int = 1,
+    rows: int | None = None,
+    limit_mb: float = LIMIT_MB,
     first: int | None = None,
     image: Tensor | None = None,
 ) -> str:
@@ -139,21 +129,21 @@ def _values(
     for name, value in (("every", every), ("rows", rows)):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"{name}: expected an integer of at least 1, got {value!r}")
-    groups = [layer.views() for layer in recording.layers]
-    layers = [view[::every, :rows] for views in groups for view in views]
-    lives = _lives(recording, layers[0].rows if layers else 0, work)
+    groups = [[view[::every, :rows] for view in layer.views()] for layer in recording.layers]
+    layers = [view for views in groups for view in views]
+    shown_rows = layers[0].rows if layers else 0
+    lives = _lives(recording, shown_rows, work)
     encoded = [
         {
-            **_encoded_layer(view[::every, :rows]),
+            **_encoded_layer(view),
             "group": index,
             "head": head,
-            "sources": _encoded_sources(view[::every, :rows], lives[index], head),
+            "sources": _encoded_sources(view, lives[index], head),
             "overImage": image is not None and _lies_over_image(view),
         }
         for index, views in enumerate(groups)
         for head, view in enumerate(views)
     ]
-    shown_rows = layers[0].rows if layers else 0
     values = {
         "layers": encoded,
         "layerCount": len(recording.layers),

@@ -26,7 +26,7 @@ from tensor_memory.inspect.annotations import checked_texts, thumbnails
 from tensor_memory.inspect.chunk_history import ChunkHistory
 from tensor_memory.inspect.figure_files import write_figures
 from tensor_memory.inspect.layer_recording import LayerRecording, float_shapes, require_index
-from tensor_memory.inspect.page import LIMIT_MB, page
+from tensor_memory.inspect.page import LIMIT_MB, AnyLayer, page
 from tensor_memory.inspect.place_history import PlaceHistory
 from tensor_memory.inspect.place_layer import PlaceLayerRecording, place_shapes
 from tensor_memory.wording import counted
@@ -38,8 +38,6 @@ KIND = "tensor-memory recording"
 FORMAT = 1
 HISTORY = "history."
 """Before the names of a layer's history in a file."""
-
-AnyLayer = LayerRecording | PlaceLayerRecording
 
 
 @dataclass(eq=False)
@@ -200,14 +198,13 @@ class Recording:
                 y = 1, its first column x = -1: y then grows downwards on the page, as in photos.
         """
         options: dict[str, Any] = {"title": title, "every": every, "rows": rows, "image": image}
-        write_text(path, self._page(limit_mb=limit_mb, beside=beside, **options))
+        write_text(path, self._page(beside, limit_mb=limit_mb, **options))
 
     def show(self, *, height: int = 800, **options: Any) -> InlinePage:
         """The same page inside a notebook, so many pixels high; options as of `save_page`."""
-        usual: dict[str, Any] = {"title": "Tensor Memory recording", "every": 1, "rows": None}
-        return InlinePage(self._page(**{**usual, "limit_mb": LIMIT_MB, **options}), height)
+        return InlinePage(self._page(**options), height)
 
-    def _page(self, *, limit_mb: float, beside: Recording | None = None, **options: Any) -> str:
+    def _page(self, beside: Recording | None = None, **options: Any) -> str:
         if beside is not None and not isinstance(beside, Recording):
             raise TypeError(
                 f"beside: expected another Recording, got {type(beside).__name__}; load a file "
@@ -215,7 +212,7 @@ class Recording:
             )
         shown = self if beside is None else _both(self, beside)
         first = None if beside is None else len(self)
-        return page(shown, limit_mb=limit_mb, first=first, **options)
+        return page(shown, first=first, **options)
 
     def save_figures(
         self,
