@@ -24,8 +24,6 @@ WEIGHTS, DESCRIPTION = "memory.safetensors", MEMORY_FILE
 _HOW = ("backend", "checkpoint_every")
 """Fields that say how a memory is computed, not what it is."""
 
-_GIVEN = ("given", "offset")
-
 _KIND = "tensor-memory weights"
 _FORMAT = 1
 
@@ -134,8 +132,8 @@ class _Memories:
     def load(self, weights: dict[str, Tensor]) -> None:
         """Put in what `weights` gave."""
         for prefix, module in self._modules().items():
-            own = {prefix + name: name for name in _own_state(module)}
-            module.load_state_dict({own[name]: weights[name] for name in own}, strict=False)
+            own = {name: weights[prefix + name] for name in _own_state(module)}
+            module.load_state_dict(own, strict=False)
 
     def _modules(self) -> dict[str, nn.Module]:
         found: dict[str, nn.Module] = {}
@@ -244,15 +242,14 @@ def _require_same(
         )
     for values, expected, kind in zip(configs, _per_layer(here), kinds, strict=True):
         config = _config(values, kind, folder / DESCRIPTION).to_dict()
-        differing = [name for name in expected if config[name] != expected[name]]
-        differing = [name for name in differing if name not in _HOW]
+        differing = [n for n in expected if n not in _HOW and config[n] != expected[n]]
         if differing:
             places = " and where=, which names its places"
             raise ValueError(
                 f"{folder}: expected a memory of this model's config, got one with "
                 + ", ".join(f"{n} {config[n]!r} (here {expected[n]!r})" for n in differing)
                 + "; attach with the config it was saved with"
-                + (places if config.get("places") in _GIVEN else "")
+                + (places if config.get("places") in ("given", "offset") else "")
             )
 
 

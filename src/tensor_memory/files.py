@@ -127,16 +127,16 @@ def _checksum(tensors: Mapping[str, Tensor]) -> str:
     return found.hexdigest()
 
 
-def read_json(path: str | os.PathLike[str], what: str, remedy: str, *, kind: type = dict) -> Any:
+def read_json(path: str | os.PathLike[str], what: str, remedy: str) -> dict[str, Any]:
     """The JSON object in a file; anything else is a `ValueError` that says `what` was expected
-    and what to do about it, `remedy`. `kind=object` lets lists and single values pass too."""
+    and what to do about it, `remedy`."""
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, brackets without end
         raise ValueError(
             f"{path}: expected {what} as JSON, got a truncated or foreign file ({error}); {remedy}"
         ) from error
-    if not isinstance(values, kind):
+    if not isinstance(values, dict):
         raise ValueError(
             f"{path}: expected {what}, an object in JSON, got {values!r:.80}; {remedy}"
         )
