@@ -1,4 +1,4 @@
-"""Check, choose, run: how a call of a recurrence finds the backend that serves it."""
+"""How a call of a recurrence finds the backend that serves it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import importlib.util
 import logging
 import os
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
-from tensor_memory.ops.autograd import Options, Recurrence, is_transformed, no_autocast
+from tensor_memory.ops.autograd import is_transformed
 from tensor_memory.ops.inputs import checked_device
 
 BACKENDS = ("auto", "reference", "torch", "triton")
@@ -95,25 +94,3 @@ def _announce(function: str, backend: str, why: str) -> str:
         _announced.add(line)
         _log.info(line)
     return backend
-
-
-def run(
-    recurrence: Recurrence,
-    inputs: Any,
-    backend: str,
-    *,
-    device: torch.device,
-    products: torch.dtype,
-    checkpoint_every: int | None = None,
-) -> tuple[Any, ...]:
-    """What is read and the state after the last step, by a backend that `choose` gave."""
-    ready = inputs.prepared()
-    if backend != "reference":
-        return recurrence.run(ready, Options(checkpoint_every or 0, products, backend))
-    if checkpoint_every is not None:
-        raise ValueError(
-            "checkpoint_every: backend 'reference' leaves its backward to autograd, which "
-            "keeps every step; choose backend 'auto', or use torch.utils.checkpoint"
-        )
-    with no_autocast(device):
-        return recurrence.backend("reference").scan(*ready)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tensor_memory.config import MAX_COUNT
 from tensor_memory.ops import dispatch
-from tensor_memory.ops.autograd import Recurrence, is_transformed, no_autocast
+from tensor_memory.ops.autograd import Options, Recurrence, is_transformed, no_autocast
 from tensor_memory.ops.inputs import products_dtype
 from tensor_memory.ops.scan import reference
 from tensor_memory.ops.scan import torch as torch_backend
@@ -97,15 +97,19 @@ def memory_scan(
             f"{checkpoint_every!r:.80}; leave it out to keep every step"
         )
     dtype = inputs.dtype
-    low = products_dtype(content) == torch.bfloat16  # the type the caller works in
-    reads, hidden, cell = dispatch.run(
-        SCAN,
-        inputs,
-        scan_backend(backend, hidden.shape, hidden.device, dtype),
-        device=hidden.device,
-        products=torch.bfloat16 if low else dtype,
-        checkpoint_every=checkpoint_every,
-    )
+    chosen, ready = scan_backend(backend, hidden.shape, hidden.device, dtype), inputs.prepared()
+    if chosen == "reference":
+        if checkpoint_every is not None:
+            raise ValueError(
+                "checkpoint_every: backend 'reference' leaves its backward to autograd, which "
+                "keeps every step; choose backend 'auto', or use torch.utils.checkpoint"
+            )
+        with no_autocast(hidden.device):
+            reads, hidden, cell = reference.scan(*ready)
+    else:
+        low = products_dtype(content) == torch.bfloat16  # the type the caller works in
+        options = Options(checkpoint_every or 0, torch.bfloat16 if low else dtype, chosen)
+        reads, hidden, cell = SCAN.run(ready, options)
     return None if read_at is None else reads, hidden, cell
 
 
