@@ -184,12 +184,7 @@ def _place_weights(memory: PlaceMemory, norm: nn.Module, gate: Tensor) -> tuple[
         return None
     own, of = norm._parameters, {}
     for name, part in memory._modules.items():
-        if part is None:
-            continue
-        # `_has_hooks` of every part, without calling it: a call takes as long as what it asks.
-        if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks:
-            return None
-        if part._backward_pre_hooks or "forward" in part.__dict__ or type(part) not in _PLACE_PARTS:
+        if part is None or type(part) not in _PLACE_PARTS or _has_hooks(part):
             return None
         of[name] = learned = part._parameters
         if (learned.get("bias") is None) is (name in _BIASED):

@@ -26,7 +26,6 @@ from tensor_memory.ops.autograd import (
 )
 from tensor_memory.ops.gated_sum import Drop, ReadoutLayout, add_gated, add_gated_backward
 from tensor_memory.ops.inputs import prepared, products_dtype
-from tensor_memory.ops.launch import INTERPRETED
 from tensor_memory.ops.layer_norm import layer_norm, layer_norm_backward
 from tensor_memory.ops.scan.inputs import ScanInputs
 from tensor_memory.ops.scan.layer.heads import run_heads, run_heads_backward
@@ -67,16 +66,9 @@ class LayerOptions(NamedTuple):
 
 
 def serves(x: Tensor) -> bool:
-    """Whether the fused functions can take tokens like x."""
-    floats = (torch.float32, torch.bfloat16)
-    return (
-        (x.is_cuda or INTERPRETED)
-        and x.dtype in floats
-        and products_dtype(x) in floats
-        and x.numel() > 0
-        and x.shape[-1] <= MAX_WIDTH
-        and is_plain_eager((x,))
-    )
+    """Whether the fused functions can take tokens like x, where Triton serves plain tensors."""
+    known = {x.dtype, products_dtype(x)} <= {torch.float32, torch.bfloat16}
+    return known and x.numel() > 0 and x.shape[-1] <= MAX_WIDTH
 
 
 def serves_state(hidden: Tensor, cell: Tensor, weights: LayerWeights) -> bool:
