@@ -190,7 +190,7 @@ def mask_of_block(given: ArgumentOf, B: int, N: int) -> Tensor | None:
     mask = _tensor(given("attention_mask"), (2, 4))
     if mask is None or mask.shape[-1] != N or mask.shape[0] not in (1, B):
         return None
-    sees = _marks(mask) if mask.is_floating_point() else mask != 0
+    sees = _marks(mask)
     return (sees if mask.ndim == 2 else sees.flatten(1, 2).any(1)).expand(B, N)
 
 
@@ -283,8 +283,7 @@ def blocked_starts(given: ArgumentOf, N: int) -> Tensor | None:
     mask = _tensor(given("attention_mask"), (4,))
     if mask is None or mask.shape[-2:] != (N, N):
         return None
-    sees = (_marks(mask) if mask.is_floating_point() else mask != 0)[:1].any(1)
-    starts = ~sees.diagonal(-1, 1, 2)
+    starts = ~_marks(mask)[:1].any(1).diagonal(-1, 1, 2)
     return torch.cat([torch.zeros_like(starts[:, :1]), starts], dim=1)
 
 
@@ -301,7 +300,9 @@ def lengths_of(given: ArgumentOf) -> Tensor | None:
 
 
 def _marks(mask: Tensor) -> Tensor:
-    """Where a mask of floats lets tokens through: it is added to scores, unless it holds ones."""
+    """Where a mask lets tokens through; one of floats is added to scores, unless it holds ones."""
+    if not mask.is_floating_point():
+        return mask != 0
     return torch.where((mask == 1).any(), mask != 0, mask >= 0)
 
 
