@@ -79,14 +79,6 @@ class CacheMemory:
         self.asked = self.asked_seen = 0
         self.histories, self.to_read = {}, {}
 
-    def can_go_back(self, x: Tensor) -> bool:
-        """Whether tokens with these hidden states are remembered, to be taken back.
-
-        Not where gradients go through them, which would be kept alive, and not in traced code.
-        """
-        learns = torch.is_grad_enabled() and x.requires_grad
-        return not learns and not torch.compiler.is_compiling()
-
     def take_back(self, tokens: int) -> None:
         """Put every layer back to where it was before its last tokens."""
         for slot, history in self.histories.items():
@@ -164,10 +156,6 @@ class StaticCacheMemory(CacheMemory):
                 tensor.zero_()
         for count in self.counts.values():
             count.zero_()
-
-    def can_go_back(self, x: Tensor) -> bool:
-        """Whether tokens are remembered, to be taken back: no, a static cache has no `crop`."""
-        return False
 
     def select(self, rows: Callable[[int], Tensor]) -> None:
         """Keep these rows: indices (B,) of the number of rows there are."""

@@ -135,10 +135,6 @@ class LentCache:
         self.memory.count(slot, tokens)
         self.memory.moments[slot] = self.stream.moments[slot]
 
-    def can_go_back(self, x: Tensor) -> bool:
-        """Whether tokens are remembered: no, the stream has a snapshot for that."""
-        return False
-
 
 StateHolder = Stream | CacheMemory | LentCache
 """Who keeps the state of every memory layer from one call of the host to the next."""

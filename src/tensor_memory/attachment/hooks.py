@@ -14,7 +14,13 @@ from tensor_memory.attachment.blocks import Block
 from tensor_memory.attachment.caches import UNTRACED, find_cache, refuse_foreign_cache
 from tensor_memory.attachment.causal_hosts import refuse_causal_call
 from tensor_memory.attachment.hidden_states import put_hidden, take_hidden
-from tensor_memory.attachment.host_call import DEPTH, HostCall, HostCalls, tokens_before
+from tensor_memory.attachment.host_call import (
+    DEPTH,
+    HostCall,
+    HostCalls,
+    can_go_back,
+    tokens_before,
+)
 from tensor_memory.attachment.overrides import virtual_tokens, warn_if_frozen
 from tensor_memory.attachment.recompute import FirstRuns, Given, Streamed, in_backward
 from tensor_memory.attachment.rollback import run_and_remember
@@ -173,7 +179,7 @@ class BlockHook:
         given = Given(state, mask, reset, where)
         if not torch.compiler.is_compiling() and (torch.is_grad_enabled() or module.training):
             self.first_runs.remember(args, kwargs, given)
-        keep = calls.rollback if holder is not None and holder.can_go_back(x) else 0
+        keep = calls.rollback if can_go_back(holder, x) else 0
         with call.fixed_weights():
             y, state, seen = run_and_remember(self.run, x, given, chunk=self.chunk, keep=keep)
         if depth:

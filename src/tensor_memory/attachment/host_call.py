@@ -29,6 +29,7 @@ from tensor_memory.attachment.arguments import (
     mask_of_block,
     refuse_mask,
 )
+from tensor_memory.attachment.cache_memory import CacheMemory
 from tensor_memory.attachment.caches import UNTRACED, LentCache, StateHolder, tokens_in
 from tensor_memory.attachment.places import PlaceSource
 from tensor_memory.attachment.rollback import ROLLBACK, Call
@@ -340,6 +341,16 @@ def tokens_before(holder: StateHolder | None, slot: str) -> int | None:
         return None
     memory = holder.memory if isinstance(holder, LentCache) else holder
     return memory.tokens_before(slot)
+
+
+def can_go_back(holder: StateHolder | None, x: Tensor) -> bool:
+    """Whether tokens with hidden states x are remembered, to be taken back out of a cache.
+
+    Not where gradients go through them, which would be kept alive, and not in traced code. A
+    static cache has no `crop`, and a stream has snapshots instead.
+    """
+    learns = torch.is_grad_enabled() and x.requires_grad
+    return type(holder) is CacheMemory and not learns and not torch.compiler.is_compiling()
 
 
 def _are_same(one: list[Any], other: list[Any]) -> bool:

@@ -110,10 +110,6 @@ class Stream:
         self._puts += 1
         self._states[slot], self.moments[slot] = state, (self._name, self._puts)
 
-    def can_go_back(self, x: Tensor) -> bool:
-        """Whether tokens are remembered, to be taken back: no, `snapshot` is there for that."""
-        return False
-
     def __enter__(self) -> Stream:
         self._opened.open(self)
         return self
