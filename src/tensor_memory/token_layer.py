@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tensor_memory.config import PlaceConfig
-from tensor_memory.ops.places.addresses import factors, outer
+from tensor_memory.ops.places.addresses import factors
 from tensor_memory.ops.places.chunked import SPARSE_FROM
+from tensor_memory.ops.products import outer
 from tensor_memory.ops.scan.reference import EPSILON
 from tensor_memory.place import PlaceMemory
 from tensor_memory.place_state import PlaceState

@@ -8,7 +8,8 @@ import torch
 from tensor_memory import PlaceConfig, PlaceMemory, PlaceState, record
 from tensor_memory.inspect import place_lives
 from tensor_memory.inspect.place_lives import follow_writes
-from tensor_memory.ops.places.addresses import factors, outer
+from tensor_memory.ops.places.addresses import factors
+from tensor_memory.ops.products import outer
 
 SMALL = PlaceConfig(grid=(4, 3), channels=3, heads=2, keep_bias=2.0)
 

@@ -18,7 +18,8 @@ from tensor_memory.inspect.layer_recording import GridRecording, require_index
 from tensor_memory.inspect.place_history import PlaceHistory
 from tensor_memory.inspect.place_lives import WriteLives, follow_writes
 from tensor_memory.inspect.place_trace import RecordedTrace, trace_history
-from tensor_memory.ops.places.addresses import factors, outer
+from tensor_memory.ops.places.addresses import factors
+from tensor_memory.ops.products import outer
 
 
 def place_shapes(config: PlaceConfig) -> dict[str, tuple[int, ...]]:

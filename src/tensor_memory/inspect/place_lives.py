@@ -18,7 +18,8 @@ from torch import Tensor
 
 from tensor_memory.config import PlaceConfig
 from tensor_memory.inspect.place_history import Events, PlaceHistory, moved
-from tensor_memory.ops.places.addresses import factors, outer
+from tensor_memory.ops.places.addresses import factors
+from tensor_memory.ops.products import outer
 
 BLOCK = 64
 """Tokens that act at once."""

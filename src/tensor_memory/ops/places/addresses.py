@@ -73,14 +73,6 @@ def _between(at: Tensor, size: int, wraps: bool) -> tuple[Tensor, Tensor]:
     return low.long().clamp(min=0), at - low  # a voxel also where the coordinate is NaN
 
 
-def outer(parts: Sequence[Tensor]) -> Tensor:
-    """The address φ: factors (..., G) of every axis -> (..., V), the last axis fastest."""
-    address = parts[0]
-    for part in parts[1:]:
-        address = (address.unsqueeze(-1) * part.unsqueeze(-2)).flatten(-2)
-    return address
-
-
 def overlap(parts: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
     """φ(q)·φ(p) of every pair, axis by axis: (..., T, G) and (..., L, G) -> (..., T, L)."""
     found = product(parts[0], others[0].mT)

@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tensor_memory.ops.autograd import can_ask, differentiable_gradients
-from tensor_memory.ops.places.addresses import corners, factors, outer, overlap
+from tensor_memory.ops.places.addresses import corners, factors, overlap
 from tensor_memory.ops.places.inputs import PlaceInputs
-from tensor_memory.ops.products import product
+from tensor_memory.ops.products import outer, product
 
 CHUNK = 64
 """L: the products within a chunk grow with it, the steps between chunks shrink."""

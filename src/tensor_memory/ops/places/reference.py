@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tensor_memory.ops.places.addresses import factors, outer
+from tensor_memory.ops.places.addresses import factors
 from tensor_memory.ops.places.inputs import PlaceInputs
+from tensor_memory.ops.products import outer
 
 
 def scan(inputs: PlaceInputs) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ import math
 import torch
 from torch import Tensor
 
-from tensor_memory.ops.places.addresses import corners, outer
+from tensor_memory.ops.places.addresses import corners
 from tensor_memory.ops.places.chunked import (
     CHUNK,
     attention,
@@ -29,6 +29,7 @@ from tensor_memory.ops.places.chunked import (
     is_sparse,
 )
 from tensor_memory.ops.places.inputs import PlaceInputs
+from tensor_memory.ops.products import outer
 
 VALUES = 2**22
 """Numbers that the addresses of a block or of a group of reads may have; 32 MiB in float64."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tensor_memory.ops.places.addresses import outer
+from tensor_memory.ops.products import outer
 
 
 def corners(at: Tensor, grid: tuple[int, ...]) -> tuple[Tensor, Tensor]:
