@@ -7,7 +7,6 @@ import gc
 import shutil
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from tensor_memory_lab.interruption import handled
 from tensor_memory_lab.progress import progress
 from tensor_memory_lab.records import config_dict, read_result, run_name, write_result
 from tensor_memory_lab.records.store import finite
@@ -117,14 +117,8 @@ def _signals() -> Iterator[list[str]]:
             raise KeyboardInterrupt
         asked.append(signal.Signals(number).name)
 
-    main = threading.current_thread() is threading.main_thread()
-    numbers = (signal.SIGINT, signal.SIGTERM) if main else ()
-    before = {number: signal.signal(number, note) for number in numbers}
-    try:
+    with handled(signal.SIGINT, note), handled(signal.SIGTERM, note):
         yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class _Run:
