@@ -58,7 +58,6 @@ class RunFolder:
         self.result = self.path / "result.json"
         self.checkpoints = self.path / "checkpoints"
         self._lock: int | None = None
-        self._needed: set[str] = set()  # files that the last checkpoint needs
 
     def check(self, config: RunConfig[Any, Any], *, resume: bool) -> None:
         """Refuse a folder that holds another run, or this one where nobody said to resume it."""
@@ -139,7 +138,7 @@ class RunFolder:
         """
         with writing(self.path, "the run's folder"):
             known = [other for other in self.steps() if other <= step]
-            self._drop_but(set[str]().union(*map(self._needed_by, known[-2:])))
+            self._drop_but(known[-2:])
             if self.metrics.exists():
                 lines = self.metrics.read_text(encoding="utf-8", errors="replace")
                 kept = [line for line in lines.splitlines(True) if _step_of(line) <= step]
@@ -165,16 +164,11 @@ class RunFolder:
             if self.metrics.exists():  # the lines must outlive what the checkpoint outlives
                 with self.metrics.open("rb") as file:
                     os.fsync(file.fileno())
-            needed = {path.name}
-            if journal.best_step is not None:
-                best_path = self._file("best", journal.best_step)
-                needed.add(best_path.name)
-                if best is not None:
-                    self._write(best_path, {"model": best}, journal)
+            if best is not None and journal.best_step is not None:
+                self._write(self._file("best", journal.best_step), {"model": best}, journal)
             parts = {"model": model, "optimizer": optimizer}
             self._write(path, parts if carry is None else parts | {"carry": carry}, journal)
-            self._drop_but(needed | self._needed)
-        self._needed = needed
+            self._drop_but(self.steps()[-2:])
 
     def resume(self, *, from_previous: bool = False) -> tuple[Journal, dict[str, Tensors]] | None:
         """Journal, and tensors as `save` got them, of the last checkpoint or the one before it.
@@ -192,11 +186,7 @@ class RunFolder:
         step = steps[-2] if from_previous else steps[-1]
         before = "continue from the checkpoint before it with --resume --from-previous, or "
         header, parts = self._read("step", step, ANEW if from_previous else before + ANEW)
-        journal = Journal(**json.loads(header["journal"]))
-        self._needed = {self._file("step", step).name}
-        if journal.best_step is not None:
-            self._needed.add(self._file("best", journal.best_step).name)
-        return journal, parts
+        return Journal(**json.loads(header["journal"])), parts
 
     def weights(self, which: Literal["best", "last"]) -> tuple[int, Tensors]:
         """Step and weights of the best evaluation, or of the last checkpoint."""
@@ -231,7 +221,9 @@ class RunFolder:
             best = None
         return {path.name} if best is None else {path.name, self._file("best", best).name}
 
-    def _drop_but(self, needed: set[str]) -> None:
+    def _drop_but(self, steps: list[int]) -> None:
+        """Keep the checkpoints of these steps and the best weights that they know."""
+        needed = set[str]().union(*map(self._needed_by, steps))
         for pattern in ("step-*.safetensors", "best-*.safetensors"):
             for old in self.checkpoints.glob(pattern):
                 if old.name not in needed:
