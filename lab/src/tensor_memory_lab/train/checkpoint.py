@@ -12,6 +12,7 @@ stay, with the best weights that each knows. Nothing is a pickle.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -34,11 +35,6 @@ from tensor_memory_lab.run_config import RunConfig
 from tensor_memory_lab.tasks import Task
 from tensor_memory_lab.train.record import Journal
 from tensor_memory_lab.train.step import trained
-
-try:
-    import fcntl
-except ImportError:  # Windows: there nobody is kept out
-    fcntl = None
 
 FORMAT = "2"
 CONFIG = "the config of a run"
@@ -76,7 +72,7 @@ class RunFolder:
                 )
             return
         before = flat(without_places(current(read_json(self.config, CONFIG, NO_CONFIG))))
-        now = flat(without_places(json.loads(json.dumps(config_dict(config)))))
+        now = flat(without_places(config_dict(config)))
         names = [name for name in before | now if before.get(name) != now.get(name)]
         if names:
             told = "; ".join(f"{n}: {before.get(n)!r} there, {now.get(n)!r} now" for n in names)
@@ -88,7 +84,7 @@ class RunFolder:
     def hold(self) -> None:
         """Keep other processes out of a folder that is there, until `release` or until this one
         ends, killed or not."""
-        if fcntl is None or self._lock is not None or not self.path.exists():
+        if self._lock is not None or not self.path.exists():
             return
         self._lock = os.open(self.path, os.O_RDONLY)
         try:

@@ -6,6 +6,7 @@ first compiles; the others wait, and find the code in the compiler's cache.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -16,11 +17,6 @@ import torch
 
 from tensor_memory_lab.run_config import RunConfig
 from tensor_memory_lab.tasks import Batch
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 CACHED = {f"torch.amp.autocast_mode._{way}_autocast": "1" for way in ("enter", "exit")}
 """What keeps PyTorch up to 2.13 from caching a graph, and need not: the arguments, which are in the
@@ -54,9 +50,6 @@ def one_compiles(config: RunConfig[Any, Any], shape: tuple[torch.Size, ...]) -> 
         config: the run.
         shape: of the tensors of a batch, all parts that gradients are gathered over together.
     """
-    if fcntl is None:
-        yield
-        return
     # Slow to load; newer versions have it elsewhere too.
     from torch._inductor.codecache import cache_dir  # pyright: ignore[reportPrivateImportUsage]
 
