@@ -12,9 +12,11 @@ import hashlib
 import importlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
+
+from tensor_memory_lab.records.text import short_name
 
 if TYPE_CHECKING:
     from tensor_memory_lab.run_config import RunConfig
@@ -191,23 +193,23 @@ def local_places(config: Any) -> Any:
     }
 
 
-def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+def flatten(config: Any) -> dict[str, Any]:
     """A config's dict as `field.field` to value, less classes and places; lists become tuples.
 
     >>> flatten({"class": "A", "task": {"writes": 20, "data_dir": "x"}, "grid": [4, 4]})
     {'task.writes': 20, 'grid': (4, 4)}
     """
-    return dict(_fields(without_places(config), prefix))
+    return {name: _hashable(value) for name, value in _fields(config).items()}
 
 
-def _fields(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in config.items():
-        if name == CLASS:
-            continue
-        if isinstance(value, Mapping):
-            yield from _fields(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, _hashable(value)
+def flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one, names joined by dots."""
+    if not isinstance(values, Mapping):
+        return {prefix.removesuffix("."): values}
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= flat(value, f"{prefix}{name}.")
+    return found
 
 
 def declared(
@@ -226,7 +228,7 @@ def declared(
 
     The longer of two names that fit a field counts. What is in neither is a setting.
     """
-    now, before = flatten(config_dict(config)), flatten(config_dict(usual))
+    now, before = _fields(config_dict(config)), _fields(config_dict(usual))
 
     def fit(name: str, fields: Sequence[str]) -> int:
         return max((len(f) for f in fields if f"{name}.".startswith(f"{f}.")), default=0)
@@ -235,12 +237,13 @@ def declared(
     for name, value in now.items():
         if value != before.get(name) and name not in (*NEUTRAL, "model.method"):
             of_method = fit(name, method) > fit(name, settings)
-            found["variant" if of_method else "settings"][name] = _listed(value)
+            found["variant" if of_method else "settings"][name] = value
     return found
 
 
-def _listed(value: Any) -> Any:
-    return [_listed(item) for item in value] if isinstance(value, tuple) else value
+def _fields(config: Any) -> dict[str, Any]:
+    named = flat(without_places(config))
+    return {name: value for name, value in named.items() if short_name(name) != CLASS}
 
 
 def _hashable(value: Any) -> Any:

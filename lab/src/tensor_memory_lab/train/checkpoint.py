@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from tensor_memory_lab.files import read_json, write_text, write_whole
 from tensor_memory_lab.models import Model
 from tensor_memory_lab.records import config_dict, config_from_dict
-from tensor_memory_lab.records.config import UnknownClassError, current, without_places
+from tensor_memory_lab.records.config import UnknownClassError, current, flat, without_places
 from tensor_memory_lab.run_config import RunConfig
 from tensor_memory_lab.tasks import Task
 from tensor_memory_lab.train.record import Journal
@@ -390,16 +390,6 @@ def writing(path: Path, what: str) -> Iterator[None]:
         )
         told.errno = error.errno
         raise told from error
-
-
-def flat(values: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as one, names joined by dots."""
-    if not isinstance(values, dict):
-        return {prefix.removesuffix("."): values}
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        found |= flat(value, f"{prefix}{name}.")
-    return found
 
 
 def _step_of(line: str) -> float:

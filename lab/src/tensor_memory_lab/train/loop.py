@@ -20,13 +20,13 @@ from torch import Tensor
 from tensor_memory_lab.interruption import handled
 from tensor_memory_lab.progress import progress
 from tensor_memory_lab.records import config_dict, read_result, run_name, write_result
+from tensor_memory_lab.records.config import flat
 from tensor_memory_lab.records.store import finite
 from tensor_memory_lab.run_config import RunConfig
 from tensor_memory_lab.tasks import KeepsAssets
 from tensor_memory_lab.train.batches import rows_of, rows_per_process, training_batches
 from tensor_memory_lab.train.checkpoint import (
     RunFolder,
-    flat,
     load_optimizer,
     load_weights,
     optimizer_tensors,
