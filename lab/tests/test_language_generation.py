@@ -257,8 +257,8 @@ def test_bytes_are_decoded_as_they_come():
     assert found[:3] == ["f", "", "ü"]
 
 
-def test_words_are_written_as_the_vocabulary_decodes_them():
+def test_words_are_written_with_blanks_between_and_none_at_the_start_of_a_line():
     vocabulary = Vocabulary(("<eos>", "a", "b", "<unk>"))
     ids = [1, 2, 0, 2, 3, 0, 1]
-    assert "".join(pieces(vocabulary, ids, True)) == vocabulary.decode(ids)
-    assert "".join(pieces(vocabulary, ids, False)) == " " + vocabulary.decode(ids)
+    assert "".join(pieces(vocabulary, ids, True)) == "a b\nb <unk>\na"
+    assert "".join(pieces(vocabulary, ids, False)) == " a b\nb <unk>\na"

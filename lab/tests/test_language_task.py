@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensor_memory_lab.commands.arguments import parse_run
+from tensor_memory_lab.commands.text_pieces import pieces
 from tensor_memory_lab.recipes import find_recipe
 from tensor_memory_lab.tasks.text import WIKITEXT_2, Vocabulary, _require_wikitext, read_corpus
 from tiny_text import text_task
@@ -24,6 +25,10 @@ def write(folder, **parts):
     return str(folder)
 
 
+def text_of(vocabulary, ids):
+    return "".join(pieces(vocabulary, ids, begins_line=True))
+
+
 def counting_task(count, *, length=4, seed=0, **options):
     """Token number t of every split is t, so that a window shows where it was cut."""
     tokens = torch.arange(count, dtype=torch.int32)
@@ -35,7 +40,7 @@ def test_the_standard_protocol_ends_every_line_and_the_papers_does_not(tmp_path)
     (tmp_path / "train.txt").rename(tmp_path / "wiki.train.tokens")  # the original release's name
     corpus = read_corpus(folder, wikitext=False)
     assert len(corpus.splits["train"]) == 12 + 4
-    assert corpus.vocabulary.decode(corpus.splits["valid"].tolist()) == "the <unk>\n"
+    assert text_of(corpus.vocabulary, corpus.splits["valid"].tolist()) == "the <unk>\n"
     assert corpus.vocabulary.words[:2] == ("<eos>", "=")
     paper = read_corpus(folder, protocol="paper", wikitext=False)
     assert len(paper.splits["train"]) == 12
@@ -51,7 +56,8 @@ def test_bytes_are_read_as_they_are(tmp_path):
     (tmp_path / "test.txt").write_bytes(b"a\r\n\xff\rb")  # ends of lines as they are, and no text
     corpus = read_corpus(folder, level="byte")
     assert corpus.splits["test"].tolist() == list(b"a\r\n\xff\rb")
-    assert corpus.vocabulary.decode(corpus.vocabulary.tokenize("é漢\r\n\0")) == "é漢\r\n\0"
+    ids = corpus.vocabulary.tokenize("é漢\r\n\0")
+    assert text_of(corpus.vocabulary, ids) == "é漢\r\n\0"
 
 
 def test_a_capped_vocabulary_holds_the_most_frequent_words_and_the_unknown():
@@ -81,7 +87,7 @@ def test_rows_of_the_datasets_library_are_lines_the_empty_ones_too(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     corpus = read_corpus(None, protocol="standard", wikitext=False)
     assert asked == [("Salesforce/wikitext", "wikitext-2-v1")]
-    text = corpus.vocabulary.decode(corpus.splits["test"].tolist())
+    text = text_of(corpus.vocabulary, corpus.splits["test"].tolist())
     assert len(corpus.splits["test"]) == 6 + 4
     assert text.count("\n") == 4
     monkeypatch.setitem(sys.modules, "datasets", None)

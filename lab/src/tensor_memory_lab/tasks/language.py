@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -171,11 +171,6 @@ class LanguageTask(Task):
     def assets(self) -> dict[str, str]:
         """Text files that a run keeps beside its weights: the words by id, one per line."""
         return {"vocabulary.txt": "\n".join(self.vocabulary.words)}
-
-    def fresh(self) -> LanguageTask:
-        """The same text in windows that start empty."""
-        config = replace(self.config, carried=False)
-        return LanguageTask(config, Corpus(self.vocabulary, self.splits), self.seed)
 
     def _tokens(self, split: str) -> Tensor:
         name = split.partition("@")[0]

@@ -36,8 +36,8 @@ class Vocabulary:
     """Words by id, or the 256 bytes (`words` empty).
 
     >>> v = Vocabulary.of_words("a b a <eos>".split())
-    >>> v.encode(["a", "b", "zebra"]), v.decode([0, 1])
-    ([0, 1, 3], 'a b')
+    >>> v.encode(["a", "b", "zebra"])
+    [0, 1, 3]
     """
 
     words: tuple[str, ...] = ()
@@ -66,13 +66,6 @@ class Vocabulary:
             return list(tokens)
         unknown = self._ids[UNKNOWN]
         return [self._ids.get(token, unknown) for token in tokens]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text again: words with blanks between and a new line for `<eos>`, or bytes as UTF-8."""
-        if not self.words:
-            return bytes(ids).decode("utf-8", errors="replace")
-        text = " ".join(self.words[i] for i in ids)
-        return text.replace(f" {END} ", "\n").replace(f" {END}", "\n").replace(f"{END} ", "\n")
 
     def piece(self, number: int) -> str:
         """One token as it stands in a text: a blank and its word, a line end, or a byte.
