@@ -11,12 +11,10 @@ Letters: N tokens, d width.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from tensor_memory import MemoryState, PlaceState
 from tensor_memory_lab.models import Carry
 from tensor_memory_lab.models.block import LayerState
 from tensor_memory_lab.models.language import LanguageModel
@@ -54,12 +52,6 @@ class TextStream:
             left = left[room:]
             logits = self._advance() if self.stack.advances else self._compute()
         return logits.float()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes kept of the text, ids of the window included."""
-        kept: list[Any] = [self._start, self._after, self._states]
-        return 8 * len(self.window) + sum(tensor.nbytes for tensor in _tensors(kept))
 
     def _next_window(self) -> None:
         """A full window's end: carry, or keep its second half where nothing is carried."""
@@ -126,19 +118,3 @@ def _draw(logits: Tensor, temperature: float, top_k: int | None, random: torch.G
         logits = logits.masked_fill(logits < least, -torch.inf)
     probabilities = (logits / temperature).softmax(0)
     return int(torch.multinomial(probabilities, 1, generator=random))
-
-
-def _tensors(kept: Any) -> Iterator[Tensor]:
-    """Every tensor in nested states."""
-    if isinstance(kept, Tensor):
-        yield kept
-    elif isinstance(kept, MemoryState):
-        yield from (kept.hidden, kept.cell, kept.tokens, kept.fill, kept.readout)
-    elif isinstance(kept, PlaceState):
-        yield from (kept.values, kept.origin)
-    elif isinstance(kept, dict):
-        for value in kept.values():
-            yield from _tensors(value)
-    elif isinstance(kept, list | tuple):
-        for value in kept:
-            yield from _tensors(value)
