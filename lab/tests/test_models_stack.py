@@ -8,7 +8,7 @@ from torch import nn
 
 from tensor_memory import MemoryConfig, MemoryResidual, PlaceConfig, TensorMemory
 from tensor_memory_lab.models.attention import SelfAttention
-from tensor_memory_lab.models.block import Block, drop_path, initialise
+from tensor_memory_lab.models.block import Block, initialise, kept_rows
 from tensor_memory_lab.models.language import LanguageModelConfig
 from tensor_memory_lab.models.peers import PeerConfig
 from tensor_memory_lab.models.stack import Stack, StackConfig
@@ -213,7 +213,8 @@ def test_all_methods_start_from_the_same_weights_under_one_seed():
 def test_a_side_path_stands_where_it_is_put(place):
     memory = TensorMemory(8, MEMORY)
     side = MemoryResidual(memory)
-    block = Block(8, attention=SelfAttention(8, 2), side=side, side_place=place)
+    block = Block(8, attention=SelfAttention(8, 2), side_place=place)
+    block.side = side
     x = torch.randn(2, 6, 8)
     got, _ = block(x)
     y, _ = block.attend(x)
@@ -226,11 +227,11 @@ def test_a_side_path_stands_where_it_is_put(place):
 
 def test_drop_path_drops_whole_rows_and_keeps_the_mean():
     module = nn.Identity()
-    dropped = drop_path(torch.ones(4000, 3), 0.25, module)
-    assert dropped.unique().tolist() == pytest.approx([0, 4 / 3])
-    assert torch.equal(dropped[:, 0], dropped[:, 1])
-    assert dropped.mean().item() == pytest.approx(1, abs=0.05)
-    assert torch.equal(drop_path(torch.ones(4, 3), 0.25, module.eval()), torch.ones(4, 3))
+    kept = kept_rows(torch.ones(4000, 3), 0.25, module)
+    assert kept.shape == (4000, 1)
+    assert kept.unique().tolist() == pytest.approx([0, 4 / 3])
+    assert kept.mean().item() == pytest.approx(1, abs=0.05)
+    assert kept_rows(torch.ones(4, 3), 0.25, module.eval()) is None
 
 
 def test_slots_are_those_of_a_loop_written_out():

@@ -38,9 +38,9 @@ class Block(nn.Module):
         mlp_ratio: width of the MLP over d.
         dropout: on what attention and MLP add.
         drop_path: probability of dropping what a sublayer adds to a whole row.
-        side: `(x, state, **options) -> (x, state)` with its own norm and residual, such as a
+        side_place: where the side path stands, which is `side`, none at first: a module
+            `(x, state, **options) -> (x, state)` with its own norm and residual, such as a
             `MemoryResidual`.
-        side_place: where it stands.
         attention_out_norm: a LayerNorm on what attention adds (the paper's "SLN").
 
     >>> from tensor_memory_lab.models.attention import SelfAttention
@@ -58,7 +58,6 @@ class Block(nn.Module):
         mlp_ratio: float = 4.0,
         dropout: float = 0.0,
         drop_path: float = 0.0,
-        side: nn.Module | None = None,
         side_place: Place = "after_mlp",
         attention_out_norm: bool = False,
     ) -> None:
@@ -71,7 +70,7 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(dim)
         self.widen = nn.Linear(dim, hidden)
         self.narrow = nn.Linear(hidden, dim)
-        self.side = side
+        self.side: nn.Module | None = None
 
     def forward(
         self,
@@ -122,19 +121,13 @@ class Block(nn.Module):
 
     def _drop(self, added: Tensor, path: Tensor | None) -> Tensor:
         added = F.dropout(added, self.dropout, self.training)
-        if path is None:
-            return drop_path(added, self.drop_path, self)
-        return added * path.to(added.dtype)
-
-
-def drop_path(added: Tensor, rate: float, module: nn.Module) -> Tensor:
-    """Zero whole rows (B, ...) with probability `rate` in training, and scale up the others."""
-    kept = kept_rows(added, rate, module)
-    return added if kept is None else added * kept.to(added.dtype)
+        path = kept_rows(added, self.drop_path, self) if path is None else path
+        return added if path is None else added * path.to(added.dtype)
 
 
 def kept_rows(x: Tensor, rate: float, module: nn.Module) -> Tensor | None:
-    """(B, 1, ...) drawn factors, zero where a row of x is dropped; None where none is."""
+    """(B, 1, ...) drawn factors: zero where a row of x is dropped, which happens with probability
+    `rate` in training, larger than one elsewhere. None where none is dropped."""
     if not rate or not module.training:
         return None
     kept = torch.rand(x.shape[0], *[1] * (x.ndim - 1), device=x.device) >= rate
