@@ -79,9 +79,10 @@ PLACE_METHODS: dict[str, dict[str, Any]] = {
 """Methods with the place memory, and the fields of its config that they change."""
 
 
-def long_gap(config: DecoderConfig) -> MemoryConfig:
-    """The paper's memory from its start for long gaps; all else is as in the config."""
-    return replace(config.memory, **MEMORY_METHODS["tensor-long"])
+def tensor_method(name: str) -> Method:
+    """One of `MEMORY_METHODS`: the paper's memory with its changes, all else as in the config."""
+    changes = MEMORY_METHODS[name]
+    return {"side": "tensor", "memory": lambda config: replace(config.memory, **changes)}
 
 
 def wide(config: DecoderConfig) -> float:

@@ -9,6 +9,7 @@ Letters: B batch, N tokens, d width.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -130,20 +131,11 @@ class LanguageModelConfig(DecoderConfig):
         )
 
 
-def _window(config: LanguageModelConfig) -> int:
-    return config.window
-
-
-def _segment(config: LanguageModelConfig) -> int | None:
-    return config.segment
+_window, _segment = attrgetter("window"), attrgetter("segment")
 
 
 def _slot_segment(config: LanguageModelConfig) -> int:
     return config.window if config.segment is None else config.segment
-
-
-def _no_cache(config: LanguageModelConfig) -> int:
-    return config.cache or 0
 
 
 METHODS: dict[str, Method] = {
@@ -162,7 +154,7 @@ METHODS: dict[str, Method] = {
     "tensor-xl": {
         "attention": "relative",
         "segment": _segment,
-        "cache": _no_cache,
+        "cache": lambda config: config.cache or 0,
         "side": "tensor",
     },
     "tensor-depth": {"side": "tensor", "thread_depth": True},

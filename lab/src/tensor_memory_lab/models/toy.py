@@ -22,10 +22,10 @@ from tensor_memory_lab.models.decoder import (
     DecoderConfig,
     Method,
     cache,
-    long_gap,
     matched_registers,
     recurrent_slots,
     registers,
+    tensor_method,
     wide,
 )
 from tensor_memory_lab.models.stack import Stack, StackConfig
@@ -45,7 +45,7 @@ METHODS: dict[str, Method] = {
     "slots": {"registers": registers},
     "slots-matched": {"registers": matched_registers},
     "tensor": {"side": "tensor"},
-    "tensor-long": {"side": "tensor", "memory": long_gap},
+    "tensor-long": tensor_method("tensor-long"),
     "xl": {"attention": "relative", "cache": cache},
     "recurrent-slots": {"recurrent_slots": recurrent_slots},
     "linear": {"side": "linear"},

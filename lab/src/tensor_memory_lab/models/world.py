@@ -26,6 +26,7 @@ from tensor_memory_lab.models.decoder import (
     PLACE_METHODS,
     DecoderConfig,
     Method,
+    tensor_method,
 )
 from tensor_memory_lab.models.peers import PeerConfig
 from tensor_memory_lab.models.relative_attention import CACHE_BYTES
@@ -97,10 +98,6 @@ class WorldModelConfig(DecoderConfig):
         return self.make_stack(METHODS[self.method], length, **plain)
 
 
-def _tensor(changes: dict[str, Any]) -> Method:
-    return {"side": "tensor", "memory": lambda config: replace(config.memory, **changes)}
-
-
 def _place(changes: dict[str, Any]) -> Method:
     return {"side": "place", "place": lambda config: replace(config.place, **changes)}
 
@@ -122,7 +119,7 @@ METHODS: dict[str, Method] = {
         "rotary": False,
     },
     **{name: {"side": name} for name in SIDES},
-    **{name: _tensor(changes) for name, changes in MEMORY_METHODS.items()},
+    **{name: tensor_method(name) for name in MEMORY_METHODS},
     **{name: _place(changes) for name, changes in PLACE_METHODS.items()},
 }
 """What a method changes; see `StackConfig`."""
