@@ -56,6 +56,9 @@ class RelativeAttention(nn.Module):
         kept_in: the type of what is cached.
     """
 
+    bias: PositionBias
+    rates: Tensor
+
     def __init__(
         self,
         dim: int,
@@ -83,7 +86,6 @@ class RelativeAttention(nn.Module):
         self.project = nn.Linear(dim, dim)
         rates = torch.exp(torch.arange(0, dim, 2) * (-math.log(10_000) / dim))
         self.register_buffer("rates", rates, persistent=False)
-        self.rates: Tensor
 
     def forward(self, x: Tensor, cache: Cache | None = None) -> tuple[Tensor, Cache | None]:
         """x (B, N, d) -> the same shape, and the cache for what follows."""
@@ -100,7 +102,8 @@ class RelativeAttention(nn.Module):
         k, v = (behind(t, N, b, S, back) for t in (k, v))
         q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))  # (B · S, h, b or L, e)
 
-        u, place = (p.unflatten(0, (self.heads, 1, -1)) for p in self._bias())
+        shared = (self.bias.content, self.bias.place)
+        u, place = (p.unflatten(0, (self.heads, 1, -1)) for p in shared)
         scores = self._relative_scores(q + place.to(q.dtype), back + b)
         scores = scores.masked_fill(~self._visible(b, S, back, seen, B, x.device), -torch.inf)
         mixed = F.scaled_dot_product_attention(q + u.to(q.dtype), k, v, attn_mask=scores)
@@ -119,10 +122,6 @@ class RelativeAttention(nn.Module):
     def state_bytes(self) -> int:
         """Bytes of the cached inputs of one row."""
         return CACHE_BYTES[self.kept_in] * self.cache * self.qkv.in_features
-
-    def _bias(self) -> tuple[Tensor, Tensor]:
-        bias: PositionBias = self.__dict__["bias"]
-        return bias.content, bias.place
 
     def _blocks(self, N: int, cached: bool) -> tuple[int, int, int]:
         """b queries per block, S blocks, and how many keys before its own a block looks at."""
