@@ -176,10 +176,9 @@ def memory_off(model: nn.Module) -> Iterator[None]:
 
 def memory_backend(model: nn.Module) -> str | None:
     """The backends that the model's memories run on; None without memory."""
-    layers = memory_layers(model).values()
     served = {
         memory.backend_on(memory.output.weight.device)
-        for memory in (*model.modules(), *(layer.memory for layer in layers))
+        for memory in model.modules()
         if isinstance(memory, TensorMemory | PlaceMemory)
     }
     return ", ".join(sorted(served)) or None
