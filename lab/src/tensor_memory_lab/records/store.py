@@ -101,7 +101,7 @@ def read_result(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def check_record(record: Any, where: str) -> None:
     """Raise where a record lacks something that tables and figures read."""
-    kind = record.get("kind") if isinstance(record, dict | Mapping) else None
+    kind = record.get("kind") if isinstance(record, Mapping) else None
     if kind not in NEEDED:
         raise ValueError(
             f"{where}: expected a record of kind {', '.join(NEEDED)}, got {kind!r}; {_REMEDY}"
