@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from tensor_memory import (
 from tensor_memory_lab.bench import report
 from tensor_memory_lab.bench.hosts import add_memory_options, memory_changes
 from tensor_memory_lab.progress import progress
+from tensor_memory_lab.train.record import peak_memory
 
 STATM = Path("/proc/self/statm")
 
@@ -48,10 +48,7 @@ def resident_bytes() -> int:
     """Memory of this process that is in RAM now; where /proc is missing, the most it ever was."""
     if STATM.is_file():
         return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    import resource  # Unix only
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return peak_memory(torch.device("cpu"))
 
 
 @torch.inference_mode()
