@@ -30,15 +30,20 @@ Memory = MemoryConfig | PlaceConfig
 
 @dataclass(frozen=True)
 class Host:
-    """A model with its published memory, and what goes through it in a step."""
+    """A model with its published memory."""
 
-    name: str
     dim: int
     layers: int
-    batch: int
     memory: Memory
-    build: Callable[[Memory | None, Sequence[int]], Model]
+    build: Callable[[Memory | None, Sequence[int]], Any]
     """The model with this memory on these layers, or without one."""
+
+
+@dataclass(frozen=True)
+class TrainedHost(Host):
+    """Also what goes through it in a step."""
+
+    batch: int
     draw: Callable[[torch.device], Batch]
     loss: Callable[[Model, Batch], Tensor]
     tokens: tuple[int, int]
@@ -59,7 +64,7 @@ class Host:
         return ScanShape(self.batch, steps, memory.channels, memory.grid, products, reads=reads)
 
 
-def language_host(*, quick: bool = False, batch: int = 32, memory: str = "tensor") -> Host:
+def language_host(*, quick: bool = False, batch: int = 32, memory: str = "tensor") -> TrainedHost:
     """d 384, 8 heads, 8 layers, 30,000 words, B × 512 tokens.
 
     Its memory: the published one, C 32, 8³, K 16; or "place", 4 heads of 8 × 8 × 32.
@@ -85,8 +90,7 @@ def language_host(*, quick: bool = False, batch: int = 32, memory: str = "tensor
         ids = torch.randint(words, (batch, length + 1)).to(device)
         return {"ids": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous()}
 
-    return Host(
-        name="language",
+    return TrainedHost(
         dim=config.dim,
         layers=config.layers,
         batch=batch,
@@ -98,7 +102,7 @@ def language_host(*, quick: bool = False, batch: int = 32, memory: str = "tensor
     )
 
 
-def video_host(*, quick: bool = False, batch: int = 32) -> Host:
+def video_host(*, quick: bool = False, batch: int = 32) -> TrainedHost:
     """d 256, 8 heads, 6 layers, B clips of 8 frames of 1 + 196 tokens; C 64, 8³, K 8."""
     config, side, patch, frames, classes = VideoModelConfig(), 14, 16, 8, 101
     if quick:
@@ -122,8 +126,7 @@ def video_host(*, quick: bool = False, batch: int = 32) -> Host:
         logits = model({"clip": given["clip"]})[0]["logits"].float()
         return F.cross_entropy(logits, given["targets"], label_smoothing=0.1)
 
-    return Host(
-        name="video",
+    return TrainedHost(
         dim=config.dim,
         layers=config.layers,
         batch=batch,
@@ -135,7 +138,7 @@ def video_host(*, quick: bool = False, batch: int = 32) -> Host:
     )
 
 
-def attached_host(*, quick: bool = False, batch: int = 1, memory: str = "tensor") -> Host:
+def attached_host(*, quick: bool = False, memory: str = "tensor") -> Host:
     """A small Llama of transformers, d 64, 4 heads, 3 layers, with the memory attached.
 
     What a user's own small model pays for `attach`, its hooks and its cache included.
@@ -144,9 +147,9 @@ def attached_host(*, quick: bool = False, batch: int = 1, memory: str = "tensor"
     # every model of it.
     from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
-    layers, words, length = 1 if quick else 3, 256, 64
+    layers = 1 if quick else 3
     settings = LlamaConfig(
-        vocab_size=words,
+        vocab_size=256,
         hidden_size=64,
         intermediate_size=256,
         num_hidden_layers=layers,
@@ -160,20 +163,8 @@ def attached_host(*, quick: bool = False, batch: int = 1, memory: str = "tensor"
             attach(model, memory)
         return model
 
-    def draw(device: torch.device) -> Batch:
-        return {"ids": torch.randint(words, (batch, length)).to(device)}
-
-    return Host(
-        name="attached",
-        dim=64,
-        layers=layers,
-        batch=batch,
-        memory=PlaceConfig() if memory == "place" else MemoryConfig.paper(),
-        build=build,
-        draw=draw,
-        loss=lambda model, given: model(given["ids"], labels=given["ids"]).loss,  # type: ignore[operator]
-        tokens=(1, length),
-    )
+    chosen = PlaceConfig() if memory == "place" else MemoryConfig.paper()
+    return Host(64, layers, chosen, build)
 
 
 HOSTS = {"language": language_host, "video": video_host}

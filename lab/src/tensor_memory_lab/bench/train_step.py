@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from tensor_memory import MemoryResidual
 from tensor_memory_lab.bench import report
-from tensor_memory_lab.bench.hosts import HOSTS, Host, add_memory_options, memory_changes
+from tensor_memory_lab.bench.hosts import HOSTS, TrainedHost, add_memory_options, memory_changes
 from tensor_memory_lab.bench.shapes import check, rms_ratio
 from tensor_memory_lab.bench.timing import (
     QUICK,
@@ -43,7 +43,7 @@ WITHOUT, WITH = "base", "memory"
 class Training:
     """A model, its optimiser and one batch; calling it takes one step."""
 
-    def __init__(self, host: Host, model: Model, batch: Batch, device: torch.device) -> None:
+    def __init__(self, host: TrainedHost, model: Model, batch: Batch, device: torch.device) -> None:
         self.device, self.host = device, host
         self.model = model.to(device).train()
         self.batch = batch
@@ -116,7 +116,7 @@ def graph_layers(step: Training) -> None:
 
 
 def measure_host(
-    host: Host, layers: list[int], device: torch.device, budget: Budget, seed: int
+    host: TrainedHost, layers: list[int], device: torch.device, budget: Budget, seed: int
 ) -> dict[str, Any]:
     """Agreement of the scan first; then both steps. Plain values for JSON."""
     cuda, config = device.type == "cuda", host.memory
@@ -205,7 +205,7 @@ def run(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     return {"models": rows}
 
 
-def _host(name: str, options: argparse.Namespace, **sizes: Any) -> Host:
+def _host(name: str, options: argparse.Namespace, **sizes: Any) -> TrainedHost:
     memory = {"memory": options.memory} if name == "language" else {}
     return HOSTS[name](quick=options.quick, **sizes, **memory)
 
