@@ -26,7 +26,7 @@ CASES = {  # grid, channels, tokens, rule, Gaussian, resets, wrap, one place for
     "sparse, voxels never met": ((9, 11), 2, 35, "linear", False, True, False, False),
     "sparse, hardly moving": ((4, 5), 3, 100, "linear", False, True, False, True),
     "sparse, forgetting": ((4, 5), 3, 40, "linear", False, False, False, False),
-    "sparse, fading": ((99,), 2, 200, "linear", False, False, False, True),
+    "sparse, fading": ((99,), 2, 100, "linear", False, False, False, True),
     "sparse, a torus": ((2, 3, 4), 2, 40, "linear", False, True, True, False),
     "many tokens": ((2, 3, 2, 3), 2, 170, "linear", True, True, False, True),
     "whole chunks": ((8, 8), 16, 96, "linear", True, True, False, False),
