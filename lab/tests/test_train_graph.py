@@ -26,8 +26,11 @@ DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
 class Replayed:
     """Stands in for a captured graph where there is no GPU: a replay does the work again."""
 
-    def __init__(self, work):
-        self.replay = work
+    def __init__(self, work, pool=None):
+        self.replay, self.given = work, pool
+
+    def pool(self):
+        return self if self.given is None else self.given
 
     def reset(self):
         self.replay = None
@@ -156,13 +159,19 @@ def test_a_batch_of_another_shape_is_taken_eagerly_or_refused(tmp_path, device):
 
 def test_a_task_that_says_so_has_a_graph_for_each_of_its_shapes(device, monkeypatch):
     captures, capture = [], graph.capture
-    monkeypatch.setattr(graph, "capture", lambda work: captures.append(work) or capture(work))
+
+    def captured(work, pool):
+        captures.append(capture(work, pool))
+        return captures[-1]
+
+    monkeypatch.setattr(graph, "capture", captured)
     graphed = Graphed(lambda batch: batch["x"].sum() + len(batch["x"]), shapes=2, required=True)
     for _ in range(WARM_UP + 2):
         for rows in (2, 3):
             x = torch.full((rows, 4), 0.5, device=device)
             assert graphed({"x": x}).item() == 3 * rows
     assert len(captures) == 2
+    assert captures[0].pool() == captures[1].pool()  # no two of them run at once
     assert graphed.described == "graph"
     with pytest.raises(ValueError, match=r"other shapes than the first 2: x \(5, 4\)"):
         graphed({"x": torch.zeros(5, 4, device=device)})

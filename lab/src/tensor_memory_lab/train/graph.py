@@ -137,8 +137,10 @@ class Graphed:
         def work() -> None:
             captured.result = self.work(captured.batch)
 
+        # No two graphs run at once, and none reads what another left: they share their memory.
+        pools = (other.graph.pool() for other in self._captured.values() if other.graph is not None)
         try:
-            captured.graph = capture(work)
+            captured.graph = capture(work, next(pools, None))
         except RuntimeError as error:
             self._give_up(f"capturing failed: {str(error).strip().splitlines()[0]}", error)
 
@@ -169,13 +171,13 @@ def aside() -> Iterator[None]:
     current.wait_stream(stream)
 
 
-def capture(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """A graph of `work`."""
+def capture(work: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGraph:
+    """A graph of `work`, in memory of its own or in the pool of another graph."""
     graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     stream = _stream(torch.cuda.current_device())
     try:
         # Other threads may make batches meanwhile.
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             work()
     except RuntimeError:
         torch.cuda.set_stream(current)
