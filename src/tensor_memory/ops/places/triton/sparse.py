@@ -1,7 +1,8 @@
 """Rule "delta" with the linear kernel on large grids: a token touches its 2ⁿ corners alone.
 
 The state decays lazily: a voxel keeps the value of its last write, and when that was (`last`, the
-sum of log α up to then, and `page`, how many resets up to then). Within a chunk every corner gets
+sum of log α up to then, and `page`, how many resets up to then). That sum is in float64: a few
+chunks that forget everything would leave no digits for the others. Within a chunk every corner gets
 what the whole chunk writes there, so that tokens which meet at a voxel store the same value and no
 order matters. The grid as a whole is passed over once, at the end. The overlap of two places is the
 product of their overlaps along the axes, so that within a chunk no corner is compared with another.
@@ -174,7 +175,7 @@ def held_at(
     """What voxels hold now, (rows, channels): of a buffer, or what they started with."""
     then = tl.load(last + voxel, mask=real, other=0.0, cache_modifier=".cg")
     met = then == then  # nan: not written yet
-    left = tl.exp(now - tl.where(met, then, 0.0))
+    left = tl.exp((now - tl.where(met, then, 0.0)).to(tl.float32))
     if HAS_RESETS:
         left = tl.where(
             tl.load(page + voxel, mask=real, other=0, cache_modifier=".cg") == pages, left, 0.0
@@ -268,7 +269,7 @@ def delta_kernel(
     start, buffer = start + program * V * C, buffer + program * V * C
     own = (program * tl.num_programs(1) + tl.program_id(1)) * V
     last, page = last + own, page + own
-    now, pages = 0.0, 0
+    now, pages = tl.full([], 0.0, tl.float64), 0
     for s in range(tl.cdiv(N, L)):
         row_token, token, real = tokens_of(program, s, N, H, L)
         corner, exist = corner_rows(program, s, N, H, L, E)
@@ -301,7 +302,7 @@ def delta_kernel(
         hold(buffer, last, page, voxel, exist, channel, new, now, pages, C, HAS_RESETS)
         tl.debug_barrier()  # and is written
     tl.store(end + program * 2, now)
-    tl.store(end + program * 2 + 1, pages.to(tl.float32) if HAS_RESETS else 0.0)
+    tl.store(end + program * 2 + 1, pages.to(tl.float64) if HAS_RESETS else 0.0)
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -394,7 +395,7 @@ def delta_backward_kernel(
     start, buffer = start + program * V * C, buffer + program * V * C
     own = (program * tl.num_programs(1) + tl.program_id(1)) * V
     last, page = last + own, page + own
-    now, pages = 0.0, 0
+    now, pages = tl.full([], 0.0, tl.float64), 0
     chunks = tl.cdiv(N, L)
     for step in range(chunks):
         s = chunks - 1 - step
@@ -439,7 +440,7 @@ def delta_backward_kernel(
             hold(buffer, last, page, voxel, exist, channel, wrote, now, pages, C, HAS_RESETS)
         tl.debug_barrier()  # and is written
     tl.store(end + program * 2, now)
-    tl.store(end + program * 2 + 1, pages.to(tl.float32) if HAS_RESETS else 0.0)
+    tl.store(end + program * 2 + 1, pages.to(tl.float64) if HAS_RESETS else 0.0)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -650,8 +651,9 @@ class Lazy(NamedTuple):
     def of(cls, start: Tensor | None, state: Tensor, has_resets: bool) -> Lazy:
         """A grid like a state."""
         (B, H, *_, C), V = state.shape, state[0, 0, ..., 0].numel()
-        last = state.new_full((B, H, blocks(C, CHANNELS), V), torch.nan)
-        page = torch.zeros_like(last, dtype=torch.int32) if has_resets else last
+        parts = B, H, blocks(C, CHANNELS), V
+        last = state.new_full(parts, torch.nan, dtype=torch.float64)
+        page = state.new_zeros(parts, dtype=torch.int32) if has_resets else last
         return cls(start, torch.empty_like(state), last, page, last.new_empty(B, H, 2))
 
     @property
@@ -668,7 +670,7 @@ class Lazy(NamedTuple):
     def settled(self, plan: Plan, other: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """The grid as it is in the end, and parts of its inner product with another."""
         programs, parts = self.programs
-        dots = self.end.new_empty(programs, blocks(plan["V"], SETTLED))
+        dots = self.buffer.new_empty(programs, blocks(plan["V"], SETTLED))
         plan.bound(
             settle_kernel, VB=SETTLED, HAS_START=self.start is not None, DOT=other is not None
         )(
