@@ -26,6 +26,7 @@ CASES = {  # grid, channels, tokens, rule, Gaussian, resets, wrap, one place for
     "sparse, voxels never met": ((9, 11), 2, 35, "linear", False, True, False, False),
     "sparse, hardly moving": ((4, 5), 3, 100, "linear", False, True, False, True),
     "sparse, forgetting": ((4, 5), 3, 40, "linear", False, False, False, False),
+    "sparse, delta, forgetting": ((4, 5), 3, 130, "delta", False, False, False, False),
     "sparse, fading": ((99,), 2, 100, "linear", False, False, False, True),
     "sparse, a torus": ((2, 3, 4), 2, 40, "linear", False, True, True, False),
     "many tokens": ((2, 3, 2, 3), 2, 170, "linear", True, True, False, True),
@@ -56,7 +57,10 @@ def drawn(name):
         "state": torch.randn(B, H, *grid, C, generator=draw),
     }
     if "forgetting" in name:  # all of it, at times
-        leaves["log_keep"][rand(B, N, H) < 0.2] = -1e3
+        at_times = rand(B, N, H) < 0.2
+        if rule == "delta":  # in whole chunks: within one no digits are left for its other tokens
+            at_times = (torch.arange(N) < 64)[None, :, None]
+        leaves["log_keep"] = torch.where(at_times, -1e3, leaves["log_keep"])
     if "fading" in name:  # soon: what log α receives is small beside what it is the difference of
         leaves["log_keep"] -= 2
     marks = None
@@ -104,6 +108,7 @@ def check(name, products, monkeypatch, by_state=True):
         ("sparse, delta, a torus", torch.float32),
         ("sparse, voxels never met", torch.float32),
         ("sparse, hardly moving", torch.float32),
+        ("sparse, delta, forgetting", torch.float32),
         ("sparse, fading", torch.bfloat16),
     ],
 )
@@ -364,3 +369,34 @@ def test_more_programs_than_a_gpu_launches_are_refused(rows, tokens, grid):
 
     assert "65,535 rows × heads" in (fused.why_not(drawn(rows, tokens, grid)) or "")
     assert fused.why_not(drawn(min(rows, 32_767), min(tokens, 65_535 * 256), (2, 2))) is None
+
+
+def test_more_visits_than_a_gpu_launches_are_refused():
+    def why_not(tokens, same):
+        rate = torch.empty(1, tokens, 1, device="meta")
+        at = rate[..., None].expand(-1, -1, -1, 3)
+        inputs = place_inputs(
+            at, None if same else at, rate[..., None], rate, rate, None,
+            torch.empty(1, 1, 16, 16, 16, 1, device="meta"), rule="linear", wrap=None, resets=None,
+        )  # fmt: skip
+        return fused.why_not(inputs)
+
+    most = 65_535 * 256 // 8  # of 8 corners each
+    assert why_not(most, same=True) is None
+    assert "2,097,120 tokens" in (why_not(most + 1, same=True) or "")
+    assert why_not(most // 2, same=False) is None
+    assert "1,048,560 tokens" in (why_not(most // 2 + 1, same=False) or "")
+
+
+def test_more_values_than_segments_count_in_32_bits_are_left_to_others():
+    def serves(heads):
+        rate = torch.empty(1, 2**22, heads, device="meta")
+        inputs = place_inputs(
+            rate[..., None].expand(-1, -1, -1, 4), None, rate[..., None], rate, rate, None,
+            torch.empty(1, heads, 2, 2, 2, 2, 1, device="meta"), rule="linear", wrap=None,
+            resets=None,
+        )  # fmt: skip
+        return fused.segments.serves(inputs, fused.make_plan(inputs, torch.bfloat16))
+
+    assert serves(127)
+    assert not serves(128)  # 2³¹ coordinates

@@ -44,7 +44,7 @@ def why_not(inputs: PlaceInputs) -> str | None:
     if torch.compiler.is_compiling():  # where sizes may be symbols: a limit would be a guard
         return None
     B, N, H, _ = inputs.content.shape
-    tokens = make_plan(inputs, inputs.dtype)["T"] if _way(inputs) is dense else LENGTH
+    tokens = _tokens_per_program(inputs)
     if max(B * H, blocks(N, tokens), blocks(V, visits.VOXELS)) > MOST_PROGRAMS:
         return (
             f"it takes up to {MOST_PROGRAMS:,} rows × heads, {MOST_PROGRAMS * tokens:,} tokens in "
@@ -58,6 +58,14 @@ def _way(inputs: PlaceInputs) -> ModuleType:
     if few and math.prod(inputs.grid) >= SPARSE_FROM[inputs.rule]:
         return visits if inputs.rule == "linear" else sparse
     return dense
+
+
+def _tokens_per_program(inputs: PlaceInputs) -> int:
+    """Of the kernel whose programs for the tokens lie along the second axis of its grid."""
+    way = _way(inputs)
+    if way is dense:
+        return make_plan(inputs, inputs.dtype)["T"]
+    return LENGTH if way is sparse else visits.PIECE // visits.visits_per_token(inputs)
 
 
 def forward(

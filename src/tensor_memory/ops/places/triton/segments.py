@@ -48,7 +48,7 @@ PROGRAMS, MOST_SEGMENTS, PIECES = 512, 16, 2
 """So many warps, and PIECES times as many in the first launch, keep 132 multiprocessors busy. Each
 segment reads the ends of all pieces before."""
 MOST_VALUES = 2**31
-"""N · H · C: within a row tokens are counted in 32 bits."""
+"""N · H · C, or N · H · n: within a row tokens are counted in 32 bits."""
 
 
 @triton.jit
@@ -309,7 +309,9 @@ def serves(inputs: PlaceInputs, plan: Plan) -> bool:
     _, N, H, C = inputs.content.shape
     if plan["DELTA"] or plan.products not in TYPES or plan["V"] > MOST_VOXELS:
         return False
-    return plan["K"] <= MOST_COLUMNS and C <= MOST_CHANNELS and N * H * C < MOST_VALUES
+    if plan["K"] > MOST_COLUMNS or C > MOST_CHANNELS:
+        return False
+    return N * H * max(C, plan["n"]) < MOST_VALUES
 
 
 def forward(

@@ -334,11 +334,16 @@ class Kept(NamedTuple):
         return [tensor for tensor in self if tensor is not None]
 
 
+def visits_per_token(inputs: PlaceInputs) -> int:
+    """K: the corners of its write, and those of its read where that has a place of its own."""
+    return 2 ** len(inputs.grid) * (1 if inputs.read_at is None else 2)
+
+
 def empty_kept(inputs: PlaceInputs, products: torch.dtype) -> list[Tensor]:
     """Uninitialised tensors like those `forward` keeps."""
     (B, N, H, C), E = inputs.content.shape, 2 ** len(inputs.grid)
     new, V = inputs.rate.new_empty, inputs.state[0, 0, ..., 0].numel()
-    visits = (B, H, N * (E if inputs.read_at is None else 2 * E))
+    visits = (B, H, N * visits_per_token(inputs))
     kept = Kept(
         new(visits, dtype=torch.int64),
         new(visits, dtype=torch.int16 if V < 2**15 else torch.int32),  # the shorter sorts faster
