@@ -95,6 +95,20 @@ def test_the_depth_threaded_model_sees_the_future(length):
     assert report.cuts[0].earliest == 0
 
 
+def test_a_cache_in_bf16_holds_twice_the_tokens_in_the_same_bytes():
+    memory = replace(MEMORY, channels=16)
+    models = [
+        tiny("xl", carried=True, memory=memory, cache_type=kept) for kept in ("float32", "bf16")
+    ]
+    tokens, twice = (model.stack.config.cache for model in models)
+    assert twice == 2 * tokens > 0
+    assert len({model.state_bytes() for model in models}) == 1
+    _, carry = models[1](batch(length=LENGTH))
+    assert carry["0.attention.inputs"].dtype is torch.bfloat16
+    with pytest.raises(ValueError, match=r"model.cache_type: .* tensor-local"):
+        config("tensor-local", cache_type="bf16")
+
+
 @pytest.mark.parametrize(
     ("method", "carried", "context"),
     [

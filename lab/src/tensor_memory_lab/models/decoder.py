@@ -14,6 +14,7 @@ from tensor_memory import MemoryConfig
 from tensor_memory_lab.choices import check_unread
 from tensor_memory_lab.models.block import Place
 from tensor_memory_lab.models.config import TransformerConfig
+from tensor_memory_lab.models.relative_attention import CACHE_BYTES, CacheType
 from tensor_memory_lab.models.side import FLOAT_BYTES
 from tensor_memory_lab.models.stack import StackConfig
 
@@ -90,9 +91,9 @@ def wide(config: DecoderConfig) -> float:
     return config.wide_ratio
 
 
-def cache(config: DecoderConfig) -> int:
+def cache(config: DecoderConfig, kept_in: CacheType = "float32") -> int:
     """The cache of xl: as many tokens in every layer as fill the memory's bytes, if not named."""
-    return _per_layer(config) if config.cache is None else config.cache
+    return _per_layer(config, kept_in) if config.cache is None else config.cache
 
 
 def registers(config: DecoderConfig) -> int:
@@ -111,8 +112,8 @@ def recurrent_slots(config: DecoderConfig) -> int:
     return _some(config, matched if config.slots is None else config.slots)
 
 
-def _per_layer(config: DecoderConfig) -> int:
-    return config.memory_bytes // (FLOAT_BYTES * config.dim * config.layers)
+def _per_layer(config: DecoderConfig, kept_in: CacheType = "float32") -> int:
+    return config.memory_bytes // (CACHE_BYTES[kept_in] * config.dim * config.layers)
 
 
 def _some(config: DecoderConfig, slots: int) -> int:

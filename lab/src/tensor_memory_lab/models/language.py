@@ -17,10 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tensor_memory import PlaceConfig
+from tensor_memory_lab.choices import check_unread
 from tensor_memory_lab.models import Carry, Model
 from tensor_memory_lab.models.block import initialise
 from tensor_memory_lab.models.cross_entropy import linear_cross_entropy
 from tensor_memory_lab.models.decoder import DecoderConfig, Method, cache, recurrent_slots, wide
+from tensor_memory_lab.models.relative_attention import CacheType
 from tensor_memory_lab.models.stack import Stack, StackConfig
 from tensor_memory_lab.tasks import Batch, Task
 
@@ -73,6 +75,9 @@ class LanguageModelConfig(DecoderConfig):
     """Tokens that xl, tensor-xl and recurrent-slots take at once. None: all of a call for the first
     two, `window` for recurrent-slots, which learn to write from the segments that follow within a
     call."""
+    cache_type: CacheType = "float32"
+    """What the cache of xl and tensor-xl is kept in. With --precision bf16 nothing is lost by bf16,
+    and the same bytes hold twice the tokens."""
     place: PlaceConfig = field(default_factory=PlaceConfig)
     """The place memory of place and place-local: 4 heads of 8 × 8 × 32."""
     non_causal: bool = False
@@ -91,6 +96,8 @@ class LanguageModelConfig(DecoderConfig):
             raise ValueError(
                 f"model.non_causal: expected False for {self.method}, which is causal, got True"
             )
+        if not self.relative:
+            check_unread(self, "model", self.method, ["cache_type"])
         if self.place.places != "learned":
             raise ValueError(
                 "model.place.places: expected learned, since nobody tells a token of text where it "
@@ -127,11 +134,16 @@ class LanguageModelConfig(DecoderConfig):
             length,
             place=self.place,
             rotary=self.positions == "rotary",
+            cache_type=self.cache_type,
             carried=carried and not self.non_causal,
         )
 
 
 _window, _segment = attrgetter("window"), attrgetter("segment")
+
+
+def _cache(config: LanguageModelConfig) -> int:
+    return cache(config, config.cache_type)
 
 
 def _slot_segment(config: LanguageModelConfig) -> int:
@@ -147,7 +159,7 @@ METHODS: dict[str, Method] = {
     "linear": {"attention": "linear"},
     "linear-local": {"window": _window, "side": "linear"},
     "conv-local": {"window": _window, "side": "convolution"},
-    "xl": {"attention": "relative", "segment": _segment, "cache": cache},
+    "xl": {"attention": "relative", "segment": _segment, "cache": _cache},
     "recurrent-slots": {"segment": _slot_segment, "recurrent_slots": recurrent_slots},
     "tensor": {"side": "tensor"},
     "tensor-local": {"window": _window, "side": "tensor"},

@@ -26,10 +26,10 @@ from tensor_memory_lab.models.decoder import (
     PLACE_METHODS,
     DecoderConfig,
     Method,
+    cache,
     tensor_method,
 )
 from tensor_memory_lab.models.peers import PeerConfig
-from tensor_memory_lab.models.relative_attention import CACHE_BYTES
 from tensor_memory_lab.models.stack import SIDES, Stack, StackConfig, extra_bytes
 from tensor_memory_lab.tasks import Batch
 
@@ -102,20 +102,20 @@ def _place(changes: dict[str, Any]) -> Method:
     return {"side": "place", "place": lambda config: replace(config.place, **changes)}
 
 
-def _tokens(config: WorldModelConfig, vectors: int) -> int:
-    """Tokens in each layer, of so many vectors in bf16, that fill the memory's bytes."""
-    return config.memory_bytes // (CACHE_BYTES["bf16"] * vectors * config.dim * config.layers)
+def _key_bytes(config: WorldModelConfig) -> int:
+    """Bytes of the key and the value of a token in all layers."""
+    return extra_bytes(config.dim, config.layers, "bf16")
 
 
 METHODS: dict[str, Method] = {
     "window": {},
     "full": {"window": None, "rotary": False},
     "full-rotary": {"window": None},
-    "window+": {"extra_keys": lambda config: _tokens(config, 2)},
+    "window+": {"extra_keys": lambda config: config.memory_bytes // _key_bytes(config)},
     "xl": {
         "attention": "relative",
         "segment": lambda config: config.window,
-        "cache": lambda config: _tokens(config, 1) if config.cache is None else config.cache,
+        "cache": lambda config: cache(config, "bf16"),
         "rotary": False,
     },
     **{name: {"side": name} for name in SIDES},
