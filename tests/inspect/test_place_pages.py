@@ -43,6 +43,16 @@ def test_every_head_is_on_the_page_with_its_own_grid_and_places(tmp_path):
         assert float(error) <= packed["top"] / 255 / 2 * 1.001
 
 
+def test_a_layer_that_was_never_called_has_a_page_too(tmp_path):
+    config = PlaceConfig(grid=(5, 4), channels=4, heads=2)
+    model = torch.nn.ModuleList(MemoryResidual(PlaceMemory(8, config)) for _ in range(2))
+    with record(model) as recording:
+        model[0](torch.randn(2, 9, 8))
+    called, other = page_of(recording, tmp_path)["layers"][1:3]
+    assert called["sources"] is not None
+    assert other["sources"] is None
+
+
 def test_the_radius_of_a_write_is_its_width_in_the_units_of_places():
     recording = recorded(1)
     head = recording[0].head(1)

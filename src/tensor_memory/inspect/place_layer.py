@@ -183,7 +183,7 @@ class PlaceLayerRecording(LayerArrays):
 
         `top` writes are told of each read. Where beam search moved rows, `trace` alone can tell.
         """
-        if self.history is None or len(self.history.joins):
+        if self.history is None or len(self.history.joins) or not self.history.count[row]:
             return None
         return follow_writes(self.history, self.config, row, top)
 

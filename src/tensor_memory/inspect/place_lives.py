@@ -94,7 +94,7 @@ def follow_writes(history: PlaceHistory, config: PlaceConfig, row: int, top: int
     empty = history.reset[:T, row].tolist()
     changed = {at for at, of in (*events.entries, *events.moves) if of == row}
     edges = [t for t in range(T) if empty[t] or first + t in changed]
-    begins: list[int] = sorted({0, *edges}) if T else []
+    begins: list[int] = sorted({0, *edges})
     for begin, end in pairwise([*begins, T]):
         at = first + begin, row
         if at in events.entries:
