@@ -85,6 +85,8 @@ def test_a_truncated_or_foreign_file_is_refused(tmp_path, recording):
         ({"layers": 3}, "'int' object is not iterable"),
         ({"layers": [{"name": "x"}]}, "missing"),
         ({"layers": [{"name": "x", "gate": 1, "config": {"grid": "x"}}]}, "grid: expected"),
+        ({"layers": [{"name": [], "gate": 1, "config": {}}]}, r"layer is named \[\]"),
+        ({"layers": [{"name": "x", "gate": "1", "config": {}}]}, "gate of x is '1'"),
         ({"every": None}, "int"),
         ({"texts": ["ab"]}, "token texts per row"),
         ({"texts": [["a"]]}, "2 of them, got 1"),
@@ -107,6 +109,7 @@ def test_a_damaged_description_is_refused(tmp_path, recording, changes, complain
     [
         ("description", lambda array: array[:9], "expected a description in JSON"),
         ("description", None, "expected a description in JSON"),
+        ("description", lambda array: array.double(), "expected a description in JSON"),
         ("layers.0.gates", lambda array: array[:, :, :2], "gates of memory has shape"),
         ("layers.0.use", lambda array: array.long(), r"use of memory holds torch\.int64"),
         ("layers.0.present", lambda array: array.byte(), r"present of memory holds torch\.uint8"),

@@ -399,7 +399,7 @@ def _all_arrays(layer: AnyLayer) -> dict[str, Tensor]:
 def _description(stored: Tensor, path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         described = json.loads(bytes(stored.tolist()))
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(
             f"{path}: expected a description in JSON, got a damaged one ({error}); save it again"
         ) from error
@@ -421,6 +421,10 @@ def _layer(
     memory: str = "chunks",
 ) -> AnyLayer:
     """Take one layer's arrays out of `tensors`; wrong shapes and types are a `ValueError`."""
+    if not isinstance(name, str):
+        raise ValueError(f"a layer is named {name!r:.80}")
+    if gate is not None and not isinstance(gate, int | float):
+        raise ValueError(f"gate of {name} is {gate!r:.80}")
     prefix = f"layers.{number}."
     made = (PlaceConfig if memory == "places" else MemoryConfig).from_dict(config)
     if isinstance(made, PlaceConfig):
