@@ -239,6 +239,12 @@ def test_a_comparison_with_a_method_that_no_row_has_is_refused(given, told):
     cells(records, {"value": "test.accuracy", "less": "tensor", "match": ["recipe"]})
 
 
+def test_rows_that_are_methods_are_compared_with_a_method_whatever_its_variant():
+    records = [run(BASE, accuracy=0.5), run(replace(TENSOR, wide=True), accuracy=0.6)]
+    base, _ = cells(records, {"value": "test.accuracy", "less": "tensor"}, rows=["method"])
+    assert base["accuracy less tensor"] == "-10.0"
+
+
 def test_a_rate_that_was_tried_belongs_to_the_method():
     less = {"value": "test.accuracy", "less": "base"}
     tries = {"tries": {"optimizer.lr": [0.1, 0.2]}}

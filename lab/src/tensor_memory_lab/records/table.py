@@ -61,7 +61,8 @@ class Column:
     """How much of the way from the first of two methods to the second."""
     match: tuple[str, ...] = ()
     """Columns in which the other row agrees with this one. Without it that row has another label
-    and is otherwise the same; with it, it has the method, whatever its variant."""
+    and is otherwise the same; with it, or where methods make the rows, it has the method, whatever
+    its variant."""
     study: str = ""
     """Take the value from the same row of another study, such as "cost" or "paper"."""
     or_own: bool = False
@@ -335,12 +336,12 @@ class _Cells:
 
     def check_compared(self, one: Column) -> None:
         """Raise where a column is compared with a method that no row has."""
-        known = dict.fromkeys(name for names in self.names for name in _known_by(one, names))
+        known = dict.fromkeys(name for names in self.names for name in self._known_by(one, names))
         if unknown := {one.less, one.over, *one.between} - {"", *known}:
+            what = "method" if self._by_method(one) else "label"
             raise ValueError(
-                f"column {one.value!r}: expected a {'method' if one.match else 'label'} of the "
-                f"table's rows to compare with, got {', '.join(sorted(unknown))}; there are "
-                f"{', '.join(map(str, known))}"
+                f"column {one.value!r}: expected a {what} of the table's rows to compare with, got "
+                f"{', '.join(sorted(unknown))}; there are {', '.join(map(str, known))}"
             )
 
     def text(self, one: Column, runs: Frame) -> str:
@@ -406,7 +407,7 @@ class _Cells:
         same = one.match or [n for n in self.by if n not in ("label", "method", "variant")]
         same = [name for name in ("recipe", *same) if name in runs]
         named = zip(self.groups, self.names, strict=True)
-        named = [group for group, names in named if method in _known_by(one, names)]
+        named = [group for group, names in named if method in self._known_by(one, names)]
         alike = [g for g in named if all(_same(g, runs, name) for name in same)]
         for tried in (True, False):  # the same rate, else the rate that was tried for each
             wanted = _setting(runs, tried=tried) if alike else {}
@@ -419,6 +420,13 @@ class _Cells:
             if found:
                 return found[0]
         return None
+
+    def _known_by(self, one: Column, names: tuple[Any, Any]) -> tuple[Any, ...]:
+        return names if self._by_method(one) else names[:1]
+
+    def _by_method(self, one: Column) -> bool:
+        """Whether a column may call a row by its method, and not by its label alone."""
+        return bool(one.match) or "method" in self.by
 
     def _elsewhere(self, one: Column, runs: Frame) -> Frame:
         """The runs of another study that stand for the same row."""
@@ -439,11 +447,6 @@ class _Cells:
         found = found.loc[pd.Series(same, found.index, dtype=bool)]
         self.lent.setdefault(one.study, []).append(found)
         return runs if found.empty and one.or_own else found
-
-
-def _known_by(one: Column, names: tuple[Any, Any]) -> tuple[Any, ...]:
-    """What a column calls a row by: its label, and with `match` also its method."""
-    return names if one.match else names[:1]
 
 
 def _origin(runs: Frame) -> str:
