@@ -372,15 +372,15 @@ def test_a_compiled_loop_gives_what_the_reference_gives(monkeypatch):
         ("scan", ["--device", "tpu"], "invalid choice: 'tpu'"),
         ("scan", ["--backend", "auto"], "--backend: expected one of reference, torch, triton, got"),
         ("scan", ["--backend", "triton"], "--backend triton: it needs a CUDA device, got cpu"),
-        ("scan", ["--output", "."], "--output: expected a file that can be written, got . (it is"),
+        ("scan", ["--output", "."], "--output: .: expected a file for records, got a folder"),
         ("train-step", ["--layers-with-memory", "9"], "expected indices from 0 to 7 for the lang"),
-        ("train-step", ["--chunk-size", "0"], "--chunk-size: expected at least 1, got 0"),
+        ("train-step", ["--chunk-size", "0"], "--chunk-size: expected 1 or more, got 0"),
         ("train-step", ["--rule", "delta"], "--rule: not an option of --memory tensor"),
         ("train-step", ["--memory", "place", "--models", "video"], "expected --models language"),
         ("decode", ["--memory", "place", "--reads", "token"], "--reads: not an option of --memory"),
-        ("decode", ["--batches", "0"], "--batches: expected at least 1 row, got 0"),
+        ("decode", ["--batches", "0"], "--batches: expected 1 or more, got 0"),
         ("stream", ["--memory", "place", "--chunk-size", "4"], "--chunk-size: not an option of"),
-        ("stream", ["--tokens", "0"], "--tokens: expected at least 1, got 0"),
+        ("stream", ["--tokens", "0"], "--tokens: expected 1 or more, got 0"),
         ("stream", ["--tokens", "9", "--warm-up", "9"], "--warm-up: expected fewer than the 9 --"),
         ("stream", ["--grid", "1", "4"], "grid: expected at least 2 voxels along every axis"),
     ],
@@ -400,7 +400,7 @@ def test_a_file_in_the_way_of_the_record_is_told_before_any_work(tmp_path, capsy
     (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit):
         bench.main(["scan", "--device", "cpu", "--output", str(tmp_path / "file" / "a.jsonl")])
-    assert "--output: expected a file that can be written" in capsys.readouterr().err
+    assert "file: cannot be made a folder for records" in capsys.readouterr().err
 
 
 def test_every_output_and_gradient_is_compared_and_blocks_of_rows_change_nothing(monkeypatch):

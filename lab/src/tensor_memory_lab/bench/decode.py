@@ -34,6 +34,7 @@ from tensor_memory_lab.bench.hosts import (
 from tensor_memory_lab.bench.place_shapes import PlaceShape
 from tensor_memory_lab.bench.shapes import BOUNDS, ScanShape, Shape, check, rms_ratio
 from tensor_memory_lab.bench.timing import QUICK, Budget, timing
+from tensor_memory_lab.commands.option_types import count
 from tensor_memory_lab.models.attention import SelfAttention, merge_heads, split_heads
 from tensor_memory_lab.models.block import Block
 from tensor_memory_lab.models.language import LanguageModel
@@ -342,14 +343,11 @@ def main(argv: list[str]) -> int:
     """Run the benchmark; 1 where something disagreed or died."""
     parser = report.make_parser("decode", "Time one token at a time with and without memory.")
     add = parser.add_argument
-    add("--batches", type=int, nargs="+", default=[1, 32], help="rows decoded together")
+    add("--batches", type=count, nargs="+", default=[1, 32], help="rows decoded together")
     add("--host", choices=("language", "attached"), default="language", help="the model decoded")
     add_memory_options(parser)
     options, device = report.parse(parser, argv)
     options.changes = memory_changes(parser, options)
-    for batch in options.batches:
-        if batch < 1:
-            parser.error(f"--batches: expected at least 1 row, got {batch}")
     result = run(options, device)
     config = {"dtype": str(_dtype(device)).removeprefix("torch."), "window": WINDOW}
     config |= {"memory": options.memory, "host": options.host}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from tensor_memory import backends
+from tensor_memory_lab.files import make_folder_of
 from tensor_memory_lab.provenance import cpu_model, write_record
 from tensor_memory_lab.terminal import print_table
 
@@ -68,16 +68,9 @@ def parse(
         options.output = RECORDS
     if options.output is not None:
         try:
-            if options.output.is_dir():
-                raise IsADirectoryError(0, "it is a folder")
-            options.output.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=options.output.parent):
-                pass  # a folder that is there may still take no files
+            make_folder_of(options.output, "records")
         except OSError as error:
-            parser.error(
-                f"--output: expected a file that can be written, got {options.output} "
-                f"({error.strerror}); choose another"
-            )
+            parser.error(f"--output: {error}")
     return options, device
 
 

@@ -28,6 +28,7 @@ from tensor_memory import (
 )
 from tensor_memory_lab.bench import report
 from tensor_memory_lab.bench.hosts import add_memory_options, memory_changes
+from tensor_memory_lab.commands.option_types import count
 from tensor_memory_lab.progress import progress
 from tensor_memory_lab.train.record import peak_memory
 
@@ -115,10 +116,10 @@ def main(argv: list[str]) -> int:
     )
     add = parser.add_argument
     parser.set_defaults(device="cpu")
-    add("--tokens", type=int, default=1_000_000, help="per row")
-    add("--block", type=int, help="tokens per call (4096; of the place memory 1024)")
-    add("--batch", type=int, default=1, help="rows")
-    add("--dim", type=int, default=64, help="width of the tokens")
+    add("--tokens", type=count, default=1_000_000, help="per row")
+    add("--block", type=count, help="tokens per call (4096; of the place memory 1024)")
+    add("--batch", type=count, default=1, help="rows")
+    add("--dim", type=count, default=64, help="width of the tokens")
     add_memory_options(parser)
     add("--channels", type=int, help="features per voxel (default: the config's, as of all below)")
     add("--grid", type=int, nargs="+", help="voxels along each axis")
@@ -134,9 +135,6 @@ def main(argv: list[str]) -> int:
         options.block = 1024 if options.memory == "place" else 4096
     if options.quick:
         options.tokens = min(options.tokens, 2000)
-    for name in ("tokens", "block", "batch", "dim"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name}: expected at least 1, got {getattr(options, name)}")
     if options.warm_up is None:
         options.warm_up = min(50_000, options.tokens // 10)
     if not 0 <= options.warm_up < options.tokens:

@@ -33,6 +33,7 @@ from tensor_memory_lab.bench.timing import (
     measure_alternately,
     peak_bytes,
 )
+from tensor_memory_lab.commands.option_types import count
 from tensor_memory_lab.models import Model
 from tensor_memory_lab.progress import progress
 from tensor_memory_lab.tasks import Batch
@@ -253,15 +254,13 @@ def main(argv: list[str]) -> int:
     add("--models", nargs="+", choices=HOSTS, help="what carries the memory (default: all)")
     add_memory_options(parser)
     add("--layers-with-memory", type=int, nargs="+", help="indices from 0 (default: all layers)")
-    add("--chunk-size", type=int, help="tokens per write (default: the published)")
+    add("--chunk-size", type=count, help="tokens per write (default: the published)")
     options, device = report.parse(parser, argv)
     options.changes = memory_changes(parser, options)
     if options.models is None:
         options.models = ["language"] if options.memory == "place" else list(HOSTS)
     if options.memory == "place" and options.models != ["language"]:
         parser.error("--memory place: expected --models language, which is the one that takes it")
-    if options.chunk_size is not None and options.chunk_size < 1:
-        parser.error(f"--chunk-size: expected at least 1, got {options.chunk_size}")
     for name in options.models:
         layers = _host(name, options).layers
         for index in options.layers_with_memory or ():
