@@ -51,6 +51,7 @@ def factor(
     if SIZE == 1:
         one = tl.full([place.shape[0], P], 1.0, tl.float32)
         return one, one * 0.0, one * 0.0
+    # The place in voxels, on the axis: brought round or moved to the border.
     at = (place + 1.0) * ((SIZE - 1) / 2)
     unit = tl.full(at.shape, (SIZE - 1) / 2, tl.float32)  # voxels per unit of place
     if WRAP:
@@ -58,10 +59,12 @@ def factor(
     else:  # a place beyond the border moves nothing
         unit = tl.where((at >= 0.0) & (at <= SIZE - 1.0), unit, 0.0)
         at = clamped(at, SIZE - 1.0)
+    # d: the signed distance to each voxel, (T, P); the shorter way round where the axis wraps.
     d = at[:, None] - voxel[None, :].to(tl.float32)
     if WRAP:
         d += SIZE / 2
         d -= tl.floor(d / SIZE) * SIZE + SIZE / 2
+    # e before it is brought to unit length, and de/d(at).
     if GAUSSIAN:
         nearest = at - tl.floor(at + 0.5)  # whose weight is 1, so that no sum is zero
         inverse = 1.0 / (width * width)
@@ -74,6 +77,7 @@ def factor(
         slope = tl.where(voxel[None, :] == low, -1.0, slope)
     e = tl.where((voxel < SIZE)[None, :], e, 0.0)
     slope = tl.where((voxel < SIZE)[None, :], slope, 0.0)
+    # f = e/|e|, so that df = (de − f (f·de))/|e|; of a Gaussian de/dw = e d²/w³.
     squares = tl.sum(e * e, axis=1)
     scale = tl.rsqrt(squares)[:, None]
     by_place = (slope - e * (tl.sum(e * slope, axis=1) / squares)[:, None]) * scale
@@ -138,6 +142,7 @@ def address_kernel(
     W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, W3: tl.constexpr,
 ):  # fmt: skip
     """Addresses (B, N, H, V) of some tokens of a row and head, of writes or of reads."""
+    # The tokens of this program, of one row and head.
     program = tl.program_id(0).to(tl.int64)
     t = tl.program_id(1) * T + tl.arange(0, T)
     real = t < N
@@ -148,6 +153,7 @@ def address_kernel(
     places, found = write_at, phi
     if tl.program_id(2) == 1:
         places, found = read_at, psi
+    # One factor (T, P) per axis.
     p0 = coordinate(places, token, real, 0, n)
     p1 = coordinate(places, token, real, 1, n)
     p2 = coordinate(places, token, real, 2, n)
@@ -156,6 +162,7 @@ def address_kernel(
     f1, _, _ = factor(p1, w, G1, W1, P1, GAUSSIAN)
     f2, _, _ = factor(p2, w, G2, W2, P2, GAUSSIAN)
     f3, _, _ = factor(p3, w, G3, W3, P3, GAUSSIAN)
+    # φ = e₀ ⊗ e₁ ⊗ e₂ ⊗ e₃   (T, P0, P1, P2, P3)
     address = f0[:, :, None, None, None] * f1[:, None, :, None, None]
     address = address * (f2[:, None, None, :, None] * f3[:, None, None, None, :])
     where, exist = offsets(token, real, V, G0, G1, G2, G3, P0, P1, P2, P3)
@@ -171,6 +178,7 @@ def address_backward_kernel(
     W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, W3: tl.constexpr,
 ):  # fmt: skip
     """What places and width receive of the gradient of addresses; the width's in parts."""
+    # The tokens of this program, of one row and head.
     program = tl.program_id(0).to(tl.int64)
     t = tl.program_id(1) * T + tl.arange(0, T)
     real = t < N
@@ -181,6 +189,7 @@ def address_backward_kernel(
     places, by_address, by_places = write_at, by_phi, by_write_at
     if tl.program_id(2) == 1:
         places, by_address, by_places = read_at, by_psi, by_read_at
+    # dφ (T, P0, P1, P2, P3), and the factors with their slopes once more.
     where, exist = offsets(token, real, V, G0, G1, G2, G3, P0, P1, P2, P3)
     given = tl.load(by_address + where, mask=exist, other=0.0).to(tl.float32)
     p0 = coordinate(places, token, real, 0, n)
@@ -193,6 +202,7 @@ def address_backward_kernel(
     f3, slope3, wider3 = factor(p3, w, G3, W3, P3, GAUSSIAN)
     f0, f1 = f0[:, :, None, None, None], f1[:, None, :, None, None]
     f2, f3 = f2[:, None, None, :, None], f3[:, None, None, None, :]
+    # de_a = Σ over the other axes of dφ times their factors, (T, P).
     by_3 = along(given * (f0 * (f1 * f2)), 3)
     by_w = store_gradient(by_places, by_3, slope3, wider3, token, real, 3, n)
     if n > 1:
@@ -204,6 +214,7 @@ def address_backward_kernel(
     if n > 3:
         by_0 = along(given * (f1 * (f2 * f3)), 0)
         by_w += store_gradient(by_places, by_0, slope0, wider0, token, real, 0, n)
+    # A program's part of the width's gradient: by_width is (B · programs, H).
     if GAUSSIAN:
         part = (program // H * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2)
         part = (part + tl.program_id(2)) * H + program % H

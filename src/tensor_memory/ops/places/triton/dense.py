@@ -4,8 +4,11 @@ Only the state goes from chunk to chunk, in kernels that do nothing else; everyt
 runs for all chunks at once. Rule "delta" solves its triangular system before the state moves.
 
 Letters: B batch, N tokens, H heads, S chunks of L tokens, V voxels, C channels. A program is one
-row and head, or a chunk of them. `from`, `to` and `carry` are the decays from the state before a
-chunk to a token, from a token to the state after, and from state to state; 0 across a reset.
+row and head, or a chunk of them. Of a chunk φ (L, V) are the addresses that its tokens write at, ψ
+those that they read at, A the attention of its reads to its writes and T the system of rule
+"delta", both (L, L). `by_x` and dx are the gradient of x. `from`, `to` and `carry` are the decays
+from the state before a chunk to a token, from a token to the state after, and from state to state;
+0 across a reset.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false
@@ -81,11 +84,13 @@ def of_tokens(pointer, token, real):
 @triton.jit
 def decays(keep, resets, row_token, real, HAS_RESETS: tl.constexpr, L: tl.constexpr):
     """log α (L) -> g (L) within the chunk, the part (L) between resets, and the three decays."""
+    # e^{g_t}, e^{g_L − g_s} and e^{g_L}.
     g = tl.cumsum(keep, axis=0)
     last = tl.arange(0, L) == L - 1
     total = tl.sum(tl.where(last, g, 0.0))
     part = tl.zeros([L], tl.int32)
     from_state, to_state, carry = tl.exp(g), tl.exp(total - g), tl.exp(total)
+    # Nothing goes past a reset: 0 from it on, 0 before the last one, 0 where there is any.
     if HAS_RESETS:
         part = tl.cumsum(tl.load(resets + row_token, mask=real, other=0).to(tl.int32), axis=0)
         parts = tl.sum(tl.where(last, part, 0))
@@ -127,6 +132,7 @@ def state_kernel(
     BACKWARD: its gradient from the last to the first, dS ← carry dS + (from φ(q))ᵀ dr. The states
     met on the way, before a chunk or after it, go to `between` (B, H, S, V, C).
     """
+    # A tile (VB, CB) of the state of one row and head.
     program = tl.program_id(0).to(tl.int64)
     voxel = tl.program_id(1) * VB + tl.arange(0, VB)
     channel = tl.program_id(2) * CB + tl.arange(0, CB)
@@ -137,12 +143,14 @@ def state_kernel(
     s, way = 0, 1
     if BACKWARD:
         s, way = chunks - 1, -1
+    # The first chunk: φ (L, VB), v (L, CB), β and log α (L).
     row_token, token, real = tokens_of(program, s, N, H, L)
     phi, v = rows(address, token, real, voxel, V), rows(value, token, real, channel, C)
     beta, keep = of_tokens(rate, token, real), of_tokens(log_keep, token, real)
     for _ in range(chunks):
         store_rows(between + (program * chunks + s) * V * C, voxel, voxel < V, channel, C, S)
         _, _, from_state, to_state, carry = decays(keep, resets, row_token, real, HAS_RESETS, L)
+        # φᵀ (to β v), or φ(q)ᵀ (from dr)   (VB, CB)
         scale = from_state if BACKWARD else to_state * beta
         added = product(tl.trans(phi), scale[:, None] * v, MODE)
         # What the next chunk needs is on its way while this one is added.
@@ -170,17 +178,19 @@ def read_kernel(
     g, part, from_state, _, _ = decays(
         of_tokens(log_keep, token, real), resets, row_token, real, HAS_RESETS, L
     )
+    # Over the grid: ψ φᵀ (L, L), and what the state before the chunk has there, ψ S (L, C).
     S_at = before + (program * tl.num_programs(0) + s) * V * C
-    near, held = tl.zeros([L, L], tl.float32), tl.zeros([L, CB], tl.float32)
+    psi_phi, psi_S = tl.zeros([L, L], tl.float32), tl.zeros([L, CB], tl.float32)
     for start in range(0, V, VB):
         voxel = start + tl.arange(0, VB)
         q = rows(psi, token, real, voxel, V)
-        near += product(q, tl.trans(rows(phi, token, real, voxel, V)), MODE)
-        held += product(q, rows(S_at, voxel, voxel < V, channel, C), MODE)
+        psi_phi += product(q, tl.trans(rows(phi, token, real, voxel, V)), MODE)
+        psi_S += product(q, rows(S_at, voxel, voxel < V, channel, C), MODE)
+    # r_t = Σ_{s ≤ t} e^{g_t − g_s} (ψ_t·φ_s) u_s + e^{g_t} ψ_t S   (L, C)
     u = rows(written, token, real, channel, C)
     if not DELTA:
         u = u * of_tokens(rate, token, real)[:, None]
-    r = product(near * decay_between(g, part, L), u, MODE) + from_state[:, None] * held
+    r = product(psi_phi * decay_between(g, part, L), u, MODE) + from_state[:, None] * psi_S
     store_rows(reads, token, real, channel, C, r)
 
 
@@ -199,71 +209,77 @@ def gradient_kernel(
     g, part, from_state, to_state, carry = decays(
         of_tokens(log_keep, token, real), resets, row_token, real, HAS_RESETS, L
     )
-    within = decay_between(g, part, L)
+    within = decay_between(g, part, L)  # e^{g_t − g_s}
     grid_at = (program * tl.num_programs(0) + s) * V * C
     v = rows(content, token, real, channel, C).to(tl.float32)
     beta = of_tokens(rate, token, real)
     dr = rows(by_reads, token, real, channel, C).to(tl.float32)
-    # What needs the whole grid: overlaps, what addresses meet in the states before and after.
-    near, among = tl.zeros([L, L], tl.float32), tl.zeros([L, L], tl.float32)
-    phi_dS, was = tl.zeros([L, CB], tl.float32), tl.zeros([L, CB], tl.float32)
-    kept = 0.0
+    # Over the grid: the overlaps ψ φᵀ and φ φᵀ (L, L), φ dS and φ S (L, C), and ⟨S, dS⟩.
+    psi_phi, phi_phi = tl.zeros([L, L], tl.float32), tl.zeros([L, L], tl.float32)
+    phi_dS, phi_S = tl.zeros([L, CB], tl.float32), tl.zeros([L, CB], tl.float32)
+    S_dS = 0.0
     for start in range(0, V, VB):
         voxel = start + tl.arange(0, VB)
         p, q = rows(phi, token, real, voxel, V), rows(psi, token, real, voxel, V)
         S = rows(before + grid_at, voxel, voxel < V, channel, C)
         dS = rows(by_after + grid_at, voxel, voxel < V, channel, C)
-        near += product(q, tl.trans(p), MODE)
+        psi_phi += product(q, tl.trans(p), MODE)
         phi_dS += product(p, dS, MODE)
-        kept += tl.sum(S.to(tl.float32) * dS.to(tl.float32))
+        S_dS += tl.sum(S.to(tl.float32) * dS.to(tl.float32))
         if DELTA:
-            among += product(p, tl.trans(p), EXACT)
-            was += product(p, S, EXACT)
-    attention = near * within
+            phi_phi += product(p, tl.trans(p), EXACT)
+            phi_S += product(p, S, EXACT)
+    attention = psi_phi * within  # A: r = A u + from ψ S
     u = rows(written, token, real, channel, C).to(tl.float32) if DELTA else beta[:, None] * v
-    # Through the state after the chunk, S' = carry S + (to φ)ᵀ u, and through the reads.
-    moved = to_state * tl.sum(u * phi_dS, axis=1)
-    dtotal = tl.sum(moved) + carry * kept
+    # Through the state after the chunk, S' = carry S + (to φ)ᵀ u: to = e^{total − g}.
+    by_to = to_state * tl.sum(u * phi_dS, axis=1)
+    dtotal = tl.sum(by_to) + carry * S_dS
+    # Through the reads of the chunk's own writes: dA = dr uᵀ; A_ts has e^{g_t − g_s}.
     by_attention = product(dr, tl.trans(u), MODE)
     by_gap = by_attention * attention
-    dg = tl.sum(by_gap, axis=1) - tl.sum(by_gap, axis=0) - moved
-    by_near = by_attention * within
-    by_was = tl.zeros([L, CB], tl.float32)
-    by_among = tl.zeros([L, L], tl.float32)
+    dg = tl.sum(by_gap, axis=1) - tl.sum(by_gap, axis=0) - by_to
+    by_psi_phi = by_attention * within
+    by_phi_S = tl.zeros([L, CB], tl.float32)
+    by_phi_phi = tl.zeros([L, L], tl.float32)
     if DELTA:
-        # u = solved β (v − from φᵀS): the triangular system run the other way.
+        # (I + T) u = β (v − from φ S): the right-hand side receives (I + T)⁻ᵀ du, `by_right`,
+        # and T receives −right uᵀ below the diagonal.
         right = rows(by_right, token, real, channel, C).to(tl.float32)
         dv = beta[:, None] * right
         by_system = tl.where(
             i[:, None] > i[None, :], -product(right, tl.trans(u), EXACT) * within, 0.0
         )
-        dbeta = tl.sum(right * (v - from_state[:, None] * was), axis=1)
-        dbeta += tl.sum(by_system * among, axis=1)
-        by_among = by_system * beta[:, None]
-        by_gap = by_among * among
+        # β is in the right-hand side and in T = β (φ φᵀ) e^{g_t − g_s}.
+        dbeta = tl.sum(right * (v - from_state[:, None] * phi_S), axis=1)
+        dbeta += tl.sum(by_system * phi_phi, axis=1)
+        by_phi_phi = by_system * beta[:, None]
+        by_gap = by_phi_phi * phi_phi
         dg += tl.sum(by_gap, axis=1) - tl.sum(by_gap, axis=0)
-        by_was = -from_state[:, None] * dv
-        dg += tl.sum(by_was * was, axis=1)
-        by_among += tl.trans(by_among)
+        by_phi_S = -from_state[:, None] * dv
+        dg += tl.sum(by_phi_S * phi_S, axis=1)
+        by_phi_phi += tl.trans(by_phi_phi)  # φ is on both sides of φ φᵀ
     else:
+        # u = β v, with du = Aᵀ dr + to φ dS.
         du = product(tl.trans(attention), dr, MODE) + to_state[:, None] * phi_dS
         dbeta = tl.sum(du * v, axis=1)
         dv = beta[:, None] * du
     store_rows(by_content, token, real, channel, C, dv)
     tl.store(by_rate + token, dbeta, mask=real)
-    # And the addresses.
+    # The addresses, tile by tile of the grid: dψ = dN φ + from dr Sᵀ with dN = dA e^{g_t − g_s},
+    # dφ = dNᵀ ψ + to u dSᵀ, and under rule "delta" what φ φᵀ and φ S receive.
     u_to, dr_from = u * to_state[:, None], dr * from_state[:, None]
     for start in range(0, V, VB):
         voxel = start + tl.arange(0, VB)
         p, q = rows(phi, token, real, voxel, V), rows(psi, token, real, voxel, V)
         S = rows(before + grid_at, voxel, voxel < V, channel, C)
         dS = rows(by_after + grid_at, voxel, voxel < V, channel, C)
+        # `from` scales what is read of the state before, ψ S.
         dr_S = product(dr_from, tl.trans(S), MODE)
         dg += tl.sum(q.to(tl.float32) * dr_S, axis=1)
-        dpsi = product(by_near, p, MODE) + dr_S
-        dphi = product(tl.trans(by_near), q, MODE) + product(u_to, tl.trans(dS), MODE)
+        dpsi = product(by_psi_phi, p, MODE) + dr_S
+        dphi = product(tl.trans(by_psi_phi), q, MODE) + product(u_to, tl.trans(dS), MODE)
         if DELTA:
-            dphi += product(by_among, p, EXACT) + product(by_was, tl.trans(S), EXACT)
+            dphi += product(by_phi_phi, p, EXACT) + product(by_phi_S, tl.trans(S), EXACT)
         if SAME:
             dphi += dpsi
         else:
@@ -304,9 +320,10 @@ def solve_kernel(
     g, part, _, _, _ = decays(
         of_tokens(log_keep, token, real), resets, row_token, real, HAS_RESETS, L
     )
-    among = overlap(phi, phi, token, real, V, VB, L, EXACT) * decay_between(g, part, L)
+    # T_ts = β_t e^{g_t − g_s} φ_t·φ_s for s < t   (L, L)
+    phi_phi = overlap(phi, phi, token, real, V, VB, L, EXACT) * decay_between(g, part, L)
     beta = of_tokens(rate, token, real)
-    system = tl.where(i[:, None] > i[None, :], beta[:, None] * among, 0.0)
+    system = tl.where(i[:, None] > i[None, :], beta[:, None] * phi_phi, 0.0)
     store_rows(solved, token, real, i, L, inverse(system, L, STEPS, EXACT))
 
 
@@ -330,9 +347,11 @@ def delta_state_kernel(
         )
         p = rows(phi, token, real, voxel, V)
         beta = of_tokens(rate, token, real)
+        # u = (I + T)⁻¹ β (v − from φ S)   (L, CB)
         error = rows(content, token, real, channel, C) - from_state[:, None] * product(p, S, EXACT)
         u = product(rows(solved, token, real, i, L), beta[:, None] * error, EXACT)
         store_rows(written, token, real, channel, C, u)
+        # S ← carry S + φᵀ (to u)   (VB, CB)
         S = carry * S + product(tl.trans(p), to_state[:, None] * u, MODE)
     store_rows(end + program * V * C, voxel, voxel < V, channel, C, S)
 
@@ -350,6 +369,7 @@ def delta_written_kernel(
     g, part, _, _, _ = decays(
         of_tokens(log_keep, token, real), resets, row_token, real, HAS_RESETS, L
     )
+    # du = Aᵀ dr with A_ts = e^{g_t − g_s} ψ_t·φ_s   (L, C)
     attention = overlap(psi, phi, token, real, V, VB, L, MODE) * decay_between(g, part, L)
     du = product(tl.trans(attention), rows(by_reads, token, real, channel, C), MODE)
     store_rows(by_written, token, real, channel, C, du)
@@ -383,13 +403,16 @@ def delta_state_backward_kernel(
         )
         p, q = rows(phi, token, real, voxel, V), rows(psi, token, real, voxel, V)
         beta = of_tokens(rate, token, real)
+        # All that u receives: of the chunk's own reads, and of the state after, to φ dS.
         du = rows(by_written, token, real, channel, C)
         du = du + to_state[:, None] * product(p, dS, MODE)
+        # What its right-hand side receives, (I + T)⁻ᵀ du   (L, CB)
         right = product(tl.trans(rows(solved, token, real, i, L)), du, EXACT)
         store_rows(by_right, token, real, channel, C, right)
+        # dS ← carry dS + ψᵀ (from dr) − φᵀ (from β right): through the reads, and through u.
         dr = from_state[:, None] * rows(by_reads, token, real, channel, C)
-        by_was = -(from_state * beta)[:, None] * right
-        dS = carry * dS + product(tl.trans(q), dr, MODE) + product(tl.trans(p), by_was, EXACT)
+        by_phi_S = -(from_state * beta)[:, None] * right
+        dS = carry * dS + product(tl.trans(q), dr, MODE) + product(tl.trans(p), by_phi_S, EXACT)
     store_rows(end + program * V * C, voxel, voxel < V, channel, C, dS)
 
 

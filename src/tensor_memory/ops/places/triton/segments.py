@@ -11,7 +11,8 @@ as (C, V) and reads as (C, L), so that the result of a product is the operand of
 registers where it is: what moves between threads is what is loaded and stored.
 
 Letters: B batch, N tokens, H heads, L tokens of a chunk, V voxels, C channels, F columns of
-factors, padded K. A program is one segment or piece of a row and head.
+factors, padded K. A program is one segment or piece of a row and head. `from`, `to` and `carry` are
+the decays of `dense.py`, φ and ψ the addresses to write and to read at.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false
@@ -192,6 +193,7 @@ def end_kernel(
     The first piece begins with the state, the others with nothing. Stores all factors.
     """
     program, piece, pieces = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    # What picks an axis' factor for every voxel: (V, K) each.
     dtype: tl.constexpr = to_write.dtype.element_ty
     pick0 = picks(0, dtype, V, VB, K, G1, G2, G3, P1, P2, P3)
     pick1 = picks(1, dtype, V, VB, K, G1, G2, G3, P1, P2, P3)
@@ -211,6 +213,7 @@ def end_kernel(
     log_keep += row * H
     resets += row
     first, stop = piece * length // L, tl.cdiv(min((piece + 1) * length, N), L)
+    # The factors of this piece's places, to memory: (L, F) a chunk.
     for s in tl.range(first, stop, num_stages=2):
         t, token, real = chunk_of(s, N, program, H, L, WHOLE)
         store_factors(
@@ -224,7 +227,8 @@ def end_kernel(
             )  # fmt: skip
     tl.debug_barrier()  # other threads of this program load them
     if piece < pieces - PIECES:  # nobody reads what those of the last segment leave here
-        S, kept = tl.zeros([CB, VB], tl.float32), 1.0
+        # S (C, V) and what is left of it at the end, the product of all carries.
+        S, carried = tl.zeros([CB, VB], tl.float32), 1.0
         if HAS_START:
             known = voxel < tl.where(piece == 0, V, 0)
             S = tl.trans(rows(start + program * V * C, voxel, known, channel, C))
@@ -234,12 +238,13 @@ def end_kernel(
             f = load_rows(to_write, t, real, K, F, WHOLE)
             v = load_rows(content, token, real, CB, C, WHOLE)
             _, _, _, to_state, carry = decays(keep, resets, t, real, HAS_RESETS, L)
+            # S ← carry S + vᵀ (to β φ)   (C, V)
             phi = by_voxel(pick0, pick1, pick2, pick3, f, n, MODE) * (to_state * beta)[None, :]
             S = carry * S + product(tl.trans(v), tl.trans(phi), MODE)
-            kept *= carry
+            carried *= carry
         at = program * pieces + piece
         store_rows(ends + at * V * C, voxel, voxel < V, channel, C, tl.trans(S))
-        tl.store(left + at, kept)
+        tl.store(left + at, carried)
 
 
 @triton.jit(do_not_specialize=["N", "length"])
@@ -259,12 +264,14 @@ def segment_kernel(
     """
     program, segments = tl.program_id(0).to(tl.int64), tl.num_programs(1)
     segment = segments - 1 - tl.program_id(1)  # those with most to do come first
+    # What picks an axis' factor for every voxel: (V, K) each.
     dtype: tl.constexpr = to_write.dtype.element_ty
     pick0 = picks(0, dtype, V, VB, K, G1, G2, G3, P1, P2, P3)
     pick1 = picks(1, dtype, V, VB, K, G1, G2, G3, P1, P2, P3)
     pick2 = picks(2, dtype, V, VB, K, G1, G2, G3, P1, P2, P3)
     pick3 = picks(3, dtype, V, VB, K, G1, G2, G3, P1, P2, P3)
     voxel, channel = tl.arange(0, VB), tl.arange(0, CB)
+    # The state before this segment: through all earlier pieces, S ← left S + end   (C, V)
     S = tl.zeros([CB, VB], tl.float32)
     if HAS_START and segment == 0:
         S = load_state(start + program * V * C, VB, CB, V, C)
@@ -279,6 +286,7 @@ def segment_kernel(
     log_keep += row * H
     resets += row
     reads += row * H * C
+    # Chunk by chunk: read, then write.
     chunks, per_segment = tl.cdiv(N, L), PIECES * length // L
     for s in range(segment * per_segment, min((segment + 1) * per_segment, chunks)):
         t, token, real = chunk_of(s, N, program, H, L, WHOLE)
@@ -290,14 +298,14 @@ def segment_kernel(
         if KEEP:
             at = program * chunks + s
             store_rows(before + at * V * C, voxel, voxel < V, channel, C, tl.trans(S))
-        # What this chunk has written by then, and what was there before.
-        near = overlap(q, f, n, P0, P1, P2, P3, K, MODE)  # (L, L)
-        near *= decay_between(g, part, L) * beta[None, :]
+        # r_t = Σ_{s ≤ t} e^{g_t − g_s} (ψ_t·φ_s) β_s v_s + e^{g_t} ψ_t S
+        attention = overlap(q, f, n, P0, P1, P2, P3, K, MODE)  # (L, L)
+        attention *= decay_between(g, part, L) * beta[None, :]
         psi = by_token(pick0, pick1, pick2, pick3, q, n, MODE)  # (L, V)
-        far = product(S, tl.trans(psi), MODE)  # (C, L)
-        r = product(v, tl.trans(near), MODE) + from_state[None, :] * far
+        psi_S = product(S, tl.trans(psi), MODE)  # (C, L)
+        r = product(v, tl.trans(attention), MODE) + from_state[None, :] * psi_S
         store_rows(reads, token, real, channel, C, tl.trans(r))
-        # Its writes.
+        # S ← carry S + vᵀ (to β φ)   (C, V)
         phi = by_voxel(pick0, pick1, pick2, pick3, f, n, MODE) * (to_state * beta)[None, :]
         S = carry * S + product(v, tl.trans(phi), MODE)
     if segment == segments - 1:

@@ -1,14 +1,16 @@
 """Rule "delta" with the linear kernel on large grids: a token touches its 2ⁿ corners alone.
 
-The state decays lazily: a voxel keeps the value of its last write, and when that was (`last`, the
-sum of log α up to then, and `page`, how many resets up to then). That sum is in float64: a few
-chunks that forget everything would leave no digits for the others. Within a chunk every corner gets
-what the whole chunk writes there, so that tokens which meet at a voxel store the same value and no
-order matters. The grid as a whole is passed over once, at the end. The overlap of two places is the
-product of their overlaps along the axes, so that within a chunk no corner is compared with another.
+The state decays lazily: a voxel keeps the value of its last write, and when that was: `last`, the
+sum of log α up to then, and `document`, the number of resets up to then. That sum is in float64: a
+few chunks that forget everything would leave no digits for the others. Within a chunk every corner
+gets what the whole chunk writes there, so that tokens which meet at a voxel store the same value
+and no order matters. The grid as a whole is passed over once, at the end. The overlap of two places
+is the product of their overlaps along the axes, so that within a chunk no corner is compared with
+another.
 
 Letters: B batch, N tokens, H heads, S chunks of L tokens, V voxels, C channels, E = 2ⁿ corners of
-a place; rows of L·E are the corners of a chunk's tokens.
+a place; rows of L·E are the corners of a chunk's tokens. φ and ψ, A and T, `from`, `to`, `carry`,
+`by_x` and dx are as in `dense.py`.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false
@@ -54,6 +56,7 @@ def axis_of(
     SIZE: tl.constexpr = G0 if A == 0 else (G1 if A == 1 else (G2 if A == 2 else G3))
     WRAP: tl.constexpr = W0 if A == 0 else (W1 if A == 1 else (W2 if A == 2 else W3))
     place = tl.load(places + token * n + (3 - A), mask=real, other=0.0).to(tl.float32)
+    # The place in voxels, on the axis: brought round or moved to the border.
     at = (place + 1.0) * ((SIZE - 1) / 2)
     unit = tl.full(at.shape, (SIZE - 1) / 2, tl.float32)
     if WRAP:
@@ -64,6 +67,7 @@ def axis_of(
         unit = tl.where((at >= 0.0) & (at <= SIZE - 1.0), unit, 0.0)
         at = clamped(at, SIZE - 1.0)
         low = below(at, SIZE - 2.0)
+    # (1 − u, u) / |(1 − u, u)| with u the way from the lower voxel to the upper, and its slope.
     upper = at - low.to(tl.float32)
     size = tl.sqrt((1.0 - upper) * (1.0 - upper) + upper * upper)
     lower, upper, unit = (1.0 - upper) / size, upper / size, unit / size
@@ -91,6 +95,7 @@ def corner_weights(
     corner = tl.arange(0, 2**n)[None, :]
     index = tl.zeros([token.shape[0], 2**n], tl.int32)
     weight = tl.full([token.shape[0], 2**n], 1.0, tl.float32)
+    # Axis by axis, which corner being told by one bit each: index ← index · G + voxel, w ← w · e.
     for axis in tl.static_range(4 - n, 4):
         low, high, lower, upper, by_lower, by_upper = axis_of(
             places, token, real, axis, n, G0, G1, G2, G3, W0, W1, W2, W3
@@ -119,6 +124,7 @@ def overlap(
     W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, W3: tl.constexpr,
 ):  # fmt: skip
     """The inner products of a chunk's addresses, (L, L); or their slopes by one side's axis."""
+    # φ·φ' = Π_a e_a·e_a', each of two voxels: those of the left at the voxels of the right.
     found = tl.full([L, L], 1.0, tl.float32)
     for axis in tl.static_range(4 - n, 4):
         low, high, lower, upper, by_lower, by_upper = axis_of(
@@ -169,39 +175,39 @@ def corner_rows(program, s, N, H: tl.constexpr, L: tl.constexpr, E: tl.constexpr
 
 @triton.jit
 def held_at(
-    start, buffer, last, page, voxel, real, channel, now, pages, C: tl.constexpr,
+    start, buffer, last, document, voxel, real, channel, now, documents, C: tl.constexpr,
     HAS_START: tl.constexpr, HAS_RESETS: tl.constexpr, BOTH: tl.constexpr = True,
 ):  # fmt: skip
     """What voxels hold now, (rows, channels): of a buffer, or what they started with."""
     then = tl.load(last + voxel, mask=real, other=0.0, cache_modifier=".cg")
-    met = then == then  # nan: not written yet
-    left = tl.exp((now - tl.where(met, then, 0.0)).to(tl.float32))
+    is_written = then == then  # NaN: not yet written
+    # What is left since then: e^{now − then}, 0 across a reset.
+    left = tl.exp((now - tl.where(is_written, then, 0.0)).to(tl.float32))
     if HAS_RESETS:
-        left = tl.where(
-            tl.load(page + voxel, mask=real, other=0, cache_modifier=".cg") == pages, left, 0.0
-        )
+        then_document = tl.load(document + voxel, mask=real, other=0, cache_modifier=".cg")
+        left = tl.where(then_document == documents, left, 0.0)
     inside, at = real[:, None] & (channel < C)[None, :], voxel[:, None] * C + channel[None, :]
     # Where time counts, both are loaded: to load the one that is needed would wait for `last`.
     written, begun = inside, inside
     if not BOTH:
-        written, begun = inside & met[:, None], inside & (then != then)[:, None]
+        written, begun = inside & is_written[:, None], inside & (then != then)[:, None]
     held = tl.load(buffer + at, mask=written, other=0.0, cache_modifier=".cg")
     first = tl.zeros(held.shape, tl.float32)
     if HAS_START:
         first += tl.load(start + at, mask=begun, other=0.0)
-    return left[:, None] * tl.where(met[:, None], held, first)
+    return left[:, None] * tl.where(is_written[:, None], held, first)
 
 
 @triton.jit
 def hold(
-    buffer, last, page, voxel, real, channel, values, now, pages, C: tl.constexpr,
+    buffer, last, document, voxel, real, channel, values, now, documents, C: tl.constexpr,
     HAS_RESETS: tl.constexpr,
 ):  # fmt: skip
     """Store what voxels hold now. Rows that meet at a voxel bring the same values."""
     store_rows(buffer, voxel, real, channel, C, values)
     tl.store(last + voxel, now, mask=real)
     if HAS_RESETS:
-        tl.store(page + voxel, pages, mask=real)
+        tl.store(document + voxel, documents, mask=real)
 
 
 @triton.jit
@@ -216,10 +222,10 @@ def weights_at(voxel, index, weight, token, real, L: tl.constexpr, E: tl.constex
 
 
 @triton.jit
-def reached(met, values, MODE: tl.constexpr):
-    """met (rows, L) @ values (L, C). Turned round: a product with few rows takes no wide
+def reached(address, values, MODE: tl.constexpr):
+    """address (rows, L) @ values (L, C). Turned round: a product with few rows takes no wide
     instructions (see LENGTH), however many corners there are."""
-    return tl.trans(product(tl.trans(values), tl.trans(met), MODE))
+    return tl.trans(product(tl.trans(values), tl.trans(address), MODE))
 
 
 @triton.jit
@@ -243,71 +249,77 @@ def sparse_solve_kernel(
     g, part, _, _, _ = decays(
         of_tokens(log_keep, token, real), resets, row_token, real, HAS_RESETS, L
     )
-    among = overlap(
+    # T_ts = β_t e^{g_t − g_s} φ_t·φ_s for s < t   (L, L)
+    phi_phi = overlap(
         write_at, write_at, token, real, -1, -1, L, n, G0, G1, G2, G3, W0, W1, W2, W3
     ) * decay_between(g, part, L)
     beta = of_tokens(rate, token, real)
-    system = tl.where(i[:, None] > i[None, :], beta[:, None] * among, 0.0)
+    system = tl.where(i[:, None] > i[None, :], beta[:, None] * phi_phi, 0.0)
     store_rows(solved, token, real, i, L, inverse(system, L, STEPS, EXACT))
 
 
 @triton.jit(do_not_specialize=["N"])
 def delta_kernel(
     write_index, write_weight, read_index, content, rate, log_keep, resets, solved, start,
-    buffer, last, page, written, around_reads, around_writes, end, N,
+    buffer, last, document, written, around_reads, around_writes, end, N,
     H: tl.constexpr, V: tl.constexpr, C: tl.constexpr, CB: tl.constexpr, L: tl.constexpr,
     E: tl.constexpr, SAME: tl.constexpr, HAS_RESETS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """The state of a row and head through all chunks; u = solved β (v − from φᵀ S) on the way.
 
     `around_reads` and `around_writes` get what the corners held before. Channels are independent: a
-    program has some of them, and its own `last` and `page` (B, H, programs, V). `end` (B, H, 2)
+    program has some of them, and its own `last` and `document` (B, H, programs, V). `end` (B, H, 2)
     gets the sum of log α and the number of resets.
     """
     program = tl.program_id(0).to(tl.int64)
     channel, i = tl.program_id(1) * CB + tl.arange(0, CB), tl.arange(0, L)
     start, buffer = start + program * V * C, buffer + program * V * C
     own = (program * tl.num_programs(1) + tl.program_id(1)) * V
-    last, page = last + own, page + own
-    now, pages = tl.full([], 0.0, tl.float64), 0
+    last, document = last + own, document + own
+    now, documents = tl.full([], 0.0, tl.float64), 0
     for s in range(tl.cdiv(N, L)):
         row_token, token, real = tokens_of(program, s, N, H, L)
         corner, exist = corner_rows(program, s, N, H, L, E)
         keep = of_tokens(log_keep, token, real)
         _, part, from_state, to_state, carry = decays(keep, resets, row_token, real, HAS_RESETS, L)
+        # What the corners hold before this chunk, (L·E, CB): of the write places and of the reads.
         voxel = tl.load(write_index + corner, mask=exist, other=0)
-        old = held_at(
-            start, buffer, last, page, voxel, exist, channel, now, pages, C, True, HAS_RESETS
-        )
+        S_old = held_at(
+            start, buffer, last, document, voxel, exist, channel, now, documents, C, True,
+            HAS_RESETS,
+        )  # fmt: skip
         if SAME:
-            store_rows(around_reads, corner, exist, channel, C, old)
+            store_rows(around_reads, corner, exist, channel, C, S_old)
         else:
             asked = tl.load(read_index + corner, mask=exist, other=0)
-            around = held_at(
-                start, buffer, last, page, asked, exist, channel, now, pages, C, True, HAS_RESETS
-            )
-            store_rows(around_reads, corner, exist, channel, C, around)
+            S_asked = held_at(
+                start, buffer, last, document, asked, exist, channel, now, documents, C, True,
+                HAS_RESETS,
+            )  # fmt: skip
+            store_rows(around_reads, corner, exist, channel, C, S_asked)
+        # u = (I + T)⁻¹ β (v − from φ S)   (L, CB)
         v, beta = rows(content, token, real, channel, C), of_tokens(rate, token, real)
-        store_rows(around_writes, corner, exist, channel, C, old)
+        store_rows(around_writes, corner, exist, channel, C, S_old)
         w = tl.load(write_weight + corner, mask=exist, other=0.0)
-        error = v - from_state[:, None] * over_corners(old, w, L, E, CB)
+        error = v - from_state[:, None] * over_corners(S_old, w, L, E, CB)
         u = product(rows(solved, token, real, i, L), beta[:, None] * error, EXACT)
         store_rows(written, token, real, channel, C, u)
-        met = weights_at(voxel, write_index, write_weight, token, real, L, E)
-        new = carry * old + reached(met, to_state[:, None] * u, EXACT)
+        # S ← carry S + Σ_s (to u)_s φ_s at every corner, (L·E, CB)
+        address = weights_at(voxel, write_index, write_weight, token, real, L, E)
+        S_new = carry * S_old + reached(address, to_state[:, None] * u, EXACT)
         now += tl.sum(keep)
         if HAS_RESETS:
-            pages += tl.max(part)
+            documents += tl.max(part)
         tl.debug_barrier()  # everything has been read
-        hold(buffer, last, page, voxel, exist, channel, new, now, pages, C, HAS_RESETS)
+        hold(buffer, last, document, voxel, exist, channel, S_new, now, documents, C, HAS_RESETS)
         tl.debug_barrier()  # and is written
     tl.store(end + program * 2, now)
-    tl.store(end + program * 2 + 1, pages.to(tl.float64) if HAS_RESETS else 0.0)
+    tl.store(end + program * 2 + 1, documents.to(tl.float64) if HAS_RESETS else 0.0)
 
 
 @triton.jit(do_not_specialize=["parts"])
 def settle_kernel(
-    start, buffer, last, page, end, other, dots, parts,
+    start, buffer, last, document, end, other, dots, parts,
     V: tl.constexpr, C: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr,
     HAS_START: tl.constexpr, HAS_RESETS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -316,16 +328,17 @@ def settle_kernel(
     voxel, channel = tl.program_id(1) * VB + tl.arange(0, VB), tl.arange(0, CB)
     real = voxel < V
     now = tl.load(end + program * 2)
-    pages = tl.load(end + program * 2 + 1).to(tl.int32)
+    documents = tl.load(end + program * 2 + 1).to(tl.int32)
     start, buffer, other = (
         start + program * V * C,
         buffer + program * V * C,
         other + program * V * C,
     )
-    last, page = last + program * parts * V, page + program * parts * V
+    last, document = last + program * parts * V, document + program * parts * V
     values = held_at(
-        start, buffer, last, page, voxel, real, channel, now, pages, C, HAS_START, HAS_RESETS, False
-    )
+        start, buffer, last, document, voxel, real, channel, now, documents, C, HAS_START,
+        HAS_RESETS, False,
+    )  # fmt: skip
     store_rows(buffer, voxel, real, channel, C, values)
     if DOT:
         dot = tl.sum(values * rows(other, voxel, real, channel, C))
@@ -347,13 +360,15 @@ def sparse_read_kernel(
     g, part, from_state, _, _ = decays(
         of_tokens(log_keep, token, real), resets, row_token, real, HAS_RESETS, L
     )
-    near = overlap(read_at, write_at, token, real, -1, -1, L, n, G0, G1, G2, G3, W0, W1, W2, W3)
+    psi_phi = overlap(read_at, write_at, token, real, -1, -1, L, n, G0, G1, G2, G3, W0, W1, W2, W3)
     u = rows(written, token, real, channel, C)
-    held = tl.zeros([L, CB], tl.float32)
+    # ψ S of the state before the chunk, corner by corner: (L, C)
+    psi_S = tl.zeros([L, CB], tl.float32)
     for e in range(E):
         w = of_tokens(read_weight, token * E + e, real)
-        held += w[:, None] * rows(around_reads, token * E + e, real, channel, C).to(tl.float32)
-    r = product(near * decay_between(g, part, L), u, MODE) + from_state[:, None] * held
+        psi_S += w[:, None] * rows(around_reads, token * E + e, real, channel, C).to(tl.float32)
+    # r_t = Σ_{s ≤ t} e^{g_t − g_s} (ψ_t·φ_s) u_s + e^{g_t} ψ_t S   (L, C)
+    r = product(psi_phi * decay_between(g, part, L), u, MODE) + from_state[:, None] * psi_S
     store_rows(reads, token, real, channel, C, r)
 
 
@@ -372,8 +387,9 @@ def sparse_written_kernel(
     g, part, _, _, _ = decays(
         of_tokens(log_keep, token, real), resets, row_token, real, HAS_RESETS, L
     )
-    near = overlap(read_at, write_at, token, real, -1, -1, L, n, G0, G1, G2, G3, W0, W1, W2, W3)
-    attention = near * decay_between(g, part, L)
+    # du = Aᵀ dr with A_ts = e^{g_t − g_s} ψ_t·φ_s   (L, C)
+    psi_phi = overlap(read_at, write_at, token, real, -1, -1, L, n, G0, G1, G2, G3, W0, W1, W2, W3)
+    attention = psi_phi * decay_between(g, part, L)
     du = product(tl.trans(attention), rows(by_reads, token, real, channel, C), MODE)
     store_rows(by_written, token, real, channel, C, du)
 
@@ -381,7 +397,7 @@ def sparse_written_kernel(
 @triton.jit(do_not_specialize=["N"])
 def delta_backward_kernel(
     write_index, write_weight, read_index, read_weight, rate, log_keep, resets, solved, by_reads,
-    by_written, start, buffer, last, page, around_after, by_right, end, N,
+    by_written, start, buffer, last, document, around_after, by_right, end, N,
     H: tl.constexpr, V: tl.constexpr, C: tl.constexpr, CB: tl.constexpr, L: tl.constexpr,
     E: tl.constexpr, SAME: tl.constexpr, HAS_START: tl.constexpr, HAS_RESETS: tl.constexpr,
     EXACT: tl.constexpr,
@@ -394,8 +410,8 @@ def delta_backward_kernel(
     channel, i = tl.program_id(1) * CB + tl.arange(0, CB), tl.arange(0, L)
     start, buffer = start + program * V * C, buffer + program * V * C
     own = (program * tl.num_programs(1) + tl.program_id(1)) * V
-    last, page = last + own, page + own
-    now, pages = tl.full([], 0.0, tl.float64), 0
+    last, document = last + own, document + own
+    now, documents = tl.full([], 0.0, tl.float64), 0
     chunks = tl.cdiv(N, L)
     for step in range(chunks):
         s = chunks - 1 - step
@@ -403,51 +419,68 @@ def delta_backward_kernel(
         corner, exist = corner_rows(program, s, N, H, L, E)
         keep = of_tokens(log_keep, token, real)
         _, part, from_state, to_state, carry = decays(keep, resets, row_token, real, HAS_RESETS, L)
+        # dS after this chunk at the corners, (L·E, CB): of the write places and of the reads.
         voxel = tl.load(write_index + corner, mask=exist, other=0)
-        wrote = held_at(
-            start, buffer, last, page, voxel, exist, channel, now, pages, C, HAS_START, HAS_RESETS
-        )
-        store_rows(around_after, corner, exist, channel, C, wrote)
-        asked, read = voxel, wrote
+        dS_wrote = held_at(
+            start, buffer, last, document, voxel, exist, channel, now, documents, C, HAS_START,
+            HAS_RESETS,
+        )  # fmt: skip
+        store_rows(around_after, corner, exist, channel, C, dS_wrote)
+        asked, dS_asked = voxel, dS_wrote
         if not SAME:
             asked = tl.load(read_index + corner, mask=exist, other=0)
-            read = held_at(
-                start, buffer, last, page, asked, exist, channel, now, pages, C, HAS_START,
+            dS_asked = held_at(
+                start, buffer, last, document, asked, exist, channel, now, documents, C, HAS_START,
                 HAS_RESETS,
             )  # fmt: skip
+        # dS ← carry dS + ψᵀ (from dr) − φᵀ (from β right): here its first two terms.
         dr = from_state[:, None] * rows(by_reads, token, real, channel, C)
-        met = weights_at(asked, read_index, read_weight, token, real, L, E)
-        read = carry * read + reached(met, dr, EXACT)
+        address = weights_at(asked, read_index, read_weight, token, real, L, E)
+        dS_asked = carry * dS_asked + reached(address, dr, EXACT)
+        # What u receives, Aᵀ dr + to φ dS, and its right-hand side, (I + T)⁻ᵀ du   (L, CB)
         w = tl.load(write_weight + corner, mask=exist, other=0.0)
         du = rows(by_written, token, real, channel, C)
-        du += to_state[:, None] * over_corners(wrote, w, L, E, CB)
+        du += to_state[:, None] * over_corners(dS_wrote, w, L, E, CB)
         right = product(tl.trans(rows(solved, token, real, i, L)), du, EXACT)
         store_rows(by_right, token, real, channel, C, right)
-        by_was = -(from_state * of_tokens(rate, token, real))[:, None] * right
-        met = weights_at(asked, write_index, write_weight, token, real, L, E)
-        read += reached(met, by_was, EXACT)
-        if not SAME:
-            met = weights_at(voxel, read_index, read_weight, token, real, L, E)
-            wrote = carry * wrote + reached(met, dr, EXACT)
-            met = weights_at(voxel, write_index, write_weight, token, real, L, E)
-            wrote += reached(met, by_was, EXACT)
+        # The third term of dS.
+        by_phi_S = -(from_state * of_tokens(rate, token, real))[:, None] * right
+        address = weights_at(asked, write_index, write_weight, token, real, L, E)
+        dS_asked += reached(address, by_phi_S, EXACT)
+        if not SAME:  # all three at the corners of the write places
+            address = weights_at(voxel, read_index, read_weight, token, real, L, E)
+            dS_wrote = carry * dS_wrote + reached(address, dr, EXACT)
+            address = weights_at(voxel, write_index, write_weight, token, real, L, E)
+            dS_wrote += reached(address, by_phi_S, EXACT)
         now += tl.sum(keep)
         if HAS_RESETS:
-            pages += tl.max(part)
+            documents += tl.max(part)
         tl.debug_barrier()  # everything has been read
-        hold(buffer, last, page, asked, exist, channel, read, now, pages, C, HAS_RESETS)
+        hold(buffer, last, document, asked, exist, channel, dS_asked, now, documents, C, HAS_RESETS)
         if not SAME:
-            hold(buffer, last, page, voxel, exist, channel, wrote, now, pages, C, HAS_RESETS)
+            hold(
+                buffer,
+                last,
+                document,
+                voxel,
+                exist,
+                channel,
+                dS_wrote,
+                now,
+                documents,
+                C,
+                HAS_RESETS,
+            )
         tl.debug_barrier()  # and is written
     tl.store(end + program * 2, now)
-    tl.store(end + program * 2 + 1, pages.to(tl.float64) if HAS_RESETS else 0.0)
+    tl.store(end + program * 2 + 1, documents.to(tl.float64) if HAS_RESETS else 0.0)
 
 
 @triton.jit(do_not_specialize=["N"])
 def sparse_gradient_kernel(
     write_at, read_at, write_weight, read_weight, content, written, rate, log_keep, resets,
     around_reads, around_writes, around_after, by_reads, by_right,
-    by_near, by_among, by_asked, by_wrote, by_content, by_rate, lost, N,
+    by_psi_phi, by_phi_phi, by_asked, by_wrote, by_content, by_rate, lost, N,
     H: tl.constexpr, C: tl.constexpr, CB: tl.constexpr, L: tl.constexpr, E: tl.constexpr,
     HAS_RESETS: tl.constexpr, MODE: tl.constexpr, EXACT: tl.constexpr, n: tl.constexpr,
     G0: tl.constexpr, G1: tl.constexpr, G2: tl.constexpr, G3: tl.constexpr,
@@ -455,9 +488,9 @@ def sparse_gradient_kernel(
 ):  # fmt: skip
     """The gradients of a chunk, given what its places met in the states before and after.
 
-    Overlaps and corners' weights receive `by_near` (B, N, H, L), of writes among themselves
-    `by_among`, `by_asked` and `by_wrote` (B, N, H, E); `place_gradient_kernel` goes on from there,
-    and `keep_gradient_kernel` from `lost`.
+    Overlaps receive `by_psi_phi` and `by_phi_phi` (B, N, H, L), weights of corners `by_asked` and
+    `by_wrote` (B, N, H, E). `place_gradient_kernel` goes on from there, and `keep_gradient_kernel`
+    from `lost`, ⟨r, dr⟩ − ⟨v, dv⟩.
     """
     program, s = tl.program_id(1).to(tl.int64), tl.program_id(0)
     channel, i = tl.arange(0, CB), tl.arange(0, L)
@@ -469,40 +502,44 @@ def sparse_gradient_kernel(
     v, u = rows(content, token, real, channel, C), rows(written, token, real, channel, C)
     beta = of_tokens(rate, token, real)
     dr, right = rows(by_reads, token, real, channel, C), rows(by_right, token, real, channel, C)
+    # (I + T) u = β (v − from φ S): `right` is what the right-hand side receives.
     dv = beta[:, None] * right
     store_rows(by_content, token, real, channel, C, dv)
-    by_was = -from_state[:, None] * dv
+    by_phi_S = -from_state[:, None] * dv
     u_to, dr_from = to_state[:, None] * u, from_state[:, None] * dr
-    # What the corners met.
-    was, asked = tl.zeros([L, CB], tl.float32), tl.zeros([L], tl.float32)
+    # Corner by corner, through the states before and after: φ S (L, C), what the corners' weights
+    # receive, and ⟨r, dr⟩ of what was read of the state before.
+    phi_S, r_dr = tl.zeros([L, CB], tl.float32), tl.zeros([L], tl.float32)
     for e in range(E):
         at = token * E + e
         around = rows(around_reads, at, real, channel, C).to(tl.float32)
         by_weight = tl.sum(around * dr_from, axis=1)
-        asked += of_tokens(read_weight, at, real) * by_weight
+        r_dr += of_tokens(read_weight, at, real) * by_weight
         tl.store(by_asked + at, by_weight, mask=real)
         around = rows(around_after, at, real, channel, C).to(tl.float32)
         by_weight = tl.sum(around * u_to, axis=1)
         around = rows(around_writes, at, real, channel, C).to(tl.float32)
-        was += of_tokens(write_weight, at, real)[:, None] * around
-        tl.store(by_wrote + at, by_weight + tl.sum(around * by_was, axis=1), mask=real)
-    # Through the reads of the chunk's own writes, and through its system.
-    near = overlap(read_at, write_at, token, real, -1, -1, L, n, G0, G1, G2, G3, W0, W1, W2, W3)
+        phi_S += of_tokens(write_weight, at, real)[:, None] * around
+        tl.store(by_wrote + at, by_weight + tl.sum(around * by_phi_S, axis=1), mask=real)
+    # Through the reads of the chunk's own writes, dA = dr uᵀ.
+    psi_phi = overlap(read_at, write_at, token, real, -1, -1, L, n, G0, G1, G2, G3, W0, W1, W2, W3)
     by_attention = product(dr, tl.trans(u), MODE) * within
-    store_rows(by_near, token, real, i, L, by_attention)
-    read = asked + tl.sum(by_attention * near, axis=1)
-    tl.store(lost + token, read - tl.sum(v * dv, axis=1), mask=real)
-    among = overlap(write_at, write_at, token, real, -1, -1, L, n, G0, G1, G2, G3, W0, W1, W2, W3)
+    store_rows(by_psi_phi, token, real, i, L, by_attention)
+    r_dr += tl.sum(by_attention * psi_phi, axis=1)
+    tl.store(lost + token, r_dr - tl.sum(v * dv, axis=1), mask=real)
+    # Through the system: dT = −right uᵀ below the diagonal; T and the right-hand side have β.
+    phi_phi = overlap(write_at, write_at, token, real, -1, -1, L, n, G0, G1, G2, G3, W0, W1, W2, W3)
     by_system = tl.where(i[:, None] > i[None, :], -product(right, tl.trans(u), EXACT) * within, 0.0)
-    dbeta = tl.sum(right * (v - from_state[:, None] * was), axis=1)
-    tl.store(by_rate + token, dbeta + tl.sum(by_system * among, axis=1), mask=real)
+    dbeta = tl.sum(right * (v - from_state[:, None] * phi_S), axis=1)
+    tl.store(by_rate + token, dbeta + tl.sum(by_system * phi_phi, axis=1), mask=real)
     by_system *= beta[:, None]
-    store_rows(by_among, token, real, i, L, by_system + tl.trans(by_system))
+    # φ is on both sides of φ φᵀ.
+    store_rows(by_phi_phi, token, real, i, L, by_system + tl.trans(by_system))
 
 
 @triton.jit(do_not_specialize=["N"])
 def place_gradient_kernel(
-    write_at, read_at, by_near, by_among, by_asked, by_wrote, by_write_at, by_read_at, N,
+    write_at, read_at, by_psi_phi, by_phi_phi, by_asked, by_wrote, by_write_at, by_read_at, N,
     H: tl.constexpr, L: tl.constexpr, E: tl.constexpr, SAME: tl.constexpr, n: tl.constexpr,
     G0: tl.constexpr, G1: tl.constexpr, G2: tl.constexpr, G3: tl.constexpr,
     W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, W3: tl.constexpr,
@@ -511,24 +548,26 @@ def place_gradient_kernel(
     program, s = tl.program_id(1).to(tl.int64), tl.program_id(0)
     i, corner = tl.arange(0, L), tl.arange(0, E)
     _, token, real = tokens_of(program, s, N, H, L)
-    near = rows(by_near, token, real, i, L)
+    d_psi_phi = rows(by_psi_phi, token, real, i, L)
     for A in tl.static_range(4 - n, 4):
+        # p: through the weights of its corners, ψ φᵀ and φ φᵀ.
         _, slope = corner_weights(write_at, token, real, A, n, G0, G1, G2, G3, W0, W1, W2, W3)
         dp = tl.sum(rows(by_wrote, token, real, corner, E) * slope, axis=1)
         slopes = overlap(
             read_at, write_at, token, real, -1, A, L, n, G0, G1, G2, G3, W0, W1, W2, W3
         )
-        dp += tl.sum(near * slopes, axis=0)
+        dp += tl.sum(d_psi_phi * slopes, axis=0)
         slopes = overlap(
             write_at, write_at, token, real, A, -1, L, n, G0, G1, G2, G3, W0, W1, W2, W3
         )
-        dp += tl.sum(rows(by_among, token, real, i, L) * slopes, axis=1)
+        dp += tl.sum(rows(by_phi_phi, token, real, i, L) * slopes, axis=1)
+        # q: through the weights of its corners and ψ φᵀ.
         _, slope = corner_weights(read_at, token, real, A, n, G0, G1, G2, G3, W0, W1, W2, W3)
         dq = tl.sum(rows(by_asked, token, real, corner, E) * slope, axis=1)
         slopes = overlap(
             read_at, write_at, token, real, A, -1, L, n, G0, G1, G2, G3, W0, W1, W2, W3
         )
-        dq += tl.sum(near * slopes, axis=1)
+        dq += tl.sum(d_psi_phi * slopes, axis=1)
         if SAME:
             dp += dq
         else:
@@ -554,7 +593,8 @@ def keep_gradient_kernel(
     that. Where no gradient of the state after came, ⟨S, dS⟩ ends as 0, and no grid is needed.
     """
     program, i = tl.program_id(0).to(tl.int64), tl.arange(0, T)
-    inner, turned = 0.0, 0
+    # ⟨S, dS⟩ before the first token: given in parts, or what is lost up to the first reset.
+    inner, documents = 0.0, 0
     if DOT:
         for begin in range(0, parts, T):
             at = begin + i
@@ -565,9 +605,10 @@ def keep_gradient_kernel(
             change = of_tokens(lost, token, real)
             if HAS_RESETS:
                 reset = tl.load(resets + row_token, mask=real, other=0).to(tl.int32)
-                part = turned + tl.cumsum(reset, axis=0)
-                change, turned = tl.where(part == 0, change, 0.0), tl.max(part)
+                part = documents + tl.cumsum(reset, axis=0)
+                change, documents = tl.where(part == 0, change, 0.0), tl.max(part)
             inner += tl.sum(change)
+    # From there on token by token: its log α receives ⟨S, dS⟩ as it was before the token.
     for begin in range(0, N, T):
         row_token, token, real = tokens_of(program, begin // T, N, H, T)
         change, reset = of_tokens(lost, token, real), tl.zeros([T], tl.int32)
@@ -644,7 +685,7 @@ class Lazy(NamedTuple):
     buffer: Tensor
     last: Tensor
     """(B, H, programs, V)"""
-    page: Tensor
+    document: Tensor
     end: Tensor
 
     @classmethod
@@ -653,13 +694,13 @@ class Lazy(NamedTuple):
         (B, H, *_, C), V = state.shape, state[0, 0, ..., 0].numel()
         parts = B, H, blocks(C, CHANNELS), V
         last = state.new_full(parts, torch.nan, dtype=torch.float64)
-        page = state.new_zeros(parts, dtype=torch.int32) if has_resets else last
-        return cls(start, torch.empty_like(state), last, page, last.new_empty(B, H, 2))
+        document = state.new_zeros(parts, dtype=torch.int32) if has_resets else last
+        return cls(start, torch.empty_like(state), last, document, last.new_empty(B, H, 2))
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Those that a kernel over chunks works on."""
-        return or_else(self.start, self.buffer), self.buffer, self.last, self.page
+        return or_else(self.start, self.buffer), self.buffer, self.last, self.document
 
     @property
     def programs(self) -> tuple[int, int]:
@@ -746,21 +787,21 @@ def backward(
         torch.empty_like(t) for t in (inputs.write_at, content, rate, log_keep)
     )
     by_read_at = None if same else torch.empty_like(inputs.asked_at)
-    by_near, by_among = (rate.new_empty(*rate.shape, LENGTH) for _ in range(2))
+    by_psi_phi, by_phi_phi = (rate.new_empty(*rate.shape, LENGTH) for _ in range(2))
     by_asked, by_wrote = (rate.new_empty(*rate.shape, plan["E"]) for _ in range(2))
     plan.bound(sparse_gradient_kernel, warps=4)(
         chunk_grid(inputs),
         (
             *places, corners[1], corners[3], content, found.written, rate, log_keep, marks,
             found.around_reads, found.around_writes, around_after, grad_reads, by_right,
-            by_near, by_among, by_asked, by_wrote, by_content, by_rate, lost,
+            by_psi_phi, by_phi_phi, by_asked, by_wrote, by_content, by_rate, lost,
         ),
         (N,),
     )  # fmt: skip
     plan.bound(place_gradient_kernel, SAME=same)(
         chunk_grid(inputs),
         (
-            *places, by_near, by_among, by_asked, by_wrote, by_write_at,
+            *places, by_psi_phi, by_phi_phi, by_asked, by_wrote, by_write_at,
             or_else(by_read_at, by_write_at),
         ),
         (N,),

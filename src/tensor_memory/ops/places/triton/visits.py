@@ -10,7 +10,8 @@ a voxel that a tile holds are all of them, or begin with the tile; and the sums 
 from visit to visit, in float32.
 
 Letters: B batch, N tokens, H heads, V voxels, C channels, n axes; K visits of a token, E or 2 E:
-first those of its write, then those of its read where that has a place of its own.
+first those of its write, then those of its read where that has a place of its own. `documents`
+counts the resets up to a token: across them nothing is kept. `by_x` and dx are the gradient of x.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false
@@ -65,6 +66,7 @@ def visit_kernel(
     if kind == 1:
         places = read_at
     index, weight = corner_weights(places, token, real, -1, n, G0, G1, G2, G3, W0, W1, W2, W3)
+    # To columns of rows (B, H, N) of K visits.
     t, column = program * N + s * T + tl.arange(0, T), kind * E + tl.arange(0, E)
     store_rows(voxels, t, real, column, K, index)
     store_rows(weights, t, real, column, K, weight)
@@ -73,7 +75,7 @@ def visit_kernel(
 
 @triton.jit(do_not_specialize=["N"])
 def total_kernel(
-    log_keep, resets, total, page, N,
+    log_keep, resets, total, documents, N,
     H: tl.constexpr, T: tl.constexpr, HAS_RESETS: tl.constexpr,
 ):  # fmt: skip
     """The sums of log α and of resets up to each token of a row and head.
@@ -81,7 +83,7 @@ def total_kernel(
     In float64: a few tokens that forget everything would leave no digits for the others.
     """
     program = tl.program_id(0).to(tl.int64)
-    decayed, turned = tl.full([], 0.0, tl.float64), 0
+    decayed, document = tl.full([], 0.0, tl.float64), 0
     for begin in range(0, N, T):
         row_token, token, real = tokens_of(program, begin // T, N, H, T)
         keep = of_tokens(log_keep, token, real).to(tl.float64)
@@ -89,8 +91,8 @@ def total_kernel(
         decayed += tl.sum(keep)
         if HAS_RESETS:
             reset = tl.load(resets + row_token, mask=real, other=0).to(tl.int32)
-            tl.store(page + row_token, turned + tl.cumsum(reset, axis=0), mask=real)
-            turned += tl.sum(reset)
+            tl.store(documents + row_token, document + tl.cumsum(reset, axis=0), mask=real)
+            document += tl.sum(reset)
 
 
 @triton.jit
@@ -109,6 +111,7 @@ def voxel_at(voxels, i, visits, BACKWARD: tl.constexpr):
 @triton.jit
 def after_voxel(voxels, i, visits, L: tl.constexpr, BACKWARD: tl.constexpr):
     """The first visit from i on that is not to the voxel of the visit before i."""
+    # L visits at a time: the list is sorted, so that those to this voxel come first.
     voxel, same = voxel_at(voxels, i - 1, visits, BACKWARD), L
     while same == L:
         ahead = i + tl.arange(0, L)
@@ -120,7 +123,7 @@ def after_voxel(voxels, i, visits, L: tl.constexpr, BACKWARD: tl.constexpr):
 
 @triton.jit
 def visits_at(
-    order, voxels, total, page, row, head, i, visits,
+    order, voxels, total, documents, row, head, i, visits,
     H: tl.constexpr, K: tl.constexpr, BACKWARD: tl.constexpr, HAS_RESETS: tl.constexpr,
 ):  # fmt: skip
     """Some visits of the list in the order of the scan: which, where, whose, decays and resets."""
@@ -130,11 +133,11 @@ def visits_at(
     voxel = voxel_at(voxels, i, visits, BACKWARD)
     row_token = row + visit // K
     token = row_token * H + head
-    turned = tl.zeros(i.shape, tl.int32)
+    document = tl.zeros(i.shape, tl.int32)
     if HAS_RESETS:
-        turned = tl.load(page + row_token, mask=real, other=0)
-    now = tl.load(total + token, mask=real, other=0.0)
-    return real, visit, voxel, token, now, turned
+        document = tl.load(documents + row_token, mask=real, other=0)
+    decayed = tl.load(total + token, mask=real, other=0.0)
+    return real, visit, voxel, token, decayed, document
 
 
 @triton.jit
@@ -150,16 +153,17 @@ def given(
 
 @triton.jit(do_not_specialize=["N"])
 def scan_kernel(
-    order, voxels, weights, value, rate, total, page, start, met, end, N,
+    order, voxels, weights, value, rate, total, documents, start, around, end, N,
     H: tl.constexpr, V: tl.constexpr, C: tl.constexpr, CB: tl.constexpr, L: tl.constexpr,
     E: tl.constexpr, K: tl.constexpr, BACKWARD: tl.constexpr, HAS_START: tl.constexpr,
     HAS_RESETS: tl.constexpr,
 ):  # fmt: skip
-    """A piece of the list: S ← decay S + w β v at a write's visits; `met` gets S at a read's.
+    """A piece of the list: S ← decay S + w β v at a write's visits; `around` gets S at a read's.
 
-    BACKWARD, from the end: dS ← decay dS + w dr at a read's; `met` gets dS at a write's. `start` is
-    what the voxels hold before, and the last visit of a voxel leaves what goes to `end`.
+    BACKWARD, from the end: dS ← decay dS + w dr at a read's; `around` gets dS at a write's. `start`
+    is what the voxels hold before, and the last visit of a voxel leaves what goes to `end`.
     """
+    # The list of one row and head, and the state's channels that this program has.
     program = tl.program_id(0).to(tl.int64)
     channel, lane = tl.program_id(2) * CB + tl.arange(0, CB), tl.arange(0, L)
     visits, row, head = N * K, program // H * N, program % H
@@ -168,24 +172,28 @@ def scan_kernel(
     start, end = start + program * V * C, end + program * V * C
     # The sums of log α, and of resets, where the scan begins and where it ends.
     first_total, last_total = 0.0, tl.load(total + (row + N - 1) * H + head)
-    first_page, last_page = 0, 0
+    first_document, last_document = 0, 0
     if HAS_RESETS:
-        last_page = tl.load(page + row + N - 1)
+        last_document = tl.load(documents + row + N - 1)
+    # Which visits of a token add to the state, from `gives` on, and which need it, from `takes` on;
+    # `sign` makes a difference of sums of log α that of the later token and the earlier.
     gives, takes, sign = 0, K - E, 1.0
     if BACKWARD:
         gives, takes, sign = K - E, 0, -1.0
         first_total, last_total = last_total, first_total
-        first_page, last_page = last_page, first_page
+        first_document, last_document = last_document, first_document
     # A voxel belongs to the piece that its visits begin in.
     length = tl.cdiv(visits, tl.num_programs(1))
     at = after_voxel(voxels, tl.program_id(1) * length, visits, L, BACKWARD)
     stop = after_voxel(voxels, (tl.program_id(1) + 1) * length, visits, L, BACKWARD)
-    last_voxel, last_turned = tl.full([], -1, tl.int32), tl.zeros([], tl.int32)
-    last_now, carried = tl.zeros([], tl.float64), tl.zeros([CB], tl.float32)
+    # The state (CB) after the last visit so far, without `start`, and which visit that was.
+    carried_voxel, carried_document = tl.full([], -1, tl.int32), tl.zeros([], tl.int32)
+    carried_decayed, carried = tl.zeros([], tl.float64), tl.zeros([CB], tl.float32)
     while at < stop:
+        # A tile of L visits, and the voxel of the visit after each.
         i = at + lane
-        real, visit, voxel, token, now, turned = visits_at(
-            order, voxels, total, page, row, head, i, visits, H, K, BACKWARD, HAS_RESETS
+        real, visit, voxel, token, decayed, document = visits_at(
+            order, voxels, total, documents, row, head, i, visits, H, K, BACKWARD, HAS_RESETS
         )
         following = voxel_at(voxels, i + 1, visits, BACKWARD)
         # A voxel that neither begins with the tile nor ends in it waits for the next one.
@@ -194,54 +202,60 @@ def scan_kernel(
         begins = tl.sum(tl.where(lane == 0, voxel, 0)) == last
         taken = real & (voxel != tl.where(ends | begins, -2, last))
         count = tl.sum(taken.to(tl.int32))
+        # What the visits add, w β v or w dr: (L, CB)
         kind = visit % K // E * E
         gave = real & (kind == gives)
-        x = given(value, rate, weights, visit, token, gave, channel, C, not BACKWARD)
-        # Of the visits before in this tile, of those before it, and of what was there at first.
-        tied, carries = voxel[:, None] == voxel[None, :], voxel == last_voxel
+        added = given(value, rate, weights, visit, token, gave, channel, C, not BACKWARD)
+        # S at each visit: from the tile's visits to its voxel up to then, Σ e^{g_i − g_j} added_j,
+        # and from the visits before the tile.   (L, CB)
+        same_voxel, carries = voxel[:, None] == voxel[None, :], voxel == carried_voxel
         if HAS_RESETS:
-            tied &= turned[:, None] == turned[None, :]
-            carries &= turned == last_turned
-        tied &= i[:, None] >= i[None, :]
-        between = tl.where(tied, decay(sign * (now[:, None] - now[None, :])), 0.0)
-        left = tl.where(carries, decay(sign * (now - last_now)), 0.0)
-        state = product(between, x, "ieee") + left[:, None] * carried[None, :]
+            same_voxel &= document[:, None] == document[None, :]
+            carries &= document == carried_document
+        same_voxel &= i[:, None] >= i[None, :]
+        between = tl.where(same_voxel, decay(sign * (decayed[:, None] - decayed[None, :])), 0.0)
+        left = tl.where(carries, decay(sign * (decayed - carried_decayed)), 0.0)
+        state = product(between, added, "ieee") + left[:, None] * carried[None, :]
+        # The last visit taken hands on to the next tile.
         final = lane == count - 1
         carried = tl.sum(tl.where(final[:, None], state, 0.0), axis=0)
-        last_voxel = tl.sum(tl.where(final, voxel, 0))
-        last_now = tl.sum(tl.where(final, now, 0.0))
-        last_turned = tl.sum(tl.where(final, turned, 0))
+        carried_voxel = tl.sum(tl.where(final, voxel, 0))
+        carried_decayed = tl.sum(tl.where(final, decayed, 0.0))
+        carried_document = tl.sum(tl.where(final, document, 0))
+        # What the voxel held at first joins here: every visit gets it from `start` itself.
         if HAS_START:
-            left = tl.where(turned == first_page, decay(sign * (now - first_total)), 0.0)
+            left = tl.where(document == first_document, decay(sign * (decayed - first_total)), 0.0)
             state += left[:, None] * rows(start, voxel, real, channel, C)
+        # Visits of this piece store S; the last one of a voxel what is left at the scan's end.
         mine = taken & (i < stop)
-        store_rows(met, token * E + visit % E, mine & (kind == takes), channel, C, state)
-        rest = tl.where(turned == last_page, decay(sign * (last_total - now)), 0.0)
+        store_rows(around, token * E + visit % E, mine & (kind == takes), channel, C, state)
+        rest = tl.where(document == last_document, decay(sign * (last_total - decayed)), 0.0)
         store_rows(end, voxel, mine & (following != voxel), channel, C, rest[:, None] * state)
         at += count
 
 
 @triton.jit(do_not_specialize=["N"])
 def read_kernel(
-    read_at, met, reads, N,
+    read_at, around, reads, N,
     H: tl.constexpr, C: tl.constexpr, CB: tl.constexpr, T: tl.constexpr, E: tl.constexpr,
     n: tl.constexpr,
     G0: tl.constexpr, G1: tl.constexpr, G2: tl.constexpr, G3: tl.constexpr,
     W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, W3: tl.constexpr,
 ):  # fmt: skip
-    """What tokens read of the voxels that they met."""
+    """What tokens read of the voxels around their places."""
     program, s = tl.program_id(1).to(tl.int64), tl.program_id(0)
     channel = tl.arange(0, CB)
     _, token, real = tokens_of(program, s, N, H, T)
     corner, exist = corner_rows(program, s, N, H, T, E)
+    # r = Σ over the E corners of w S
     _, weight = corner_weights(read_at, token, real, -1, n, G0, G1, G2, G3, W0, W1, W2, W3)
-    S = tl.reshape(rows(met, corner, exist, channel, C), [T, E, CB])
+    S = tl.reshape(rows(around, corner, exist, channel, C), [T, E, CB])
     store_rows(reads, token, real, channel, C, tl.sum(weight[:, :, None] * S, axis=1))
 
 
 @triton.jit(do_not_specialize=["N"])
 def settle_kernel(
-    start, end, visited, total, page, other, dots, N,
+    start, end, visited, total, documents, other, dots, N,
     H: tl.constexpr, V: tl.constexpr, C: tl.constexpr, CB: tl.constexpr, VB: tl.constexpr,
     HAS_START: tl.constexpr, HAS_RESETS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -250,13 +264,15 @@ def settle_kernel(
     voxel, channel = tl.program_id(1) * VB + tl.arange(0, VB), tl.arange(0, CB)
     row, at = program // H * N + N - 1, program * V * C
     was_visited = tl.load(visited + program * V + voxel, mask=voxel < V, other=1) != 0
+    # What is left of the start after all tokens, in voxels that no token touched: (VB, CB)
     left = decay(tl.load(total + row * H + program % H))
     if HAS_RESETS:
-        left = tl.where(tl.load(page + row) == 0, left, 0.0)
+        left = tl.where(tl.load(documents + row) == 0, left, 0.0)
     values = tl.zeros([VB, CB], tl.float32)
     if HAS_START:
         values += left * rows(start + at, voxel, was_visited == 0, channel, C)
     store_rows(end + at, voxel, was_visited == 0, channel, C, values)
+    # The visited ones, which the scan has stored, join for the inner product.
     if DOT:
         values += rows(end + at, voxel, was_visited & (voxel < V), channel, C)
         dot = tl.sum(values * rows(other + at, voxel, voxel < V, channel, C))
@@ -265,7 +281,7 @@ def settle_kernel(
 
 @triton.jit(do_not_specialize=["N"])
 def token_gradient_kernel(
-    write_at, read_at, content, rate, met, by_met, by_reads,
+    write_at, read_at, content, rate, around, by_around, by_reads,
     by_write_at, by_read_at, by_content, by_rate, lost, N,
     H: tl.constexpr, C: tl.constexpr, CB: tl.constexpr, T: tl.constexpr, E: tl.constexpr,
     SAME: tl.constexpr, n: tl.constexpr,
@@ -282,8 +298,9 @@ def token_gradient_kernel(
     corner, exist = corner_rows(program, s, N, H, T, E)
     v, beta = rows(content, token, real, channel, C), of_tokens(rate, token, real)
     dr = rows(by_reads, token, real, channel, C)
-    S = tl.reshape(rows(met, corner, exist, channel, C), [T, E, CB])
-    dS = tl.reshape(rows(by_met, corner, exist, channel, C), [T, E, CB])
+    S = tl.reshape(rows(around, corner, exist, channel, C), [T, E, CB])
+    dS = tl.reshape(rows(by_around, corner, exist, channel, C), [T, E, CB])
+    # u = β v, with du = Σ over the corners of w dS
     _, weight = corner_weights(write_at, token, real, -1, n, G0, G1, G2, G3, W0, W1, W2, W3)
     du = tl.sum(weight[:, :, None] * dS, axis=1)
     dbeta = tl.sum(v * du, axis=1)
@@ -292,9 +309,11 @@ def token_gradient_kernel(
     by_read = tl.sum(S * dr[:, None, :], axis=2)
     if not SAME:
         _, weight = corner_weights(read_at, token, real, -1, n, G0, G1, G2, G3, W0, W1, W2, W3)
+    # ⟨r, dr⟩ − ⟨v, dv⟩
     loses = tl.sum(weight * by_read, axis=1) - beta * dbeta
     if SAME:
         by_write += by_read
+    # Coordinate by coordinate: the slopes of the weights along its axis.
     for A in tl.static_range(4 - n, 4):
         _, slope = corner_weights(write_at, token, real, A, n, G0, G1, G2, G3, W0, W1, W2, W3)
         tl.store(by_write_at + token * n + (3 - A), tl.sum(slope * by_write, axis=1), mask=real)
@@ -319,13 +338,13 @@ class Kept(NamedTuple):
     """(B, H, V)"""
     total: Tensor
     """(B, N, H) the sum of log α up to each token."""
-    met: Tensor
+    around: Tensor
     """(B, N, H, E, C) the state at the corners of the read places, after the write.
 
     In float32, for `keep_gradient`: of a token that reads where it writes, ⟨r, dr⟩ and ⟨v, dv⟩
     hardly differ, and what rounding leaves adds up along the row.
     """
-    page: Tensor | None = None
+    documents: Tensor | None = None
     """(B, N) the number of resets up to each token, where there are any."""
 
     @property
@@ -368,13 +387,13 @@ def forward(inputs: PlaceInputs, plan: Plan, *, keep: bool) -> tuple[Tensor, Ten
         (N,),
     )
     torch.sort(voxels, stable=True, out=(kept.voxels, kept.order))
-    page = or_else(kept.page, kept.total)
+    documents = or_else(kept.documents, kept.total)
     plan.bound(total_kernel, warps=4, T=SUMMED)(
-        (B * H,), (inputs.log_keep, or_else(inputs.resets, page), kept.total, page), (N,)
+        (B * H,), (inputs.log_keep, or_else(inputs.resets, documents), kept.total, documents), (N,)
     )
-    _scan(plan, inputs, kept, inputs.content, inputs.state, kept.met, after)
+    _scan(plan, inputs, kept, inputs.content, inputs.state, kept.around, after)
     plan.bound(read_kernel, T=TOKENS)(
-        (blocks(N, TOKENS), B * H), (inputs.asked_at, kept.met, reads), (N,)
+        (blocks(N, TOKENS), B * H), (inputs.asked_at, kept.around, reads), (N,)
     )
     _settle(plan, inputs, kept, inputs.state, after)
     return reads, after, kept.tensors if keep else []
@@ -386,7 +405,7 @@ def _scan(
     kept: Kept,
     value: Tensor,
     start: Tensor | None,
-    met: Tensor,
+    around: Tensor,
     end: Tensor,
     BACKWARD: bool = False,
 ) -> None:
@@ -398,7 +417,7 @@ def _scan(
         (B * H, blocks(visits, PIECE), blocks(C, CHANNELS)),
         (
             kept.order, kept.voxels, kept.weights, value, inputs.rate, kept.total,
-            or_else(kept.page, kept.total), or_else(start, end), met, end,
+            or_else(kept.documents, kept.total), or_else(start, end), around, end,
         ),
         (N,),
     )  # fmt: skip
@@ -418,7 +437,7 @@ def _settle(
     plan.bound(settle_kernel, VB=VOXELS, HAS_START=start is not None, DOT=other is not None)(
         tuple(dots.shape),
         (
-            or_else(start, end), end, kept.visited, kept.total, or_else(kept.page, kept.total),
+            or_else(start, end), end, kept.visited, kept.total, or_else(kept.documents, kept.total),
             or_else(other, end), dots,
         ),
         (N,),
@@ -436,8 +455,8 @@ def backward(
     """The gradients in the places of the inputs."""
     B, N, H, _ = inputs.content.shape
     found, same = Kept(*kept), inputs.read_at is None
-    by_state, by_met = torch.empty_like(inputs.state), torch.empty_like(found.met)
-    _scan(plan, inputs, found, grad_reads, grad_state, by_met, by_state, BACKWARD=True)
+    by_state, by_around = torch.empty_like(inputs.state), torch.empty_like(found.around)
+    _scan(plan, inputs, found, grad_reads, grad_state, by_around, by_state, BACKWARD=True)
     by_write_at, by_content, by_rate, lost = (
         torch.empty_like(t) for t in (inputs.write_at, inputs.content, inputs.rate, inputs.log_keep)
     )
@@ -445,7 +464,7 @@ def backward(
     plan.bound(token_gradient_kernel, warps=4, T=TOKENS, SAME=same)(
         (blocks(N, TOKENS), B * H),
         (
-            inputs.write_at, inputs.asked_at, inputs.content, inputs.rate, found.met, by_met,
+            inputs.write_at, inputs.asked_at, inputs.content, inputs.rate, found.around, by_around,
             grad_reads, by_write_at, or_else(by_read_at, by_write_at), by_content, by_rate, lost,
         ),
         (N,),
