@@ -87,9 +87,13 @@ def test_the_memory_agrees_with_the_oracle(call):
         assert np.abs(after.values[row].detach().numpy() - values).max() <= EXACT
 
 
-@given(call=calls(most=150, backend="auto"), sparse=st.booleans())
-def test_parallel_equals_sequential_with_every_gradient(call, sparse):
+@given(
+    call=calls(most=150, backend="auto"),
+    way=st.sampled_from(["dense", "sparse", "sparse, in a graph"]),
+)
+def test_parallel_equals_sequential_with_every_gradient(call, way):
     memory, x, where, state = call
+    can_ask = chunked.can_ask if way != "sparse, in a graph" else lambda _: False
     reset = marks(x.shape[:2], 0.05)
     results = []
     for backend in ("reference", "torch"):
@@ -98,7 +102,10 @@ def test_parallel_equals_sequential_with_every_gradient(call, sparse):
         leaves = [t.clone().requires_grad_() for t in (x, state.values)]
         given_where = None if where is None else where.clone().requires_grad_()
         before = PlaceState(leaves[1], state.origin, state.wrap)
-        with patch.object(chunked, "SPARSE_FROM", 0 if sparse else 10**9):
+        with (
+            patch.object(chunked, "SPARSE_FROM", 10**9 if way == "dense" else 0),
+            patch.object(chunked, "can_ask", can_ask),
+        ):
             m, after = memory(leaves[0], before, where=given_where, reset=reset)
         weight = torch.linspace(0.5, 1.5, m.numel(), dtype=m.dtype).view_as(m)
         (m * weight).sum().add(after.values.square().sum()).backward()
@@ -121,10 +128,12 @@ class Largest(TorchDispatchMode):
         return made
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])  # as a compiler, meta has no values
 @pytest.mark.parametrize("rule", ["linear", "delta"])
-def test_on_a_large_grid_no_token_touches_more_than_the_voxels_around_it(rule):
+def test_on_a_large_grid_no_token_touches_more_than_the_voxels_around_it(rule, device):
     config = PlaceConfig(grid=(80, 80), channels=1, heads=1, kernel="linear", rule=rule)
-    memory, x = PlaceMemory(DIM, config), torch.randn(1, 2 * chunked.CHUNK, DIM)
+    memory = PlaceMemory(DIM, config).to(device)
+    x = torch.randn(1, 2 * chunked.CHUNK, DIM, device=device)
     with Largest() as made:
         m, after = memory(x)
         (m.sum() + after.values.sum()).backward()

@@ -48,3 +48,12 @@ def test_no_output_depends_on_a_later_input_bit_for_bit(seed, rule, now):
         louder, _ = memory(torch.where(later[..., None], 3 * x, x))
         others = [louder, memory(x, reset=marks)[0], memory(x, mask=~marks)[0]]
     assert all(torch.equal(m[:, :now], other[:, :now]) for other in others)
+
+
+def test_a_compiled_call_with_resets_gives_the_same():
+    """A graph cannot ask for decays, so it makes no segments: each chunk meets the grid."""
+    memory, x, reset = forgetful("delta", -1.0), torch.randn(2, 70, 4), torch.rand(2, 70) < 0.1
+    compiled = torch.compile(memory, backend="eager", fullgraph=True)
+    (m, state), (other, after) = memory(x, reset=reset), compiled(x, reset=reset)
+    torch.testing.assert_close(other, m)
+    torch.testing.assert_close(after.values, state.values)

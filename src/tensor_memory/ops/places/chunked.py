@@ -107,10 +107,9 @@ def read_before(inputs: PlaceInputs, state: Tensor) -> Tensor:
 
 
 def is_sparse(inputs: PlaceInputs) -> bool:
-    """Whether to touch the voxels around each place, and not the grid; that asks for decays."""
+    """Whether to touch the voxels around each place, and not the grid."""
     grid = inputs.grid
-    large = inputs.width is None and math.prod(grid) >= SPARSE_FROM * 2 ** len(grid)
-    return large and can_ask(inputs.state)
+    return inputs.width is None and math.prod(grid) >= SPARSE_FROM * 2 ** len(grid)
 
 
 def _dense_block(block: PlaceInputs, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,6 +146,8 @@ def _dense_block(block: PlaceInputs, state: Tensor) -> tuple[Tensor, Tensor]:
 def _sparse_block(block: PlaceInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """Addresses as E corners: between chunks the voxels around each place, and not the grid."""
     reads, L = [], min(CHUNK, block.content.shape[1])
+    if not can_ask(state):  # nobody can be asked what has been forgotten
+        return _sparse_segment(block, state, L)
     for start, stop in _segments(block):
         segment = block.tokens(start, stop)
         if segment.resets is not None:  # a segment begins where a row does
@@ -189,9 +190,13 @@ def _sparse_segment(segment: PlaceInputs, state: Tensor, L: int) -> tuple[Tensor
         inverse = delta_inverse(chunks)
         given = product(inverse, given)
         solve = inverse * (chunks.rate * chunks.from_state).mT
-    held, written, state = SparseChunks.apply(
-        _by_chunk(write_index, L), _by_chunk(read_index, L), _by_chunk(write_weight, L),
-        _by_chunk(read_weight, L), given, solve, chunks.to_state, chunks.total, state,
+    (B, H), V = given.shape[:2], state.shape[2]
+    row = torch.arange(B * H, device=state.device).view(B, H, 1, 1, 1) * V
+    run = SparseChunks.apply if can_ask(state) else _plain_chunks
+    held, written, state = run(
+        _by_chunk(write_index, L) + row, _by_chunk(read_index, L) + row,
+        _by_chunk(write_weight, L), _by_chunk(read_weight, L), given, solve, chunks.to_state,
+        chunks.total.masked_fill(~chunks.carried, -torch.inf), state,
     )  # type: ignore[misc]  # fmt: skip
     reads = product(attention(chunks), written) + chunks.from_state * held
     return _flat(reads, N), state
@@ -207,11 +212,9 @@ class SparseChunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
         """-> what the places held (B, H, S, L, C), what was written, the state after."""
-        write_index, read_index, write_weight, read_weight, given, solve, to_state = inputs[:7]
+        write_flat, read_flat, write_weight, read_weight, given, solve, to_state = inputs[:7]
         total, state = inputs[7:]
         (B, H, S), V = given.shape[:3], state.shape[2]
-        row = torch.arange(B * H, device=state.device).view(B, H, 1, 1, 1) * V
-        write_flat, read_flat = write_index + row, read_index + row
         buffer = state.flatten(0, 2).clone()  # (B·H·V, C)
         scale = F.pad(total.cumsum(2), (1, 0))  # (B, H, S + 1), log of what the buffer leaves out
         held, written = torch.empty_like(given), given.clone()
