@@ -211,7 +211,7 @@ def test_what_is_unknown_is_refused_with_what_is_known():
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"show": "median"}, "expected a show of mean, seeds, min, max, first, got 'median'"),
+        ({"show": "median"}, "expected a show of mean, seeds, max, first, got 'median'"),
         ({"less": "a", "between": ["a", "b"]}, "expected one of less, .*, got less, between; make"),
         ({"less": "a", "over": "b"}, "expected one of less, .*, got less, over; make a column"),
         ({"match": ["recipe"]}, "expected less or over or between beside match, got none; add it"),

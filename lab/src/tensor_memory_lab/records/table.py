@@ -51,7 +51,7 @@ class Column:
     title: str = ""
     """The heading; the value's name unless given."""
     show: str = "mean"
-    """"mean" with its interval, "seeds" one by one, "min", "max", or the "first"."""
+    """"mean" with its interval, "seeds" one by one, the "max", or the "first"."""
     less: str = ""
     """Less the row of this method or label, seed by seed; bold where the 95 % interval leaves zero
     out."""
@@ -109,7 +109,7 @@ class Column:
 
 
 KINDS = ("", "percent", "bytes", "count", "text")
-SHOWN = ("mean", "seeds", "min", "max", "first")
+SHOWN = ("mean", "seeds", "max", "first")
 COMPARED = ("less", "over", "between")
 NEEDED = {"match": COMPARED, "or_own": ("study",), "without": ("study",)}
 """Fields of a column that say nothing without one of others."""
@@ -369,8 +369,8 @@ class _Cells:
             name = runs["metric"].iloc[0]
         if one.show == "seeds":
             return ", ".join(one.text(value, name) for value in values.sort_index())
-        if one.show in ("min", "max"):
-            return one.text(getattr(values.dropna(), one.show)(), name)
+        if one.show == "max":
+            return one.text(values.dropna().max(), name)
         if one.show == "first" or isinstance(first, str | bool):
             return one.text(first, name)
         return one.text(interval(values), name)
