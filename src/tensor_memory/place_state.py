@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from tensor_memory.config import PlaceConfig
+from tensor_memory.config import MAX_AXES, PlaceConfig
 from tensor_memory.files import load_tensors, save_tensors
 from tensor_memory.ops.autograd import can_ask
 from tensor_memory.ops.inputs import checked_device, checked_float, is_dense
@@ -207,9 +207,9 @@ class PlaceState:
         """The agent's frame moves by `shift` (n) or (B, n), in the units of places.
 
         What lay at place p lies at p − shift afterwards. Whole voxels roll; the rest stays in
-        `origin`, so that a walk of any length adds no error. What leaves the grid is gone, and
-        what comes in is empty; on an axis that wraps `empty=False` keeps it: the world is then a
-        circle itself.
+        `origin`, so that a walk of any length blurs nothing; shifts add up in the type of `origin`.
+        What leaves the grid is gone, and what comes in is empty; on an axis that wraps
+        `empty=False` keeps it: the world is then a circle itself.
         """
         axes = len(self.grid)
         try:
@@ -298,7 +298,18 @@ class PlaceState:
 
     def _require_possible(self) -> None:
         """Raise unless shapes and types agree; values are not looked at."""
-        B, axes, held = self.batch_size, len(self.grid), self.values.dtype
+        shape, held = self.values.shape, self.values.dtype
+        if not 4 <= len(shape) <= 3 + MAX_AXES or min(self.grid) < 2:
+            raise ValueError(
+                f"state.values: expected (B, H, *grid, C) with 1 to {MAX_AXES} grid axes of at "
+                f"least 2 voxels, got {tuple(shape)}; {_REMEDY}"
+            )
+        if self.scale is not None and self.scale.shape != (*shape[:-1], 1):
+            raise ValueError(
+                f"state.scale: expected shape {(*shape[:-1], 1)} beside values {tuple(shape)}, got "
+                f"{tuple(self.scale.shape)}; {_REMEDY}"
+            )
+        B, axes = self.batch_size, len(self.grid)
         if len(self.wrap) != axes or self.origin.shape != (B, axes):
             raise ValueError(
                 f"state: expected wrap ({axes}) and origin ({B}, {axes}) beside a grid of {axes} "

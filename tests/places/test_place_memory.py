@@ -518,6 +518,27 @@ def test_a_state_is_saved_and_loaded(tmp_path):
     assert loaded.wrap == state.wrap
 
 
+@pytest.mark.parametrize(
+    ("values", "scale", "axes", "message"),
+    [
+        (torch.zeros(()), None, 1, r"state.values: expected \(B, H, \*grid, C\) with 1 to 4"),
+        (torch.zeros(2, 3, 4), None, 0, r"state.values: .* of at least 2 voxels, got \(2, 3, 4\)"),
+        (torch.zeros(2, 3, 1, 4), None, 1, r"state.values: .*, got \(2, 3, 1, 4\)"),
+        (torch.zeros(2, 3, *[2] * 5, 4), None, 5, "state.values: expected .* 1 to 4 grid axes"),
+        (torch.zeros(2, 3, 5, 4), None, 2, r"state: expected wrap \(1\) and origin .*, got 2 and"),
+        (
+            torch.zeros(2, 3, 5, 4).bfloat16(), torch.ones(1), 1,
+            r"state.scale: expected shape \(2, 3, 5, 1\) beside values .*, got \(1,\)",
+        ),
+    ],
+)  # fmt: skip
+def test_a_file_that_holds_no_possible_state_is_refused(tmp_path, values, scale, axes, message):
+    path = tmp_path / "state.safetensors"
+    PlaceState(values, torch.zeros(2, axes), (False,) * axes, scale).save(path)
+    with pytest.raises(ValueError, match=f"state.safetensors: {message}.*; pass a state"):
+        PlaceState.load(path)
+
+
 def test_a_state_follows_a_float_tensor_and_refuses_the_rest():
     state = PlaceState(torch.randn(3, 1, 4, 2), torch.rand(3, 1), (False,))
     assert state.to(torch.zeros((), dtype=torch.float64)).values.dtype == torch.float64
