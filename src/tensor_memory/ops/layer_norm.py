@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tensor_memory.ops.launch import BoundKernel, bind, or_else
+from tensor_memory.ops.launch import BoundKernel, bind, blocks, or_else
 
 NORM_VALUES = 2048  # per program
 NORM_PROGRAMS = 528  # that share the sums for weight and bias: four per multiprocessor of an H200
@@ -134,7 +134,7 @@ def layer_norm(
     do, rows = _launches(D), x.numel() // D
     out = x.new_empty(rows, D, dtype=dtype)
     tensors = x, weight.contiguous(), bias.contiguous(), out
-    do.forward((-(-rows // do.rows),), tensors, (rows, float(epsilon)))
+    do.forward((blocks(rows, do.rows),), tensors, (rows, float(epsilon)))
     return out
 
 
@@ -154,8 +154,8 @@ def layer_norm_backward(
     """
     D = x.shape[-1]
     do, rows, weight = _launches(D), x.numel() // D, weight.contiguous()
-    blocks = -(-rows // do.rows)
-    programs = min(blocks, NORM_PROGRAMS)
+    tiles = blocks(rows, do.rows)
+    programs = min(tiles, NORM_PROGRAMS)
     grad_x, partial = torch.empty_like(x), x.new_empty(programs, 2, D, dtype=torch.float32)
     kernel = do.backward if normed is None else do.backward_normed
     bias = weight if bias is None else bias.contiguous()
@@ -165,6 +165,6 @@ def layer_norm_backward(
             x, weight, grad_out.contiguous(), grad_past.contiguous(), bias, grad_x, partial,
             or_else(normed, grad_x),
         ),
-        (rows, -(-blocks // programs), float(epsilon)),
+        (rows, blocks(tiles, programs), float(epsilon)),
     )  # fmt: skip
     return grad_x, partial

@@ -3,7 +3,9 @@
 Everything a token says is one product with all weights of the heads. The normed tokens are
 computed again in the backward: kept, they would take most of the memory.
 
-Letters: B batch, N tokens, d width, H heads, C channels, n axes, R columns of the heads' product.
+Letters: B batch, N tokens, d width, H heads, C channels, n axes, R columns of the heads' product:
+H·n for each place that is learned, H rates, H keeps, H·C contents, H·C gates. `by_x` is the
+gradient of x.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false
@@ -64,6 +66,7 @@ def heads_kernel(
 
     small: the memory's small weights, as `Packed` has them.
     """
+    # T tokens of one head, and where their places lie, (T, 4) of which n are real.
     row, head = tl.program_id(0) * T + tl.arange(0, T), tl.program_id(1)
     real = row < tokens
     token, axes = row.to(tl.int64) * H + head, tl.arange(0, 4)
@@ -72,7 +75,8 @@ def heads_kernel(
     at = tl.zeros([T, 4], tl.float32)
     if HAS_BASE:
         at += tl.load(base + place, mask=axis_real, other=0.0)
-    first = 0
+    # p = base + tanh(W_p x), and q likewise or p   (T, n)
+    first = 0  # column behind those of the places
     if LEARNED:
         p, _, _ = columns(said, row, real, head * n, n, 4, R)
         tl.store(write_at + place, at + tanh(p), mask=axis_real)
@@ -83,16 +87,20 @@ def heads_kernel(
             first = 2 * H * n
     else:
         tl.store(write_at + place, at, mask=axis_real)
+    # β = σ(W_β x + b)   (T)
     beta = tl.load(said + row.to(tl.int64) * R + first + head, mask=real, other=0.0).to(tl.float32)
     beta += tl.load(small + head).to(tl.float32)
     tl.store(rate + token, sigmoid(beta), mask=real)
+    # log α = log σ(W_α x + b)   (T)
     keep = tl.load(said + row.to(tl.int64) * R + first + H + head, mask=real, other=0.0)
     keep = keep.to(tl.float32) + tl.load(small + H + head).to(tl.float32)
     keep = tl.minimum(keep, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(keep)))
     tl.store(log_keep + token, keep, mask=real)
+    # The width of the kernel, once per head.
     if GAUSSIAN:
         wide = tl.exp(tl.load(small + 2 * H + head).to(tl.float32))
         tl.store(width + head, wide, mask=tl.program_id(0) == 0)
+    # v = W_v x   (T, C)
     v, _, exist = columns(said, row, real, first + 2 * H + head * C, C, CP, R)
     channel = tl.arange(0, CP)
     tl.store(content + token[:, None] * C + channel[None, :], v, mask=exist)
@@ -106,12 +114,14 @@ def heads_backward_kernel(
     T: tl.constexpr, LEARNED: tl.constexpr, SAME: tl.constexpr,
 ):  # fmt: skip
     """What the heads' product receives, all but the gate's columns; by_bias (programs, 2, H)."""
+    # T tokens of one head, and where their places lie, (T, 4) of which n are real.
     row, head = tl.program_id(0) * T + tl.arange(0, T), tl.program_id(1)
     real = row < tokens
     token, axes = row.to(tl.int64) * H + head, tl.arange(0, 4)
     axis_real = real[:, None] & (axes < n)[None, :]
     place = token[:, None] * n + axes[None, :]
-    first = 0
+    # Through tanh: 1 − tanh²   (T, n)
+    first = 0  # column behind those of the places
     if LEARNED:
         p, where, exist = columns(said, row, real, head * n, n, 4, R)
         given = tl.load(by_write_at + place, mask=axis_real, other=0.0)
@@ -122,6 +132,7 @@ def heads_backward_kernel(
             given = tl.load(by_read_at + place, mask=axis_real, other=0.0)
             tl.store(by_said + where, given * (1.0 - tanh(q) * tanh(q)), mask=exist)
             first = 2 * H * n
+    # Through β = σ(…): β (1 − β), and summed for its bias.
     at = row.to(tl.int64) * R + first + head
     beta = tl.load(said + at, mask=real, other=0.0).to(tl.float32)
     beta = sigmoid(beta + tl.load(small + head).to(tl.float32))
@@ -129,11 +140,13 @@ def heads_backward_kernel(
     tl.store(by_said + at, given, mask=real)
     bias = by_bias + tl.program_id(0) * 2 * H + head
     tl.store(bias, tl.sum(given))
+    # Through log σ(…): 1 − σ(…) = σ(−…), and summed for its bias.
     keep = tl.load(said + at + H, mask=real, other=0.0).to(tl.float32)
     keep = sigmoid(-keep - tl.load(small + H + head).to(tl.float32))
     given = tl.load(by_log_keep + token, mask=real, other=0.0) * keep
     tl.store(by_said + at + H, given, mask=real)
     tl.store(bias + H, tl.sum(given))
+    # Contents are columns as they are.   (T, C)
     _, where, exist = columns(said, row, real, first + 2 * H + head * C, C, CP, R)
     channel = tl.arange(0, CP)
     given = tl.load(by_content + token[:, None] * C + channel[None, :], mask=exist, other=0.0)
@@ -147,11 +160,13 @@ def readout_kernel(
     NORM_AT: tl.constexpr,
 ):  # fmt: skip
     """norm(r) ⊙ silu(gate) of one head; the gate's columns are the last."""
+    # T tokens of one head: gate and r   (T, C)
     row, head = tl.program_id(0) * T + tl.arange(0, T), tl.program_id(1)
     real, channel = row < tokens, tl.arange(0, CP)
     gate, _, exist = columns(said, row, real, R - H * C + head * C, C, CP, R)
     at = (row.to(tl.int64) * H + head)[:, None] * C + channel[None, :]
     r = tl.load(reads + at, mask=exist, other=0.0)
+    # r / rms(r) · weight · gate · σ(gate)
     inverse = 1.0 / tl.sqrt(tl.sum(r * r, axis=1) / C + epsilon)
     weight = tl.load(small + NORM_AT + channel, mask=channel < C, other=0.0).to(tl.float32)
     tl.store(out + at, r * inverse[:, None] * weight[None, :] * gate * sigmoid(gate), mask=exist)
@@ -173,18 +188,23 @@ def readout_backward_kernel(
     at = (row.to(tl.int64) * H + head)[:, None] * C + channel[None, :]
     r = tl.load(reads + at, mask=exist, other=0.0)
     given = tl.load(by_out + at, mask=exist, other=0.0).to(tl.float32)
+    # r̂ = r / rms(r) and σ(gate), as in forward.
     inverse = 1.0 / tl.sqrt(tl.sum(r * r, axis=1) / C + epsilon)[:, None]
     weight = tl.load(small + NORM_AT + channel, mask=channel < C, other=0.0)
     weight = weight.to(tl.float32)[None, :]
     normed, opened = r * inverse, sigmoid(gate)
+    # The gate: silu′ = σ (1 + gate (1 − σ)).
     slope = opened * (1.0 + gate * (1.0 - opened))
     tl.store(by_said + where, given * normed * weight * slope, mask=exist)
+    # The norm's weight: Σ over the tokens of what arrives before it times r̂, a part per program.
     given *= gate * opened
     part = parts + (tl.program_id(0) * tl.num_programs(1) + head) * (C + 1)
     tl.store(part + channel, tl.sum(given * normed, axis=0), mask=channel < C)
     given *= weight
+    # γ: given · r̂, all of it summed.
     shut = 1.0 - sigmoid(tl.load(residual_gate).to(tl.float32))
     tl.store(part + C, tl.sum(given * normed) * shut)
+    # r: (dr̂ − r̂ mean(dr̂ r̂)) / rms(r)
     along = tl.sum(given * normed, axis=1)[:, None] / C
     tl.store(by_reads + at, (given - normed * along) * inverse, mask=exist)
 
@@ -203,6 +223,7 @@ def gather_kernel(
     """
     matrix, column = tl.program_id(1), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     small = by_memory + (R * D + D * H * C)
+    # Which matrix this program sums: of the norm, of the biases, of the readout, of the width.
     if matrix < 4:
         parts, rows, count = by_norm, norm_rows, 2 * D
         if matrix == 1:
@@ -211,12 +232,14 @@ def gather_kernel(
             parts, rows, count = by_readout, readout_rows, C + 1
         if matrix == 3:
             parts, rows, count = by_width, width_rows, NORM_AT - 2 * H
+        # Its rows, ROWS at a time; then those ROWS.
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
         for start in range(0, rows, ROWS):
             row = start + tl.arange(0, ROWS)
             own = (row < rows)[:, None] & (column < count)[None, :]
             total += tl.load(parts + row[:, None] * count + column[None, :], mask=own, other=0.0)
         found = tl.sum(total, axis=0)
+        # To where its weights are.
         if matrix == 0:
             tl.store(by_layer + column, found, mask=column < count)
         if matrix == 1:
@@ -228,6 +251,7 @@ def gather_kernel(
             found *= tl.load(width + column, mask=column < count, other=0.0)
             tl.store(small + 2 * H + column, found, mask=column < count)
     else:
+        # The others copy: 4 the heads' matrices, 5 W_out.
         at = tl.program_id(0) * COPIED + tl.arange(0, COPIED)
         if matrix == 4:
             given = tl.load(by_heads + at, mask=at < R * D, other=0.0)

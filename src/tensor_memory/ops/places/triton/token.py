@@ -104,6 +104,7 @@ def token_kernel(
     W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, W3: tl.constexpr,
 ):  # fmt: skip
     """One program per row. x and out (B, d), state and after (B, H, V, C), where (B, H, n)."""
+    # The row's token: its mean and 1 / deviation.
     b = tl.program_id(0).to(tl.int64)
     x += b * D
     whole, axes, channel = tl.arange(0, DP), tl.arange(0, 4), tl.arange(0, CP)
@@ -111,6 +112,7 @@ def token_kernel(
     mean = tl.sum(value) / D
     centred = tl.where(whole < D, value - mean, 0.0)
     scale = 1.0 / tl.sqrt(tl.sum(centred * centred) / D + epsilon)
+    # Where a head's grid lies, voxels padded axis by axis: (P0·P1·P2·P3, CP)
     voxel = tl.arange(0, P0 * P1 * P2 * P3)
     i0, i1 = voxel // (P1 * P2 * P3), voxel // (P2 * P3) % P1
     i2, i3 = voxel // P3 % P2, voxel % P3
@@ -118,7 +120,7 @@ def token_kernel(
     exist = ((i0 < G0) & (i1 < G1) & (i2 < G2) & (i3 < G3))[:, None] & (channel < C)[None, :]
     shift = tl.load(origin + b * n + axes, mask=axes < n, other=0.0).to(tl.float32)
     for head in range(H):
-        # What the token says to this head.
+        # What the token says to this head, in pieces of d: p, q (4), v, gate (CP), β, α before σ.
         p, q = tl.zeros([4], tl.float32), tl.zeros([4], tl.float32)
         v, opened = tl.zeros([CP], tl.float32), tl.zeros([CP], tl.float32)
         beta = tl.load(rate_bias + head).to(tl.float32)
@@ -136,6 +138,7 @@ def token_kernel(
                 p += projected(write_place, head * n, n, token, c, 4, D)
                 if not SAME:
                     q += projected(read_place, head * n, n, token, c, 4, D)
+        # p = tanh(W_p x) + origin + where, and q likewise.
         p, q = tanh(p) + shift, tanh(q) + shift
         if GIVEN:
             given = tl.load(where + (b * H + head) * n + axes, mask=axes < n, other=0.0)
@@ -144,7 +147,7 @@ def token_kernel(
         w = 1.0
         if GAUSSIAN:
             w = tl.exp(tl.load(log_width + head).to(tl.float32))
-        # Keep, write, read.
+        # S ← αS, then S ← S + β φ (v − φᵀ S)ᵀ; without φᵀ S under rule "linear".   (V, C)
         phi = address(p, w, G0, G1, G2, G3, P0, P1, P2, P3, W0, W1, W2, W3, GAUSSIAN)
         place = (b * H + head) * V * C + at
         S = tl.load(state + place, mask=exist, other=0.0) / (1.0 + tl.exp(-kept))
@@ -152,16 +155,19 @@ def token_kernel(
             v -= tl.sum(phi[:, None] * S, axis=0)
         S += phi[:, None] * (v / (1.0 + tl.exp(-beta)))[None, :]
         tl.store(after + place, S, mask=exist)
+        # r = ψᵀ S   (C)
         psi = phi
         if not SAME:
             psi = address(q, w, G0, G1, G2, G3, P0, P1, P2, P3, W0, W1, W2, W3, GAUSSIAN)
         r = tl.sum(psi[:, None] * S, axis=0)
+        # norm(r) ⊙ silu(gate), in memory for the sum over heads.
         r = tl.where(channel < C, r, 0.0)
         r /= tl.sqrt(tl.sum(r * r) / C + read_epsilon)
         r *= tl.load(read_norm + channel, mask=channel < C, other=0.0).to(tl.float32)
         r *= opened / (1.0 + tl.exp(-opened))
         tl.store(readout + (b * H + head) * C + channel, r, mask=channel < C)
     tl.debug_barrier()  # every thread needs all of it
+    # x̂ = x + σ(γ) W_out readout, DB features at a time.
     share = 1.0 / (1.0 + tl.exp(-tl.load(residual_gate).to(tl.float32)))
     for start in range(0, D, DB):
         c = start + tl.arange(0, DB)
