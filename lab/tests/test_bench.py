@@ -524,7 +524,7 @@ class Growing(TensorMemory):
     ("memory", "said"), [(Hoarder, "MiB after the warm-up, more than"), (Growing, "the state grew")]
 )
 def test_a_memory_that_grows_is_caught(monkeypatch, capsys, memory, said):
-    monkeypatch.setitem(stream.KINDS, "tensor", (MemoryConfig, memory))
+    monkeypatch.setitem(hosts.MEMORIES, "tensor", (MemoryConfig, memory))
     arguments = ["--tokens", "100", "--block", "10", "--growth-limit", "8", "--quick"]
     assert bench.main(["stream", *STREAM, *arguments]) == 1
     assert said in capsys.readouterr().err

@@ -351,9 +351,5 @@ def main(argv: list[str]) -> int:
     result = run(options, device)
     config = {"dtype": str(_dtype(device)).removeprefix("torch."), "window": WINDOW}
     config |= {"memory": options.memory, "host": options.host}
-    complaints = [
-        text
-        for name, row in result["batches"].items()
-        for text in report.failures(f"batch {name}", row)
-    ]
+    complaints = report.failures({f"batch {n}": row for n, row in result["batches"].items()})
     return report.finish("decode", options, device, config, result, [table(result)], complaints)

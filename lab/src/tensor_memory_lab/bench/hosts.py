@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tensor_memory import MemoryConfig, PlaceConfig, attach
+from tensor_memory import MemoryConfig, PlaceConfig, PlaceMemory, TensorMemory, attach
 from tensor_memory_lab.bench.place_shapes import PlaceShape
 from tensor_memory_lab.bench.shapes import ScanShape, Shape
 from tensor_memory_lab.models import Model
@@ -169,7 +169,11 @@ def attached_host(*, quick: bool = False, memory: str = "tensor") -> Host:
 
 HOSTS = {"language": language_host, "video": video_host}
 
-CONFIGS: dict[str, Any] = {"tensor": MemoryConfig, "place": PlaceConfig}
+MEMORIES: dict[str, tuple[Any, Any]] = {
+    "tensor": (MemoryConfig, TensorMemory),
+    "place": (PlaceConfig, PlaceMemory),
+}
+"""Config and module of each memory."""
 CHOICES = ("channels", "grid", "chunk_size", "reads", "heads", "rule", "kernel")
 """Options that are fields of a config."""
 
@@ -177,7 +181,7 @@ CHOICES = ("channels", "grid", "chunk_size", "reads", "heads", "rule", "kernel")
 def add_memory_options(parser: argparse.ArgumentParser) -> None:
     """Which memory is measured, and how it is changed."""
     add = parser.add_argument
-    add("--memory", choices=CONFIGS, default="tensor", help="the paper's, or ours")
+    add("--memory", choices=MEMORIES, default="tensor", help="the paper's, or ours")
     reads = "of the tensor memory: what each read is for (default: chunk)"
     add("--reads", choices=("chunk", "token"), help=reads)
     add("--rule", choices=("linear", "delta"), help="of the place memory (default: linear)")
@@ -187,7 +191,7 @@ def memory_changes(parser: argparse.ArgumentParser, options: argparse.Namespace)
     """Fields of the memory's config that were named; one of the other memory is refused."""
     asked = {name: getattr(options, name, None) for name in CHOICES}
     changes = {name: value for name, value in asked.items() if value is not None}
-    known = {field.name for field in fields(CONFIGS[options.memory])}
+    known = {field.name for field in fields(MEMORIES[options.memory][0])}
     for name in changes:
         if name not in known:
             option = name.replace("_", "-")

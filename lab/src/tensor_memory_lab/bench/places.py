@@ -242,6 +242,6 @@ def main(argv: list[str]) -> int:
     else:
         result = run(options, device)
     parts = {**result["shapes"], **{f"{r} memory": row for r, row in result["memories"].items()}}
-    complaints = [text for name, row in parts.items() for text in report.failures(name, row)]
     config = {"autocast": "bfloat16" if device.type == "cuda" else None}
+    complaints = report.failures(parts)
     return report.finish("places", options, device, config, result, tables(result), complaints)

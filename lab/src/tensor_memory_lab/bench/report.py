@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -92,11 +92,14 @@ def recorded(errors: dict[str, str], part: str) -> Iterator[None]:
         errors[part] = f"{type(error).__name__}: {str(error).strip()[:2000]}"
 
 
-def failures(name: str, row: dict[str, Any]) -> list[str]:
-    """What of a measured row disagreed or died."""
-    found = [f"{name}, {part}: {error}" for part, error in row.get("errors", {}).items()]
-    disagreed = row.get("agreement", {}).get("failures", [])
-    return found + [f"{name} DISAGREES with the reference: {text}" for text in disagreed]
+def failures(rows: Mapping[str, dict[str, Any]]) -> list[str]:
+    """What of measured rows, by their names, disagreed or died."""
+    found: list[str] = []
+    for name, row in rows.items():
+        found += [f"{name}, {part}: {error}" for part, error in row.get("errors", {}).items()]
+        disagreed = row.get("agreement", {}).get("failures", [])
+        found += [f"{name} DISAGREES with the reference: {text}" for text in disagreed]
+    return found
 
 
 def finish(

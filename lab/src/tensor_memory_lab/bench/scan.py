@@ -253,7 +253,7 @@ def complaints(result: dict[str, Any]) -> list[str]:
     parts = dict(result["shapes"]) | {"cpu_memory": result.get("cpu_memory", {})}
     for name, swept in result["sweeps"].items():
         parts |= {f"sweep over {name}, {row['label']}": row for row in swept}
-    found = [text for name, row in parts.items() for text in report.failures(name, row)]
+    found = report.failures(parts)
     if result.get("interrupted"):
         found.append("interrupted: what is not in the tables was not measured")
     return found

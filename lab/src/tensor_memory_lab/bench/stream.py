@@ -18,26 +18,14 @@ from typing import Any
 
 import torch
 
-from tensor_memory import (
-    MemoryConfig,
-    MemoryState,
-    PlaceConfig,
-    PlaceMemory,
-    PlaceState,
-    TensorMemory,
-)
+from tensor_memory import MemoryState, PlaceMemory, PlaceState, TensorMemory
 from tensor_memory_lab.bench import report
-from tensor_memory_lab.bench.hosts import add_memory_options, memory_changes
+from tensor_memory_lab.bench.hosts import MEMORIES, add_memory_options, memory_changes
 from tensor_memory_lab.commands.option_types import count
 from tensor_memory_lab.progress import progress
 from tensor_memory_lab.train.record import peak_memory
 
 STATM = Path("/proc/self/statm")
-
-KINDS: dict[str, tuple[Any, Any]] = {
-    "tensor": (MemoryConfig, TensorMemory),
-    "place": (PlaceConfig, PlaceMemory),
-}
 
 
 def held_bytes(device: torch.device) -> int:
@@ -142,7 +130,7 @@ def main(argv: list[str]) -> int:
             f"--warm-up: expected fewer than the {options.tokens} --tokens, got {options.warm_up}"
         )
     chosen = memory_changes(parser, options)
-    kind, module = KINDS[options.memory]
+    kind, module = MEMORIES[options.memory]
     try:
         config = kind(**chosen)
         torch.manual_seed(options.seed)

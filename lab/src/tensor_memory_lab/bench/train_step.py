@@ -276,6 +276,5 @@ def main(argv: list[str]) -> int:
         "autocast": "bfloat16" if cuda else None,
         "memory": options.memory,
     }
-    complaints = [t for n, row in result["models"].items() for t in report.failures(n, row)]
-    tables = [table(result)]
-    return report.finish("train-step", options, device, config, result, tables, complaints)
+    complaints = report.failures(result["models"])
+    return report.finish("train-step", options, device, config, result, [table(result)], complaints)
