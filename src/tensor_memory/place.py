@@ -176,7 +176,11 @@ class PlaceMemory(nn.Module):
         """m = W_out(norm(r) ⊙ silu(W_gate x)): reads (B, N, H, C), x (B, N, d) -> (B, N, d)."""
         source = x if mask is None else x.masked_fill(~mask[..., None], 0)
         gate = F.silu(self.gate(source))
-        read = self.norm(reads.to(self.norm.weight.dtype)).flatten(2)
+        dtype = self.norm.weight.dtype
+        if dtype == torch.float16:  # 65504 is its largest: a norm gives the same of smaller reads
+            largest = reads.detach().abs().amax(-1, keepdim=True)
+            reads = reads / (largest / 2**15).clamp(min=1)
+        read = self.norm(reads.to(dtype)).flatten(2)
         m = self.output(read.to(gate.dtype) * gate)
         return m if mask is None else m.masked_fill(~mask[..., None], 0)
 

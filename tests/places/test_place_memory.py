@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memories import stirred
 from tensor_memory import MemoryResidual, PlaceConfig, PlaceMemory, PlaceState
 from tensor_memory.ops.places import chunked
+from tolerances import assert_same
 
 DIM = 4
 EXACT = 1e-10
@@ -495,6 +496,17 @@ def test_half_precision_keeps_a_float32_state():
     memory = PlaceMemory(8).bfloat16()
     m, state = memory(torch.randn(2, 5, 8, dtype=torch.bfloat16))
     assert (m.dtype, state.values.dtype) == (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("size", [1e3, 1e6])
+def test_reads_that_float16_cannot_hold_are_normed_all_the_same(size):
+    config = PlaceConfig(grid=(3, 4), channels=8, heads=2)
+    memory, x = PlaceMemory(DIM, config).half(), torch.randn(2, 3, DIM).half()
+    state = PlaceState.zeros(config, 2)
+    state = state.with_values(size * torch.randn_like(state.values))
+    m, _ = memory(x, state)
+    exact, _ = memory.float()(x.float(), state)
+    assert_same(m, exact)
 
 
 def test_a_pose_in_float64_gives_what_it_gives_in_float32():
