@@ -170,6 +170,16 @@ def test_an_unknown_command_is_a_usage_error(capsys: pytest.CaptureFixture[str])
     assert "usage: tensor-memory" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "options", [["--dim", "-4"], ["--batch", "-1", "--dim", "4"], ["--seed", str(2**64)]]
+)
+def test_an_example_that_cannot_be_drawn_is_no_leak(
+    models: str, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["leak-check", f"{models}:causal", *options]) == 2
+    assert "leak-check: no example can be drawn: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", [[], ["leak-check"], ["inspect"]])
 def test_a_bare_command_prints_its_help(
     command: list[str], capsys: pytest.CaptureFixture[str]

@@ -87,17 +87,18 @@ def load_factory(name: str) -> Callable[[], Any]:
 
 def draw_example(model: Any, options: argparse.Namespace) -> Tensor:
     """Random ids where the model embeds ids, random embeddings where a width was given."""
-    generator = torch.Generator().manual_seed(options.seed)
     shape = (options.batch, options.length)
-    if options.dim is not None:
-        return torch.randn(*shape, options.dim, generator=generator)
-    size = options.vocab_size or _vocabulary(model)
-    if size is None:
-        raise ValueError(
-            "leak-check: the model does not say what it takes; pass --vocab-size for ids or "
-            "--dim for embeddings, or let the factory return (model, example)"
-        )
-    return torch.randint(size, shape, generator=generator)
+    with _told_of_crashes("no example can be drawn:"):
+        generator = torch.Generator().manual_seed(options.seed)
+        if options.dim is not None:
+            return torch.randn(*shape, options.dim, generator=generator)
+        size = options.vocab_size or _vocabulary(model)
+        if size is not None:
+            return torch.randint(size, shape, generator=generator)
+    raise ValueError(
+        "leak-check: the model does not say what it takes; pass --vocab-size for ids or "
+        "--dim for embeddings, or let the factory return (model, example)"
+    )
 
 
 def _vocabulary(model: Any) -> int | None:
