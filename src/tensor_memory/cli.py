@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
         help="the file that record(live=...) writes; it may not exist yet",
     )
     watch.add_argument(
-        "--port", type=int, default=0, help="of the page (default: any that is free)"
+        "--port", type=_port, default=0, help="of the page (default: any that is free)"
     )
     watch.set_defaults(run="inspect.watch:run_watch")
     return parser
@@ -159,6 +159,12 @@ def _chunks(text: str) -> slice:
     if not colon or not all(part == "" or part.lstrip("-").isdecimal() for part in (start, stop)):
         raise argparse.ArgumentTypeError(f"expected START:STOP, such as 0:12, got {text!r}")
     return slice(*(int(part) if part else None for part in (start, stop)))
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"expected a port from 0 to 65535, got {text!r}")
+    return int(text)
 
 
 def _positive(text: str) -> int:

@@ -133,11 +133,14 @@ def test_a_recording_that_is_too_large_is_thinned_and_says_so(served, monkeypatc
     assert "One recorded chunk in 2 is on this page" in values
 
 
-def test_a_foreign_file_a_folder_and_a_missing_folder_are_refused(tmp_path, capsys):
+def test_a_foreign_file_a_folder_a_missing_folder_and_no_port_are_refused(tmp_path, capsys):
     (tmp_path / "foreign").write_text("no recording")
     for path in (tmp_path / "foreign", tmp_path, tmp_path / "none" / "run.safetensors"):
         assert main(["watch", str(path)]) == 2
         assert "expected" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["watch", str(tmp_path / "run"), "--port", "65536"])
+    assert "expected a port from 0 to 65535, got '65536'" in capsys.readouterr().err
     memory = TensorMemory(8, MemoryConfig(channels=2, grid=(2, 2), chunk_size=1))
     with pytest.raises(FileNotFoundError, match="folder that is there"):
         record(memory, live=tmp_path / "none" / "run.safetensors").__enter__()
