@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -16,11 +17,6 @@ from tensor_memory_lab.records.text import label_text, variant_text
 
 if TYPE_CHECKING:
     import pandas as pd
-
-try:
-    import fcntl
-except ImportError:  # Windows: there two processes must not append to one file at once
-    fcntl = None
 
 RESULTS = Path("results")
 """Where the name of a study is looked for."""
@@ -247,9 +243,6 @@ def _line(value: Any) -> str:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """One process at a time, where the file system has locks."""
-    if fcntl is None:
-        yield
-        return
     held = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):  # a file system without locks
