@@ -242,9 +242,6 @@ def test_every_setting_is_a_split_of_its_own(folder):
             assert memory.config.grid == ((6, 6) if split == "test@large" else (3, 3))
             sums = task.measure(model(batch)[0], batch)
         assert math.isfinite(sums["loss"][0])
-    large = task.batch("test@large", 0, 2)
-    spacing = (large["where"][:, 2:] - large["where"][:, :-2])[:, ::2].abs().max()
-    assert spacing.item() == pytest.approx(2 / 17)  # one cell of 17
     assert memory.config.grid == (3, 3)
     with pytest.raises(ValueError, match=r"split: expected train, valid, test, .*got 'test@far'"):
         task.batch("test@far", 0, 1)
@@ -331,9 +328,29 @@ def test_given_places_are_the_agents_and_the_one_asked_for(task):
     memory.register_forward_pre_hook(lambda _, args, kw: told.append(kw["where"]), with_kwargs=True)
     batch = task.batch("test", 0, 2)
     model(batch)
-    assert torch.equal(told[0], batch["where"])
+    assert torch.allclose(told[0], batch["where"], atol=1e-6)
     between = (batch["asked"] - batch["at"]) * (2 / 9)
     assert torch.allclose(told[0][:, 1::2] - told[0][:, ::2], between, atol=1e-6)
+
+
+@pytest.mark.parametrize("pose", ["given", "integrated"])
+def test_the_grid_goes_once_around_and_a_cell_has_as_many_voxels_in_a_larger_maze(folder, pose):
+    task = config_for(folder, pose=pose, tests=("test", "test@large")).build(0)
+    place = PlaceConfig(grid=(4, 6), channels=2, heads=1, wrap=True)
+    config = MazeModelConfig(method="place-given", **SMALL | {"place": place})
+    model, told = MazeModel(config, task.classes, steps=90), []
+    memory = model.stack.blocks[1].side.memory
+    memory.register_forward_pre_hook(lambda _, args, kw: told.append(kw["where"]), with_kwargs=True)
+    for split, scale in {"test": 1, "test@large": 2}.items():
+        batch = task.batch(split, 0, 2)
+        with torch.no_grad(), task.prepared(model, split):
+            model(batch)
+        size = torch.tensor((6 * scale, 4 * scale))
+        voxel = (told.pop() + 1) / 2 * (size - 1)  # a place of -1 is the first, of 1 the last
+        around = (batch["where"] + 1) / 2
+        assert torch.allclose(voxel, around * size, atol=1e-4)
+        cells = 9 * scale * around
+        assert torch.allclose(cells, cells.round(), atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore::tensor_memory.ForgettingWarning")  # the published start

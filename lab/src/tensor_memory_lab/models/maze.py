@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tensor_memory import PlaceConfig
+from tensor_memory import PlaceConfig, PlaceMemory
 from tensor_memory_lab.models import Carry
 from tensor_memory_lab.models.block import initialise
 from tensor_memory_lab.models.stack import Stack
@@ -77,8 +77,24 @@ class MazeModel(WalkModel):
         seen = seen + self.position(self.told(batch["at"], batch["where"][:, ::2]))
         asked = self.position(self.told(batch["asked"], batch["where"][:, 1::2])) + self.kind[1]
         x = torch.stack([seen, asked], dim=2).flatten(1, 2)  # (B, N, d)
-        x, _ = self.stack(x, where=batch["where"])
+        x, _ = self.stack(x, where=self._once_around(batch["where"]))
         return {"logits": self.head(self.norm(x[:, 1::2]))}, None
+
+    def _once_around(self, where: Tensor) -> Tensor:
+        """Places (B, N, 2) as the memory counts them: the grid goes once around the torus.
+
+        To the memory the places from -1 to 1 are those from the first voxel to the last, and on an
+        axis that wraps the way from the last to the first comes on top.
+        """
+        memory = next((m for m in self.modules() if isinstance(m, PlaceMemory)), None)
+        if memory is None:
+            return where
+        grid, wrap = memory.config.grid, memory.config.wrap
+        assert isinstance(wrap, tuple)
+        turns = [G / (G - 1) if wraps else 1.0 for G, wraps in zip(grid, wrap, strict=True)]
+        # Coordinate 0 addresses the last axis.
+        parts = zip(where.unbind(-1), reversed(turns), strict=True)
+        return torch.stack([(part + 1) * turn - 1 for part, turn in parts], -1)
 
     def _viewed(self, batch: Batch) -> Tensor:
         """What is seen, by heading: (B, T, d)."""

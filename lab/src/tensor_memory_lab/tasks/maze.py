@@ -142,11 +142,11 @@ class Maze(DrawnTask):
 
     `view` (B, T, V) what is in the cells around, row by row from the left front one, uint8; `at`
     (B, T, 2) column and row of the agent and `asked` (B, T, 2) those of the cell asked for, in
-    cells; `where` (B, 2T, 2) both in turn, on a torus from -1 to 1 that is as wide as the maze:
-    wherever cells are counted from, each has a place of its own there; `heading`, `action` (B, T);
-    `target` (B, T) what is in the cell asked for; `age` (B, T) steps since it was last seen;
-    `guess` (B, T) what is most often in a cell of its row and column: mazes of labmaze have walls
-    where both are even, and ways elsewhere.
+    cells; `where` (B, 2T, 2) both in turn, on a torus from -1 to 1 that is as wide as the maze, or
+    wider by a cell or two: wherever cells are counted from, each has a place of its own there;
+    `heading`, `action` (B, T); `target` (B, T) what is in the cell asked for; `age` (B, T) steps
+    since it was last seen; `guess` (B, T) what is most often in a cell of its row and column: mazes
+    of labmaze have walls where both are even, and ways elsewhere.
     """
 
     metric = "accuracy_balanced"
@@ -251,7 +251,7 @@ class Maze(DrawnTask):
         if self.config.pose == "integrated":
             at, question = (integrated(x, at, heading) for x in (at, question))
             heading = (heading - heading[:, :1]) % 4
-        around = setting.scale * (self.config.side - 1) + 1
+        around = setting.scale * self.config.side  # a grid so many times as wide has equal voxels
         where = np.stack([at, question], 2).reshape(B, -1, 2) * (2 / around) - 1
         corner = torch.randint(PERIOD, (B, 1, 2), generator=random)
         return {
