@@ -49,6 +49,29 @@ def test_a_lookup_answers_everything(overwrite):
         assert sorted(tokens[: 2 * pairs : 2]) != sorted(set(tokens[: 2 * pairs : 2]))
 
 
+def test_answers_for_keys_that_were_written_twice_are_told_apart():
+    task = replace(SMALL, overwrite=True).build(0)
+    for index in range(task.batches("test", 3)):
+        batch = task.batch("test", index, 3)
+        stale = torch.empty_like(batch["target"])
+        for row, tokens in enumerate(batch["tokens"].tolist()):
+            for column, ask in enumerate(batch["ask"][row].tolist()):
+                stale[row, column] = tokens[tokens.index(tokens[ask]) + 1]  # its first value
+        logits = torch.nn.functional.one_hot(stale, task.vocabulary).float()
+        sums = task.measure({"logits": logits}, batch)
+        means = {name: (total / rows).item() for name, (total, rows) in sums.items() if rows}
+        assert means["accuracy_rewritten"] == 0
+        assert means["accuracy"] == pytest.approx(2 / 3)
+        assert means["accuracy_once"] == 1
+    assert "accuracy_once" not in SMALL.build(0).measure(*shown(SMALL.build(0)))
+
+
+def shown(task):
+    """Some answers, and the batch they are to."""
+    batch = task.batch("test", 0, 3)
+    return {"logits": torch.zeros(*batch["target"].shape, task.vocabulary)}, batch
+
+
 def test_rows_are_written_and_asked_as_zoology_has_it():
     task = MqarConfig(train_rows=400).build(0)
     batch = task.batch("train", task.batches("train", 400) - 1, 400)  # 64 pairs in 256 tokens

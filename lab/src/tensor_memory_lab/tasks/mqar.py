@@ -68,7 +68,7 @@ class Mqar(Task):
     test_splits: tuple[str, ...] = ("test",)
     shapes = len(TESTED)
     """Shapes that batches come in, at most."""
-    any_size = ("ask", "target")
+    any_size = ("ask", "target", "twice")
     """Any number of questions: rows of one length share their code."""
 
     def __init__(self, config: MqarConfig, seed: int) -> None:
@@ -123,7 +123,8 @@ class Mqar(Task):
     def measure(self, outputs: Outputs, batch: Batch) -> Sums:
         """Sums over rows: cross-entropy and the part of the answers that is right.
 
-        `accuracy@64` is over the rows of 64 pairs alone.
+        `accuracy@64` is over the rows of 64 pairs alone, `accuracy_rewritten` over keys that were
+        written twice, `accuracy_once` over the others.
         """
         logits, target = outputs["logits"].float(), batch["target"]
         rows = torch.full((), target.shape[0], device=target.device)
@@ -131,6 +132,10 @@ class Mqar(Task):
         right = (logits.argmax(-1) == target).float().mean(1).sum()
         loss = functional.cross_entropy(logits.flatten(0, 1), target.flatten()) * rows
         sums: Sums = {"loss": (loss, rows), "accuracy": (right, rows)}
+        if "twice" in batch:
+            hit = logits.argmax(-1) == target
+            for name, kind in (("rewritten", batch["twice"]), ("once", ~batch["twice"])):
+                sums[f"accuracy_{name}"] = (((hit & kind).sum(1) / kind.sum(1)).sum(), rows)
         for length, pairs in TESTED:
             here = batch["tokens"].shape[1] == length and target.shape[1] == self.asked(pairs)
             sums[f"accuracy@{pairs}"] = (right, rows) if here else (none.float(), none)
@@ -173,15 +178,21 @@ class Mqar(Task):
 def draw(
     config: MqarConfig, rows: int, length: int, pairs: int, asked: int, random: torch.Generator
 ) -> Batch:
-    """tokens (R, N), ask (R, Q) positions of the questions, target (R, Q) their answers."""
+    """tokens (R, N), ask (R, Q) positions of the questions, target (R, Q) their answers.
+
+    Where keys are written twice also twice (R, Q), the questions for one of these.
+    """
     half, first = config.vocabulary // 2, 2 * pairs
     keys = distinct(rows, asked, 1, half, random)
     values = distinct(rows, pairs, half, config.vocabulary, random)
     written = torch.arange(asked).expand(rows, -1)  # which key each pair has
+    twice: Batch = {}
     if asked < pairs:
         again = distinct(rows, pairs - asked, 0, asked, random)
         order = torch.rand(rows, pairs, generator=random).argsort(1)
         written = torch.cat([written, again], 1).gather(1, order)
+        never = torch.zeros(rows, asked, dtype=torch.bool)
+        twice = {"twice": never.scatter(1, again, True)}
     at = torch.arange(pairs).expand(rows, -1)
     last = torch.zeros(rows, asked, dtype=torch.long).scatter_reduce(1, written, at, "amax")
     # Drawing without replacement by weights: the largest of log weight plus Gumbel noise.
@@ -192,7 +203,7 @@ def draw(
     tokens = torch.randint(config.vocabulary, (rows, length), generator=random)
     tokens[:, :first:2], tokens[:, 1:first:2] = keys.gather(1, written), values
     tokens.scatter_(1, ask, keys)
-    return {"tokens": tokens.int(), "ask": ask, "target": values.gather(1, last)}
+    return {"tokens": tokens.int(), "ask": ask, "target": values.gather(1, last)} | twice
 
 
 def distinct(rows: int, count: int, low: int, high: int, random: torch.Generator) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,10 @@ def compiled(loss: Callable[..., Any], task: Any) -> Callable[..., Any]:
     if (name := "unsafe_marked_cacheable_functions") in torch._inductor.list_options():
         options[name] = CACHED
     made = torch.compile(loss, dynamic=False, options=options)
-    free: Collection[str] = getattr(task, "any_size", ())
+    free = frozenset(getattr(task, "any_size", ()))
 
     def call(batch: Batch, *more: Any) -> Any:
-        for name in free:
+        for name in free & batch.keys():
             torch._dynamo.maybe_mark_dynamic(batch[name], 1)
         return made(batch, *more)
 
