@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 
@@ -19,14 +19,6 @@ from tensor_memory.attachment.places import PlaceSource, Where
 from tensor_memory.build import AnyConfig
 from tensor_memory.config import MemoryConfig, PlaceConfig
 from tensor_memory.residual import MemoryResidual
-
-_RESIDUAL = {
-    "gate_init": "a number",
-    "norm": "True or False",
-    "dropout": "a number in [0, 1)",
-    "drop_path": "a number in [0, 1)",
-}
-"""Options of `MemoryResidual` that a caller may set."""
 
 
 def attach(
@@ -43,7 +35,10 @@ def attach(
     causal: bool | Literal["auto"] = "auto",
     zero_init: bool = False,
     freeze_host: bool = False,
-    **residual: Any,
+    gate_init: float = 0.0,
+    norm: bool = True,
+    dropout: float = 0.0,
+    drop_path: float = 0.0,
 ) -> Attachment:
     """Put a memory after the blocks of `model`, which stays the object it was.
 
@@ -67,7 +62,10 @@ def attach(
             say counts as causal.
         zero_init: the host's outputs stay as they are until the memory has been trained.
         freeze_host: train the memory alone; `detach` gives the host its gradients back.
-        **residual: options of `MemoryResidual`: gate_init, norm, dropout, drop_path.
+        gate_init: initial γ of every layer, as are the following of `MemoryResidual`.
+        norm: LayerNorm before the memory.
+        dropout: probability of dropping single features of the readout.
+        drop_path: probability of dropping a row's whole readout.
 
     Raises:
         NoBlocksFoundError: no blocks found, or `layers` matches nothing.
@@ -112,7 +110,6 @@ def attach(
         raise ValueError(
             f"causal: expected True, False or 'auto', got {causal!r:.80}; leave it out for 'auto'"
         )
-    _require_residual_options(residual)
     refuse_compiled(model)
     _require_unwrapped(model)
     for path, part in model.named_modules():
@@ -154,7 +151,12 @@ def attach(
         refuse_causal=causal == "auto",
         place_source=place_source,
         zero_init=zero_init,
-        residual=residual,
+        residual={
+            "gate_init": gate_init,
+            "norm": norm,
+            "dropout": dropout,
+            "drop_path": drop_path,
+        },
     )
     with ExitStack() as undo:  # a host that refuses half-way is left as it was
         undo.callback(_unfreeze, attachment)
@@ -247,23 +249,6 @@ def _require_unwrapped(model: nn.Module) -> None:
                 f"attach: expected a model that is not distributed yet, got "
                 f"{type(part).__name__}, which would leave the memory's gradients out of its "
                 "exchange; attach first, then wrap"
-            )
-
-
-def _require_residual_options(residual: dict[str, Any]) -> None:
-    unknown = sorted(set(residual) - set(_RESIDUAL))
-    if unknown:
-        raise TypeError(
-            f"attach: unexpected keyword argument '{unknown[0]}'; expected where, layers, every, "
-            "dim, share_weights, scope, causal, zero_init, freeze_host, or an option of the "
-            "residual: " + ", ".join(_RESIDUAL)
-        )
-    for name, value in residual.items():
-        is_bool = isinstance(value, bool)
-        if not (is_bool if name == "norm" else isinstance(value, int | float) and not is_bool):
-            raise TypeError(
-                f"{name}: expected {_RESIDUAL[name]}, got {value!r:.80}; leave it out for the "
-                "default"
             )
 
 
