@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensor_memory import PlaceConfig, PlaceMemory
+from tensor_memory.ops.places.chunked import SparseChunks
 
 
 def forgetful(rule: str, keep_bias: float) -> PlaceMemory:
@@ -35,6 +37,14 @@ def test_rows_may_forget_at_different_times(rule):
         found.append([m, state.values, *(p.grad for p in one.parameters())])
     for fast, slow in zip(*found, strict=True):
         torch.testing.assert_close(fast, slow, rtol=1e-3, atol=1e-4)
+
+
+def test_documents_make_no_more_segments_than_there_are_chunks():
+    """Every segment copies the whole grid, and keeps it for the backward."""
+    x, reset = torch.randn(2, 130, 4), torch.rand(2, 130) < 0.5
+    with patch.object(SparseChunks, "apply", wraps=SparseChunks.apply) as segment:
+        forgetful("linear", 6.0)(x, reset=reset)
+    assert segment.call_count == 3
 
 
 @given(st.integers(0, 2**16), st.sampled_from(["linear", "delta"]), st.integers(1, 129))

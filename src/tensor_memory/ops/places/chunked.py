@@ -145,43 +145,39 @@ def _dense_block(block: PlaceInputs, state: Tensor) -> tuple[Tensor, Tensor]:
 
 def _sparse_block(block: PlaceInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """Addresses as E corners: between chunks the voxels around each place, and not the grid."""
-    reads, L = [], min(CHUNK, block.content.shape[1])
-    if not can_ask(state):  # nobody can be asked what has been forgotten
-        return _sparse_segment(block, state, L)
-    for start, stop in _segments(block):
-        segment = block.tokens(start, stop)
-        if segment.resets is not None:  # a segment begins where a row does
-            state = torch.where(segment.resets[:, 0, None, None, None], 0, state)
-            segment = segment._replace(resets=None)
-        read, state = _sparse_segment(segment, state, L)
+    reads, N = [], block.content.shape[1]
+    L, whole = min(CHUNK, N), [(0, N)]  # a graph cannot ask for decays, and undoes none
+    for start, stop in _segments(block) if can_ask(state) else whole:
+        read, state = _sparse_segment(block.tokens(start, stop), state, L)
         reads.append(read)
     return torch.cat(reads, 1), state
 
 
 def _segments(block: PlaceInputs) -> list[tuple[int, int]]:
-    """Pieces of a block: no reset but at their start, and no more decay than can be undone.
+    """Pieces of a block: no reset but in the last chunk, and no more decay than can be undone.
 
     A piece's last chunk is never undone, so that what came before tells where the piece ends.
     """
     N = block.content.shape[1]
-    starts = {0, N}
-    if block.resets is not None:
-        starts |= set(block.resets.any(0).nonzero().flatten().tolist())
-    ranges = [range(start, stop, CHUNK) for start, stop in itertools.pairwise(sorted(starts))]
-    edges = [at for chunks in ranges for at in chunks]
+    edges = range(0, N, CHUNK)
     before = F.pad(block.log_keep.detach().cumsum(1), (0, 0, 1, 0))[:, edges].cpu()  # (B, S, H)
-    cuts, begin = [], 0
+    resets = set[int]()  # the chunks that have one
+    if block.resets is not None:
+        resets.update((block.resets.any(0).nonzero() // CHUNK).flatten().tolist())
+    cuts, begin = [0], 0
     for number, at in enumerate(edges):
         # Row by row: the one that forgets most so far may not be the one that does now.
-        if at in starts or (before[:, number] - before[:, begin] < -MOST_DECAY).any():
+        forgotten = before[:, number] - before[:, begin]
+        if number - 1 in resets or (forgotten < -MOST_DECAY).any():
             cuts.append(at)
             begin = number
     return list(itertools.pairwise([*cuts, N]))
 
 
 def _sparse_segment(segment: PlaceInputs, state: Tensor, L: int) -> tuple[Tensor, Tensor]:
-    N = segment.content.shape[1]
+    (B, N, H), V = segment.content.shape[:3], state.shape[2]
     chunks = cut_into_chunks(segment, L)
+    row = torch.arange(B * H, device=state.device).view(B, H, 1, 1, 1) * V
     write_index, write_weight = corners(segment.write_at, segment.grid, segment.wrap)
     read_index, read_weight = corners(segment.asked_at, segment.grid, segment.wrap)
     given = chunks.rate * chunks.value
@@ -190,8 +186,6 @@ def _sparse_segment(segment: PlaceInputs, state: Tensor, L: int) -> tuple[Tensor
         inverse = delta_inverse(chunks)
         given = product(inverse, given)
         solve = inverse * (chunks.rate * chunks.from_state).mT
-    (B, H), V = given.shape[:2], state.shape[2]
-    row = torch.arange(B * H, device=state.device).view(B, H, 1, 1, 1) * V
     run = SparseChunks.apply if can_ask(state) else _plain_chunks
     held, written, state = run(
         _by_chunk(write_index, L) + row, _by_chunk(read_index, L) + row,
