@@ -236,10 +236,13 @@ def test_a_memory_that_an_adapter_around_its_host_leaves_out_is_told(tmp_path: P
 
 @every_adapter
 @pytest.mark.filterwarnings("ignore:Position ids are not supported")  # PEFT's own, in generate()
-def test_an_adapted_host_generates_as_by_full_recomputation(kind: str) -> None:
+def test_an_adapted_host_generates_as_by_full_recomputation_until_it_is_detached(kind: str) -> None:
     model, tokens = adapted(kind), ids(2, 6)
+    bare = model(tokens).logits
     attach(model, SMALL, gate_init=3.0)
     options = dict(attention_mask=torch.ones_like(tokens), max_new_tokens=12, do_sample=False)
     made = model.generate(input_ids=tokens, pad_token_id=0, **options)
     chosen = model(made).logits.argmax(-1)[:, -made.shape[1] :]  # virtual tokens come before
     assert torch.equal(made[:, 6:], chosen[:, 5:-1])
+    detach(model)
+    assert torch.equal(model(tokens).logits, bare)

@@ -142,35 +142,22 @@ def test_a_stream_refuses_a_cache_whose_tokens_it_has_not_seen() -> None:
     assert_same(last, model(tokens, use_cache=False).logits[:, 7:])
 
 
-def test_a_stream_s_older_state_does_not_continue_a_cache_that_went_on() -> None:
-    model, tokens = host(), ids(1, 9)
-    cache = DynamicCache(config=model.config)
-    with model.tensor_memory.stream() as s:
-        model(tokens[:, :5], past_key_values=cache)
-        early = s.state
-        model(tokens[:, 5:7], past_key_values=cache)
-    with (
-        model.tensor_memory.stream(early),
-        pytest.raises(ValueError, match="holds 7 tokens and was filled in another stream"),
-    ):
-        model(tokens[:, 7:], past_key_values=cache)
-
-
 @pytest.mark.parametrize(
     ("operation", "argument"),
     [
         ("reorder_cache", torch.tensor([1, 0])),
         ("batch_repeat_interleave", 2),
         ("batch_select_indices", torch.tensor([1])),
+        ("crop", -1),
     ],
 )
-def test_rows_of_a_cache_do_not_move_without_their_memory(operation: str, argument: Any) -> None:
+def test_a_cache_in_a_stream_keeps_its_rows_and_tokens(operation: str, argument: Any) -> None:
     model = host()
     cache = DynamicCache(config=model.config)
     with model.tensor_memory.stream():
         model(ids(2, 6), past_key_values=cache)
         before = cache.layers[0].keys
-        with pytest.raises(ValueError, match=rf"attach: {operation} changes a cache whose"):
+        with pytest.raises(ValueError, match=rf"attach: {operation}.* changes a cache whose"):
             getattr(cache, operation)(argument)
     assert cache.layers[0].keys is before
 

@@ -211,13 +211,6 @@ def test_the_bytes_of_the_memory_do_not_grow_with_the_tokens_generated(build: Bu
     assert held[0] == held[1] > 0
 
 
-def test_a_fresh_call_forgets_the_one_before() -> None:
-    model, (tokens, _) = host(llama), prompts()
-    before = model(tokens).logits
-    model(tokens.flip(1))
-    assert torch.equal(model(tokens).logits, before)
-
-
 def test_every_layer_of_a_sliding_window_host_generates_exactly() -> None:
     model, (tokens, mask) = host(mistral), prompts()
     made = generate(model, tokens, mask, max_new_tokens=30)

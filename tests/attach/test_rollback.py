@@ -250,13 +250,3 @@ def test_a_cropped_cache_can_be_copied() -> None:
     whole = model(tokens).logits
     for one in (cache, copied):
         assert_same(model(tokens[:, 7:], past_key_values=one).logits, whole[:, 7:])
-
-
-@torch.no_grad()
-def test_a_cache_of_a_stream_is_not_cropped() -> None:
-    model, tokens = host(TENSOR), torch.randint(1, VOCABULARY, (1, 8))
-    cache = transformers.DynamicCache(config=model.config)
-    with model.tensor_memory.stream():
-        model(tokens, past_key_values=cache)
-        with pytest.raises(ValueError, match=r"crop\(-1\) changes a cache .* stream.snapshot\(\)"):
-            cache.crop(-1)

@@ -16,7 +16,7 @@ from hosts import SMALL, WIDTH, TimmViT, bert, encoder, gpt2, ids, llama, traine
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tensor_memory import attach, detach, load_memory, save_memory
+from tensor_memory import attach, detach
 from tolerances import assert_same
 
 
@@ -229,30 +229,6 @@ def test_a_host_saved_with_its_memory_loads_without_it(tmp_path: Path) -> None:
     attach(loaded, SMALL)
     loaded.load_state_dict(model.state_dict())
     assert torch.equal(loaded(tokens).logits, with_memory)
-
-
-def test_a_host_with_lora_carries_a_memory_and_generates(tmp_path: Path) -> None:
-    base: Any = llama().double().eval()
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-    model: Any = peft.get_peft_model(base, config).eval()
-    lora = {name for name, p in model.named_parameters() if p.requires_grad}
-    tokens = ids(1, 6)
-    bare = model(tokens).logits
-
-    attachment = attach(model, SMALL)
-    assert attachment.paths == [f"base_model.model.model.layers.{i}" for i in range(2)]
-    memory = {f"tensor_memory.{name}" for name, _ in attachment.named_parameters()}
-    assert {name for name, p in model.named_parameters() if p.requires_grad} == lora | memory
-
-    made = model.generate(input_ids=tokens, max_new_tokens=40, do_sample=False, pad_token_id=0)
-    chosen = model(made).logits.argmax(-1)
-    assert torch.equal(made[:, 6:], chosen[:, 5:-1])
-    save_memory(model, tmp_path)
-    detach(model)
-    assert torch.equal(model(tokens).logits, bare)
-    attach(model, SMALL)
-    load_memory(model, tmp_path)
-    assert torch.equal(model(made).logits.argmax(-1), chosen)
 
 
 def test_a_memory_that_peft_replaced_by_a_copy_is_told() -> None:
