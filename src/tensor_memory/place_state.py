@@ -232,7 +232,8 @@ class PlaceState:
                 f"({self.batch_size}, {axes}), got {tuple(moved.shape)}; coordinate 0 goes along "
                 "the last axis of the grid"
             )
-        if not moved.is_cuda and can_ask(moved) and not moved.isfinite().all():
+        can_look = not moved.is_cuda and can_ask(moved)  # asking would wait for a GPU
+        if can_look and not moved.isfinite().all():
             raise ValueError(
                 f"PlaceState.moved: expected finite numbers, got {moved.tolist()!r:.80}; a shift "
                 "of 2 is the whole grid"
@@ -243,6 +244,8 @@ class PlaceState:
         values = {name: t for name, t in _tensors(self).items() if name != "origin"}
         for axis, wraps in enumerate(self.wrap):
             step = steps[:, axes - 1 - axis].long()
+            if can_look and not step.any():  # most moves are shorter than a voxel
+                continue
             for name, tensor in values.items():
                 values[name] = rolled(tensor, axis + 2, step, empty=empty or not wraps)
         after = replace(self, **values, origin=total - steps * voxel)
