@@ -19,6 +19,7 @@ from tensor_memory import (
     TensorMemory,
     attach,
     detach,
+    find_leak,
     record,
 )
 from tensor_memory.inspect.store import LayerStore
@@ -161,6 +162,18 @@ def test_an_error_inside_leaves_no_hook_and_keeps_what_was_seen():
     (recording,) = seen
     assert hooks_of(host) == before
     assert recording[0].seen.tolist() == [2]
+
+
+def test_calls_of_a_copy_are_not_taken_for_those_of_the_model():
+    host, tokens = make_host(), ids(1, 6)
+    with record(host) as recording:
+        copied = copy.deepcopy(host)
+        host(tokens)
+        assert torch.equal(copied(tokens).logits, host(tokens).logits)
+        find_leak(host, tokens)  # runs a copy too
+    copied(tokens)
+    assert recording.rows == 2
+    assert recording[0].seen.tolist() == [2, 2]
 
 
 def test_a_memory_that_a_layer_owns_is_recorded_through_it_alone():

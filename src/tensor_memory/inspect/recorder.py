@@ -259,6 +259,8 @@ class _Recorder:
         def hook(
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
         ) -> None:
+            if module is not self.modules[layer]:  # a copy, which took the hook along
+                return
             x = args[0] if args else kwargs["x"]
             # Checkpointing runs a block again: nothing new.
             if in_backward() or not x.shape[0] or getattr(module, "disabled", False):
