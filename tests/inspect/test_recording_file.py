@@ -220,11 +220,18 @@ def test_large_frames_are_kept_as_thumbnails(recording):
             ValueError,
             r"expected shape \(B, F, h, w, 3\) with B = 2 rows, got \(2, 1, 3, 4, 4\)",
         ),
+        (
+            {"frames": torch.zeros(2, 1, 4, 4, 3, dtype=torch.uint8), "tokens_per_frame": 2.5},
+            ValueError,
+            "tokens_per_frame: expected an integer of at least 1, got 2.5",
+        ),
     ],
 )
 def test_annotations_that_do_not_fit_are_refused(recording, annotation, error, complaint):
+    before = recording.frames
     with pytest.raises(error, match=complaint):
         recording.annotate(**annotation)
+    assert recording.frames is before
 
 
 def test_the_table_of_a_notebook_escapes_every_name(recording):

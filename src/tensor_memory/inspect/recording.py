@@ -126,12 +126,16 @@ class Recording:
             frames: (B, F, h, w, 3) uint8; kept at no more than 96 pixels a side.
             tokens_per_frame: positions one frame stands for.
         """
+        whole = isinstance(tokens_per_frame, int) and not isinstance(tokens_per_frame, bool)
+        if not whole or tokens_per_frame < 1:
+            raise ValueError(
+                f"tokens_per_frame: expected an integer of at least 1, got {tokens_per_frame!r:.80}"
+                "; leave it out for 1"
+            )
         if texts is not None:
             self.texts = checked_texts(texts, self.rows)
         if frames is not None:
             self.frames = thumbnails(frames, self.rows)
-            if tokens_per_frame < 1:
-                raise ValueError(f"tokens_per_frame: expected at least 1, got {tokens_per_frame}")
             self.tokens_per_frame = tokens_per_frame
         return self
 
