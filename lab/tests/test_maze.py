@@ -333,6 +333,13 @@ def test_given_places_are_the_agents_and_the_one_asked_for(task):
     assert torch.allclose(told[0][:, 1::2] - told[0][:, ::2], between, atol=1e-6)
 
 
+def test_a_view_starts_as_loud_as_a_layer_whose_inputs_are_all_there(task):
+    model = MazeModel(MazeModelConfig(method="window", **SMALL), task.classes, steps=90)
+    with torch.no_grad():
+        seen = model._viewed(task.batch("test", 0, 8))
+    assert seen.std().item() == pytest.approx(3**-0.5, rel=0.2)  # as of N(0, 1) by nn.Linear
+
+
 @pytest.mark.parametrize("pose", ["given", "integrated"])
 def test_the_grid_goes_once_around_and_a_cell_has_as_many_voxels_in_a_larger_maze(folder, pose):
     task = config_for(folder, pose=pose, tests=("test", "test@large")).build(0)

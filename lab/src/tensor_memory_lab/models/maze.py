@@ -68,6 +68,8 @@ class MazeModel(WalkModel):
         self.head = nn.Linear(config.dim, classes)
         self.stack = Stack(config.stack(2 * steps))
         initialise(self, narrow=True)
+        with torch.no_grad():  # of what is seen one in so many is 1, the others are 0
+            self.view.weight *= (len(STEPS) * classes) ** 0.5
 
     def forward(
         self, batch: Batch, carry: Carry | None = None
