@@ -205,6 +205,27 @@ def test_weight_decay_is_for_matrices():
     assert len(decayed["params"]) + len(kept["params"]) == len(list(model.parameters()))
 
 
+def test_weights_that_make_places_learn_at_their_part_of_the_rate():
+    model = TinyModelConfig(method="tensor").build(SimpleNamespace(carries=False))
+    config = OptimizerConfig(lr=0.5, weight_decay=0.3, place_rate=0.25)
+    optimizer = make_optimizer(model, config, torch.device("cpu"))
+    set_learning_rate(optimizer, 0.2)
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    for name, p in model.named_parameters():
+        part = 0.25 if name == "side.memory.coordinate.weight" else 1
+        assert rates[id(p)] == 0.2 * part
+    assert all(
+        group["weight_decay"] == (0.3 if group["params"][0].ndim >= 2 else 0)
+        for group in optimizer.param_groups
+    )
+
+
+def test_a_rate_of_places_needs_weights_that_make_them():
+    model = TinyModelConfig(method="base").build(SimpleNamespace(carries=False))
+    with pytest.raises(ValueError, match=r"place_rate: expected 1, got 0\.25: this model has no"):
+        make_optimizer(model, OptimizerConfig(place_rate=0.25), torch.device("cpu"))
+
+
 def test_the_cosine_ends_at_zero_and_the_warm_up_at_the_peak():
     config = OptimizerConfig(lr=2.0, warmup=10, schedule="cosine")
     rates = [learning_rate(config, step, 100) for step in range(101)]
@@ -215,11 +236,12 @@ def test_the_cosine_ends_at_zero_and_the_warm_up_at_the_peak():
 
 
 def test_a_rate_that_lies_on_a_device_is_changed_in_place():
-    optimizer = torch.optim.AdamW(nn.Linear(1, 1).parameters(), lr=torch.tensor(0.5))
+    group = {"params": nn.Linear(1, 1).parameters(), "lr": torch.tensor(0.5), "part": 0.5}
+    optimizer = torch.optim.AdamW([group])
     held = optimizer.param_groups[0]["lr"]
     set_learning_rate(optimizer, 0.25)
     assert optimizer.param_groups[0]["lr"] is held  # a captured graph reads this one
-    assert held.item() == 0.25
+    assert held.item() == 0.125
 
 
 class Widths:

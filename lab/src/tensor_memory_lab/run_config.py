@@ -30,10 +30,16 @@ class OptimizerConfig:
     """After the warm-up: stay, or fall to zero along a half cosine over the whole budget."""
     warmup: int = 0
     """Steps of linear warm-up."""
+    place_rate: float = 1.0
+    """Part of the rate at which weights that make places learn. At high rates their tanh
+    saturates, the sooner the wider the tokens; a place at the border hardly learns any more."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.lr < math.inf:
-            raise ValueError(f"optimizer.lr: expected a positive number, got {self.lr}")
+        for name in ("lr", "place_rate"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"optimizer.{name}: expected a positive number, got {getattr(self, name)}"
+                )
         if not all(0 <= value < math.inf for value in (self.weight_decay, self.clip, self.warmup)):
             raise ValueError(
                 "optimizer: expected weight_decay, clip and warmup of 0 or more, got "

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from tensor_memory import PlaceMemory, TensorMemory
 from tensor_memory_lab.models import Carry
 from tensor_memory_lab.run_config import OptimizerConfig, RunConfig
 from tensor_memory_lab.tasks import Batch, Task
@@ -52,6 +53,17 @@ def trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, p) for name, p in model.named_parameters() if p.requires_grad)
 
 
+def place_weights(model: nn.Module) -> list[nn.Parameter]:
+    """Weights that make places from tokens, of all memories of a model."""
+    return [
+        p
+        for memory in model.modules()
+        if isinstance(memory, PlaceMemory | TensorMemory)
+        for name, p in memory.named_parameters()
+        if name.endswith(("place.weight", "coordinate.weight"))
+    ]
+
+
 def make_optimizer(
     model: nn.Module, config: OptimizerConfig, device: torch.device
 ) -> torch.optim.AdamW:
@@ -60,15 +72,27 @@ def make_optimizer(
     Embeddings and convolutions count as matrices; biases, norms and gates do not decay. On a GPU
     the rate is a tensor and the steps are counted there, so that a CUDA graph can hold the update.
     """
-    parameters = [p for _, p in trained(model)]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    parts = {id(p): config.place_rate for p in place_weights(model)}
+    if config.place_rate != 1 and not parts:
+        raise ValueError(
+            f"optimizer.place_rate: expected 1, got {config.place_rate}: this model has no weights "
+            "that make places"
+        )
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for p in sorted((p for _, p in trained(model)), key=lambda p: p.ndim < 2):  # matrices first
+        decay = config.weight_decay if p.ndim >= 2 else 0.0
+        groups.setdefault((decay, parts.get(id(p), 1.0)), []).append(p)
     cuda = device.type == "cuda"
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=torch.tensor(config.lr, device=device) if cuda else config.lr,
+        [
+            {
+                "params": parameters,
+                "weight_decay": decay,
+                "part": part,
+                "lr": torch.tensor(config.lr * part, device=device) if cuda else config.lr * part,
+            }
+            for (decay, part), parameters in groups.items()
+        ],
         betas=config.betas,
         fused=device.type in ("cpu", "cuda"),
         capturable=cuda,
@@ -76,12 +100,12 @@ def make_optimizer(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Give every group this rate, without waiting for the device."""
+    """Give every group its part of this rate, without waiting for the device."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate)  # in place: a captured graph reads this tensor
+            group["lr"].fill_(rate * group["part"])  # in place: a captured graph reads this tensor
         else:
-            group["lr"] = rate
+            group["lr"] = rate * group["part"]
 
 
 def seed_step(seed: int, process: int, step: int, device: torch.device) -> None:
