@@ -1,7 +1,7 @@
 """Associative recall at a budget of state bytes, by zoology's protocol.
 
     tensor-memory-lab run mqar --model.method gated-deltanet --model.state-bytes 32768
-    tensor-memory-lab sweep --plan lab/plans/mqar.toml --jobs 6 --results results/mqar.jsonl
+    tensor-memory-lab sweep --plan lab/plans/mqar.toml --jobs 9 --results results/mqar.jsonl
 
 Batch 256, 32 epochs, AdamW without warm-up or clipping, the rate falling along a half cosine. Four
 rates from 1e-3 to 10^-1.5 are tried for every method. What differs from zoology:
