@@ -7,7 +7,7 @@ import inspect
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -56,6 +56,19 @@ def seed() -> int:
     # On a CPU without bf16, the first product in bf16 turns oneDNN off for all that follow.
     torch.backends.mkldnn.enabled = True
     return 0
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty gives NaN on a CPU, so that what nobody has written shows."""
+    import torch
+
+    on_cpu = not torch.cuda.is_available()  # cuBLAS would want settings of its own
+    torch.use_deterministic_algorithms(on_cpu)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    assert not on_cpu or torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 frozen_modules = 0

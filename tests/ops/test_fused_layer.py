@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -35,13 +34,7 @@ SAMPLE = ("paper", "token reads, heads", "few channels")
 EACH_OPTION = exhaustive_but(SAMPLE, SERVED)
 
 
-@pytest.fixture(autouse=True)
-def _poisoned_memory() -> Iterator[None]:
-    """torch.empty gives NaN on a CPU, so that what nobody has written shows."""
-    torch.use_deterministic_algorithms(HERE.type == "cpu")  # cuBLAS would want settings of its own
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.fixture

@@ -14,13 +14,7 @@ fused = pytest.importorskip(
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.fixture(autouse=True)
-def _poisoned_memory():
-    """torch.empty gives NaN on a CPU, so that what nobody has written shows."""
-    torch.use_deterministic_algorithms(DEVICE == "cpu")
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 CASES = {  # grid, channels, tokens, rule, Gaussian, resets, wrap, one place for both

@@ -48,13 +48,7 @@ each_config = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True)
-def _poisoned_memory():
-    """torch.empty gives NaN on a CPU, so that what nobody has written shows."""
-    torch.use_deterministic_algorithms(HERE.type == "cpu")  # cuBLAS would want settings of its own
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 TYPES = {}
