@@ -31,7 +31,7 @@ CASES = {  # grid, channels, tokens, rule, Gaussian, resets, wrap, one place for
     "sparse, hardly moving": ((4, 5), 3, 100, "linear", False, True, False, True),
     "sparse, forgetting": ((4, 5), 3, 40, "linear", False, False, False, False),
     "sparse, delta, forgetting": ((4, 5), 3, 130, "delta", False, False, False, False),
-    "sparse, fading": ((99,), 2, 100, "linear", False, False, False, True),
+    "sparse, fading": ((33,), 2, 100, "linear", False, False, False, True),
     "sparse, a torus": ((2, 3, 4), 2, 40, "linear", False, True, True, False),
     "many tokens": ((2, 3, 2, 3), 2, 170, "linear", True, True, False, True),
     "whole chunks": ((8, 8), 16, 96, "linear", True, True, False, False),
@@ -66,7 +66,7 @@ def drawn(name):
             at_times = (torch.arange(N) < 64)[None, :, None]
         leaves["log_keep"] = torch.where(at_times, -1e3, leaves["log_keep"])
     if "fading" in name:  # soon: what log α receives is small beside what it is the difference of
-        leaves["log_keep"] -= 2
+        leaves["log_keep"] -= 1
     marks = None
     if resets:  # in one row
         marks = ((rand(B, N) < 0.1) & (torch.arange(B) == 0)[:, None]).to(DEVICE)
