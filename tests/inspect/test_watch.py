@@ -2,8 +2,12 @@
 
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
+import threading
+import time
 import urllib.error
 import urllib.request
 
@@ -82,11 +86,9 @@ def test_a_page_follows_a_model_that_generates(watching, browser, tmp_path, monk
 
 @pytest.fixture
 def served(tmp_path):
-    from threading import Thread
-
     invented(1, chunks=40).save(tmp_path / "run.safetensors")
     with WatchServer(tmp_path / "run.safetensors") as server:
-        thread = Thread(target=server.serve_forever, args=[0.02], daemon=True)
+        thread = threading.Thread(target=server.serve_forever, args=[0.02], daemon=True)
         thread.start()
         yield server
         server.shutdown()
@@ -123,6 +125,47 @@ def test_only_who_knows_the_token_is_let_in_and_only_from_this_machine(served):
         assert "layers" not in told
     assert status_of(address, Host="evil.example")[0] == 403
     assert status_of(address, Host=f"localhost:{port}")[0] == 200
+
+
+def test_the_server_ends_after_an_answer_that_has_begun(served, monkeypatch):
+    begun, ended = threading.Event(), []
+
+    def values():
+        begun.set()
+        time.sleep(0.3)  # a daemon's thread would be torn down in here with the interpreter
+        ended.append(True)
+        return "{}"
+
+    monkeypatch.setattr(served.watched, "values", values)
+    asked = threading.Thread(target=status_of, args=[f"{served.address}recording"])
+    asked.start()
+    begun.wait()
+    served.shutdown()
+    served.server_close()
+    assert ended
+    asked.join()
+
+
+def test_a_browser_that_leaves_in_the_middle_of_an_answer_is_nothing_to_tell(
+    served, monkeypatch, capsys
+):
+    asked, left = threading.Event(), threading.Event()
+
+    def values():
+        asked.set()
+        left.wait()
+        return " " * 10**7
+
+    monkeypatch.setattr(served.watched, "values", values)
+    with socket.create_connection(served.server_address) as browser:
+        request = f"GET /{served.token}/recording HTTP/1.0\r\nHost: 127.0.0.1:{served.server_port}"
+        browser.sendall(f"{request}\r\n\r\n".encode())
+        asked.wait()
+        browser.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # at once
+    left.set()
+    served.shutdown()
+    served.server_close()
+    assert capsys.readouterr().err == ""
 
 
 def test_a_recording_that_is_too_large_is_thinned_and_says_so(served, monkeypatch):

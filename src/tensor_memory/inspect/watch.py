@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import secrets
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 from tensor_memory.inspect.page import filled_page, fitting_values
 from tensor_memory.inspect.recording import Recording
@@ -48,7 +50,7 @@ class WatchedFile:
 class WatchServer(ThreadingHTTPServer):
     """Serves one recording on the loopback, to those who know the token."""
 
-    daemon_threads = True
+    daemon_threads = False  # an answer in torch may not be cut off by the interpreter's end
 
     def __init__(self, path: Path, port: int = 0) -> None:
         self.watched, self.token = WatchedFile(path), secrets.token_urlsafe(24)
@@ -59,8 +61,15 @@ class WatchServer(ThreadingHTTPServer):
         """Where the page is."""
         return f"http://127.0.0.1:{self.server_port}/{self.token}/"
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Tell of errors, but not of a browser that has left."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
 
 class _Handler(BaseHTTPRequestHandler):
+    timeout = 5  # seconds that a browser may be silent; the end of the server waits for it
+
     def do_GET(self) -> None:
         """The page, its version or its values."""
         server = self.server
