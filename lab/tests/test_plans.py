@@ -83,6 +83,7 @@ NOT_YET = (
     "mqar",
     "mqar-whole",
     "open",
+    "place-rate",
     "places-windowed",
     "vision-places",
     "world",
