@@ -459,18 +459,9 @@ def delta_backward_kernel(
         hold(buffer, last, document, asked, exist, channel, dS_asked, now, documents, C, HAS_RESETS)
         if not SAME:
             hold(
-                buffer,
-                last,
-                document,
-                voxel,
-                exist,
-                channel,
-                dS_wrote,
-                now,
-                documents,
-                C,
+                buffer, last, document, voxel, exist, channel, dS_wrote, now, documents, C,
                 HAS_RESETS,
-            )
+            )  # fmt: skip
         tl.debug_barrier()  # and is written
     tl.store(end + program * 2, now)
     tl.store(end + program * 2 + 1, documents.to(tl.float64) if HAS_RESETS else 0.0)
