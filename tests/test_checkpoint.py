@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,16 @@ def test_the_description_holds_the_config(saved: Path) -> None:
     assert described["widths"] == [16, 16]
 
 
+def without_description(path: Path) -> None:
+    """Make a file of weights one that was written before it held a description."""
+    save_tensors(path, load_file(path), kind="tensor-memory weights")
+
+
 def test_a_memory_saved_before_a_field_was_there_is_loaded(saved: Path) -> None:
     described = json.loads((saved / "memory.json").read_text())
     del described["config"]["input_bias"]
     (saved / "memory.json").write_text(json.dumps(described))
+    without_description(saved / "memory.safetensors")
     model = attached()
     load_memory(model, saved)
     weights = load_file(saved / "memory.safetensors")
@@ -88,6 +95,22 @@ def test_a_file_in_place_of_the_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(NotADirectoryError, match=r"expected the name of a folder, got a file; a"):
         save_memory(attached(), tmp_path / "file")
     assert (tmp_path / "file").read_text() == "here already"
+
+
+@pytest.mark.parametrize("now", [CONFIG, replace(CONFIG, sigma_scale=2.0)], ids=["old", "new"])
+def test_a_save_cut_short_between_its_two_files_is_refused(
+    saved: Path, now: MemoryConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tensor_memory.checkpoint.write_text", crash)
+    with pytest.raises(KeyboardInterrupt):
+        save_memory(attached(replace(CONFIG, sigma_scale=2.0)), saved)
+    match = (
+        r"weights saved with the description beside them, got those of another save; .*: save again"
+    )
+    refused(attached(now), saved, ValueError, match)
 
 
 @pytest.mark.parametrize("name", ["memory.safetensors", "memory.json"])
@@ -240,4 +263,5 @@ def test_a_malformed_description_is_an_error(
 ) -> None:
     path = saved / "memory.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    without_description(saved / "memory.safetensors")
     refused(attached(), saved, ValueError, match)

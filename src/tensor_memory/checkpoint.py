@@ -32,7 +32,8 @@ def save_memory(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Write the memories of `model`, attached or built in by hand, and nothing else of it.
 
     `memory.safetensors` holds the weights, `memory.json` the config and the blocks it sits on, or
-    the paths of the `MemoryResidual`s.
+    the paths of the `MemoryResidual`s. The weights hold a copy of it, so that a save cut short
+    between the two files is noticed.
     """
     saved = _Memories(model, "save_memory")
     folder = checked_path(folder)
@@ -42,9 +43,9 @@ def save_memory(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             "none"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    save_tensors(folder / WEIGHTS, saved.weights(), kind=_KIND)
-    text = json.dumps(saved.describe(), indent=2) + "\n"
-    write_text(folder / DESCRIPTION, text)
+    described = saved.describe()
+    save_tensors(folder / WEIGHTS, saved.weights(), kind=_KIND, description=json.dumps(described))
+    write_text(folder / DESCRIPTION, json.dumps(described, indent=2) + "\n")
 
 
 def load_memory(
@@ -61,8 +62,9 @@ def load_memory(
 
     Raises:
         FileNotFoundError: the folder is not one of `save_memory`.
-        ValueError: a truncated, damaged or foreign file, a key that is unknown or missing, another
-            config, host width, number of layers or blocks. The memory is then left as it was.
+        ValueError: a truncated, damaged or foreign file, files of two saves, a key that is unknown
+            or missing, another config, host width, number of layers or blocks. The memory is then
+            left as it was.
     """
     if not isinstance(same_blocks, bool):
         raise TypeError(
@@ -71,6 +73,7 @@ def load_memory(
     memories = _Memories(model, "load_memory")
     folder = checked_path(folder)
     saved, here = _read_description(folder / DESCRIPTION), memories.describe()
+    weights = load_tensors(folder / WEIGHTS, kind=_KIND, description=json.dumps(saved))
     kinds = [type(memory.config) for memory in memories.memories]
     _require_same(saved, here, kinds, folder, memories.attached)
     if same_blocks and saved["blocks"] != here["blocks"]:
@@ -79,7 +82,6 @@ def load_memory(
             f"model, got one for {', '.join(saved['blocks'])}; attach with layers= to the blocks "
             "it was saved from, or pass same_blocks=False to load them in this order"
         )
-    weights = load_tensors(folder / WEIGHTS, kind=_KIND)
     _require_fit(weights, memories.weights(), folder / WEIGHTS)
     memories.load(weights)
 

@@ -64,13 +64,18 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     write_whole(path, write)
 
 
-def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], *, kind: str) -> None:
+def save_tensors(
+    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], *, kind: str, description: str = ""
+) -> None:
     """Write named tensors as safetensors, with a checksum of them.
 
-    `kind` says what the file is and is asked for on load.
+    `kind` says what the file is and is asked for on load. So is `description`, which the caller
+    writes to another file too: the two files are then known to be of one save.
     """
     detached = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     metadata = {"kind": kind, "sha256": _checksum(detached)}
+    if description:
+        metadata["description"] = description
     try:
         write_whole(path, lambda at: save_file(detached, at, metadata=metadata))
     except SafetensorError as error:  # its own name for a disk or a folder that refuses
@@ -80,8 +85,13 @@ def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], *,
         ) from error
 
 
-def load_tensors(path: str | os.PathLike[str], *, kind: str) -> dict[str, Tensor]:
-    """Read what `save_tensors` wrote; a truncated, damaged or foreign file is a `ValueError`."""
+def load_tensors(
+    path: str | os.PathLike[str], *, kind: str, description: str = ""
+) -> dict[str, Tensor]:
+    """Read what `save_tensors` wrote; a truncated, damaged or foreign file is a `ValueError`.
+
+    So is another description, except where the file was written before it held one.
+    """
     if not checked_path(path).is_file():
         got = "a folder" if Path(path).is_dir() else "no such file"
         raise FileNotFoundError(
@@ -102,6 +112,11 @@ def load_tensors(path: str | os.PathLike[str], *, kind: str) -> dict[str, Tensor
         got = f"a file of kind {found!r}" if found else "a safetensors file of another program"
         raise ValueError(
             f"{path}: expected {_one(kind)}, got {got}; pass the file that was saved as such"
+        )
+    if metadata.get("description", description) != description:
+        raise ValueError(
+            f"{path}: expected {_one(kind)} saved with the description beside them, got those "
+            "of another save; a save was cut short, or a file was replaced or edited: save again"
         )
     if "sha256" not in metadata:
         warnings.warn(
