@@ -87,7 +87,6 @@ NOT_YET = (
     "places-windowed",
     "vision-places",
     "world",
-    "world-settings",
     "world-time",
 )
 """Plans that nobody has run to their end."""
