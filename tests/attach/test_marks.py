@@ -111,20 +111,6 @@ def test_a_whole_host_is_told_its_mask_after_ctrl_c_in_its_part() -> None:
     assert torch.equal(seen[0][0], MASK.bool())
 
 
-def test_a_part_called_by_itself_after_ctrl_c_in_the_host_is_in_a_call_of_its_own() -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    model, seen = whole(interrupt)
-    for part in (model.part, model.part.block):
-        with pytest.raises(KeyboardInterrupt):
-            model(tokens(), attention_mask=MASK)
-        with model.tensor_memory.stream() as s:
-            part(tokens())
-        assert list(s.state) == ["part.block"]
-    assert seen == [(None, None)] * 2
-
-
 def test_a_mask_of_more_tokens_than_a_block_sees_is_refused() -> None:
     """Its last columns say nothing of these tokens, unless the others are in a cache."""
 

@@ -130,21 +130,18 @@ def test_calls_that_are_over_leave_no_state_behind() -> None:
     assert held[1] == held[3]
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_call_that_failed_does_not_stand_in_for_the_run_that_is_repeated(
-    error: type[BaseException],
-) -> None:
+def test_a_call_that_failed_does_not_stand_in_for_the_run_that_is_repeated() -> None:
     model, x = host(), tokens()
 
     def fail(*_: object) -> None:
-        raise error("planted")
+        raise RuntimeError("planted")
 
     def gradient(*, failing: bool) -> Tensor:
         with model.tensor_memory.stream():
             loss = model(x).square().sum()
             if failing:
                 handle = model.block.register_forward_pre_hook(fail)
-                with pytest.raises(error, match="planted"):
+                with pytest.raises(RuntimeError, match="planted"):
                     model(tokens())
                 handle.remove()
             return torch.autograd.grad(loss, x)[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,7 +74,7 @@ class EntryHook:
         compiling = torch.compiler.is_compiling()
         stream = self.calls.opened.stream
         call = self.calls.current
-        # A traced call that Ctrl-C cut short is noticed here alone, when a module is entered again.
+        # A call that Ctrl-C cut short never left: hooks run for an Exception, and that is none.
         if call is None or self.module is self.calls.host or call.inside(self):
             if not compiling:
                 self._require_registered()
@@ -83,7 +82,7 @@ class EntryHook:
                     self.streamed.refuse(args, kwargs, stream_open=stream is not None)
                 if module.training and torch.is_grad_enabled():
                     warn_if_frozen(self.calls.memory)
-            call = HostCall(None if compiling else sys._getframe(1))
+            call = HostCall()
         if not call.levels:
             refuse_4d_mask(self.signature, args, kwargs)
         if stream is None:

@@ -8,12 +8,10 @@ may lengthen the mask on the way in). A block is asked where that mask is of oth
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 import torch
@@ -46,9 +44,6 @@ DEPTH = "depth"
 @dataclass
 class HostCall:
     """One call of the host, from its outermost entry to its return."""
-
-    frame: FrameType | None = None
-    """The Python frame that runs the outermost module; None in traced code."""
 
     levels: list[tuple[object, TokenArguments]] = field(default_factory=list)
     """The modules around the blocks entered so far, outermost first, with their arguments."""
@@ -86,13 +81,6 @@ class HostCall:
 
     placed: tuple[list[Any], Tensor] | None = None
     """The places found for the block before, and all that they were found from."""
-
-    def is_running(self) -> bool:
-        """Whether Python is still inside the outermost module; hooks are not told of Ctrl-C."""
-        frame = sys._getframe() if self.frame else None
-        while frame is not self.frame and frame is not None:
-            frame = frame.f_back
-        return frame is self.frame
 
     def inside(self, entry: object) -> bool:
         """Whether that module has been entered and not left."""
@@ -323,10 +311,7 @@ class HostCalls:
     @property
     def current(self) -> HostCall | None:
         """The call under way in this thread."""
-        call = self._threads.slot.call
-        if call is not None and not torch.compiler.is_compiling() and not call.is_running():
-            self.current = call = None  # Ctrl-C cut it short
-        return call
+        return self._threads.slot.call
 
     @current.setter
     def current(self, call: HostCall | None) -> None:
