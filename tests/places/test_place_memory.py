@@ -165,6 +165,17 @@ def test_no_tensor_but_the_tokens_grows_with_the_length_of_a_call_without_gradie
     assert largest[0] == largest[1] > x.numel()
 
 
+@torch.no_grad()
+def test_addresses_of_a_large_grid_are_made_for_fewer_tokens_at_once():
+    config = PlaceConfig(grid=(64, 64), channels=1, heads=1)
+    memory = PlaceMemory(DIM, config)
+    x = torch.randn(1, 1_000, DIM)
+    with Largest() as made:
+        _, state = memory(x)
+        chunked.read_before(memory.steer(x, state)[0], state.values)
+    assert made.numel <= 256 * 64 * 64  # tokens at once, and not all thousand
+
+
 @given(call=calls(most=80, kernel="linear", backend="torch"))
 def test_sparse_equals_dense(call):
     memory, x, where, state = call

@@ -34,6 +34,9 @@ CHUNK = 64
 BLOCK = 64 * CHUNK
 """Tokens taken at once, which bounds the memory of a long call without gradients."""
 
+ADDRESSES = 256 * BLOCK
+"""Values in the addresses of a row's and head's tokens taken at once: large grids take fewer."""
+
 SPARSE_FROM = 32
 """Voxels per touched voxel from which on gathering is faster than a product with the grid."""
 
@@ -71,10 +74,9 @@ def scan(inputs: PlaceInputs) -> tuple[Tensor, Tensor]:
         state = torch.where(inputs.resets[:, 0, None, None, None], 0, state)
     sparse = is_sparse(inputs)
     reads = [inputs.content.new_zeros(inputs.content[:, :0].shape)]
-    for start in range(0, N, BLOCK):
-        block = inputs.tokens(start, min(N, start + BLOCK))
-        step = _sparse_block if sparse else _dense_block
-        read, state = step(block, state)
+    step, at_once = (_sparse_block if sparse else _dense_block), _at_once(inputs, sparse)
+    for start in range(0, N, at_once):
+        read, state = step(inputs.tokens(start, min(N, start + at_once)), state)
         reads.append(read)
     return torch.cat(reads, 1), state.view(inputs.state.shape)
 
@@ -90,9 +92,11 @@ def read_before(inputs: PlaceInputs, state: Tensor) -> Tensor:
         g = g.masked_fill(inputs.resets.cumsum(1)[..., None] > 0, -torch.inf)
     state = state.flatten(2, -2)  # (B, H, V, C)
     found = [inputs.content.new_zeros(inputs.content[:, :0].shape)]
-    for start in range(0, N, BLOCK):
-        places = inputs.asked_at[:, start : start + BLOCK]
-        if is_sparse(inputs):
+    sparse = is_sparse(inputs)
+    at_once = _at_once(inputs, sparse)
+    for start in range(0, N, at_once):
+        places = inputs.asked_at[:, start : start + at_once]
+        if sparse:
             index, weight = corners(places, inputs.grid, inputs.wrap)  # (B, N, H, E)
             row = torch.arange(B * H, device=state.device).view(B, 1, H, 1) * V
             read = F.embedding_bag(
@@ -110,6 +114,12 @@ def is_sparse(inputs: PlaceInputs) -> bool:
     """Whether to touch the voxels around each place, and not the grid."""
     grid = inputs.grid
     return inputs.width is None and math.prod(grid) >= SPARSE_FROM * 2 ** len(grid)
+
+
+def _at_once(inputs: PlaceInputs, sparse: bool) -> int:
+    """Tokens to take at once, whole chunks."""
+    chunks = ADDRESSES // (CHUNK * math.prod(inputs.grid))
+    return BLOCK if sparse else min(BLOCK, CHUNK * max(1, chunks))
 
 
 def _dense_block(block: PlaceInputs, state: Tensor) -> tuple[Tensor, Tensor]:
