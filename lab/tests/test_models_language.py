@@ -71,7 +71,10 @@ class Logits(nn.Module):
         return self.model({"ids": ids}, need_logits=True)[0]["logits"]
 
 
-ROTARY = ["base", "local", "tensor", "tensor-local", "place-local", "linear-local", "conv-local"]
+ROTARY = (
+    "base", "local", "window+", "tensor", "tensor-local", "place-local", "linear-local",
+    "conv-local",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -95,16 +98,18 @@ def test_the_depth_threaded_model_sees_the_future(length):
     assert report.cuts[0].earliest == 0
 
 
-def test_a_cache_in_bf16_holds_twice_the_tokens_in_the_same_bytes():
+@pytest.mark.parametrize(("method", "kept"), [("xl", "inputs"), ("window+", "keys")])
+def test_a_cache_in_bf16_holds_twice_the_tokens_in_the_same_bytes(method, kept):
     memory = replace(MEMORY, channels=16)
     models = [
-        tiny("xl", carried=True, memory=memory, cache_type=kept) for kept in ("float32", "bf16")
+        tiny(method, carried=True, memory=memory, window=1, cache_type=cache_type)
+        for cache_type in ("float32", "bf16")
     ]
-    tokens, twice = (model.stack.config.cache for model in models)
+    tokens, twice = (m.stack.config.cache or m.stack.config.extra_keys for m in models)
     assert twice == 2 * tokens > 0
-    assert len({model.state_bytes() for model in models}) == 1
+    assert [model.state_bytes() for model in models] == [models[0].config.memory_bytes] * 2
     _, carry = models[1](batch(length=LENGTH))
-    assert carry["0.attention.inputs"].dtype is torch.bfloat16
+    assert carry[f"0.attention.{kept}"].dtype is torch.bfloat16
     with pytest.raises(ValueError, match=r"model.cache_type: .* tensor-local"):
         config("tensor-local", cache_type="bf16")
 
@@ -116,6 +121,7 @@ def test_a_cache_in_bf16_holds_twice_the_tokens_in_the_same_bytes():
         ("local", True, "4 per layer within window 12"),
         ("tensor-local", True, "4 per layer within window 12, carried"),
         ("tensor-local", False, "4 per layer within window 12"),
+        ("window+", True, "4 and 4 before them per layer, carried"),
         ("xl", True, "segment 4, 2 before it per layer, carried"),
         ("tensor-xl", True, "segment 4, 0 before it per layer, carried"),
         ("recurrent-slots", True, "segment 4, 2 slots before it, carried"),

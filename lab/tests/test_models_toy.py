@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from tensor_memory import MemoryConfig, find_leak
+from tensor_memory_lab.models.peers import PEERS
 from tensor_memory_lab.models.toy import ToyMethod, ToyModelConfig
 from tensor_memory_lab.tasks.binding import BindingConfig
 from tensor_memory_lab.tasks.map_building import MapConfig
@@ -22,7 +23,7 @@ WINDOWED = [
     (m, w)  # the place methods with a window alone, for time
     for m in METHODS
     for w in (None, 3)
-    if w or (m != "recurrent-slots" and not m.startswith("place"))
+    if w or (m not in ("recurrent-slots", "window+", *PEERS) and not m.startswith("place"))
 ]
 TASKS = {
     "binding": BindingConfig(),
@@ -85,6 +86,27 @@ def test_compared_states_have_the_memorys_bytes(name, method):
     assert 0.99 * memory <= model.state_bytes() <= memory + origin
 
 
+@pytest.mark.parametrize("name", PEERS)
+def test_the_fields_mechanisms_get_the_memorys_bytes_in_every_layer(name):
+    model = ToyModelConfig(method=name, dim=96, layers=3).build(TASKS["map"].build(0))
+    empty = model.stack.memory.zeros(1, torch.empty(0))
+    assert 0.95 * 2 * 16 * 6**3 * 4 <= empty["state"].nbytes <= 2 * 16 * 6**3 * 4
+    tokens = sum(tensor.nbytes for name, tensor in empty.items() if name != "state")
+    assert model.state_bytes() == 3 * (empty["state"].nbytes + tokens)
+
+
+@pytest.mark.parametrize("method", ["xl", "window+"])
+def test_the_same_bytes_hold_twice_the_tokens_in_bf16(method):
+    options = {"method": method, "window": 4, "cache_type": "bf16"}
+    models = [
+        ToyModelConfig(**options | kept).build(TASKS["map"].build(0))
+        for kept in ({"cache_type": "float32"}, {})
+    ]
+    tokens, twice = (m.stack.config.cache or m.stack.config.extra_keys for m in models)
+    assert twice == 2 * tokens > 0
+    assert len({model.state_bytes() for model in models}) == 1
+
+
 @pytest.mark.parametrize("name", ["binding", "map", "occlusion"])
 def test_given_places_are_those_that_the_task_tells_its_tokens(name):
     task = TASKS[name].build(0)
@@ -124,8 +146,8 @@ def test_linear_attention_takes_the_memorys_gain():
 
 
 def _in_default(first, method, window):
-    if method in ("tensor-long", "place-delta", "place-given", "place-offset"):
-        return False  # like another one
+    if method in ("tensor-long", "place-delta", "place-given", "place-offset", *PEERS):
+        return False  # like another one, or tested by itself
     return first or (method, window) == ("tensor", None)
 
 
@@ -139,10 +161,14 @@ def crossed(names):
     ]
 
 
+def small(method, window):
+    return ToyModelConfig(method=method, window=window, slots=2, cache=3, **SMALL)
+
+
 @pytest.mark.parametrize(("name", "method", "window"), crossed([*TASKS]))
 def test_one_step_of_every_method_on_every_task(name, method, window):
     task = TASKS[name].build(0)
-    model = ToyModelConfig(method=method, window=window, slots=2, cache=3, **SMALL).build(task)
+    model = small(method, window).build(task)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     batch = task.batch("train", 0, 3)
     outputs, carry = model(batch)
@@ -174,7 +200,7 @@ def test_no_method_sees_the_future(name, method, window):
     given = {"binding": "place", "map": "features"}[name]
     config = BindingConfig(writes=9) if name == "binding" else MapConfig(observations=9)
     task = config.build(0)
-    model = ToyModelConfig(method=method, window=window, slots=2, cache=3, **SMALL).build(task)
+    model = small(method, window).build(task)
     for parameter in model.stack.blocks.parameters():
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=0.3)
@@ -223,6 +249,7 @@ def test_frames_are_cut_into_patches_in_raster_order():
     ("method", "complaint"),
     [
         ("recurrent-slots", r"model.window: expected a number of tokens, got None"),
+        ("window+", r"model.window: expected a number of tokens, got None"),
         ("tensr", r"model.method: expected one of base, wide, .*'tensr'"),
     ],
 )

@@ -16,7 +16,7 @@ from tensor_memory_lab.models.block import Place
 from tensor_memory_lab.models.config import TransformerConfig
 from tensor_memory_lab.models.relative_attention import CACHE_BYTES, CacheType
 from tensor_memory_lab.models.side import FLOAT_BYTES
-from tensor_memory_lab.models.stack import StackConfig
+from tensor_memory_lab.models.stack import StackConfig, extra_bytes
 
 Method = Mapping[str, Any]
 """Fields of `StackConfig` with their values, or functions of the config that give them."""
@@ -94,6 +94,17 @@ def wide(config: DecoderConfig) -> float:
 def cache(config: DecoderConfig, kept_in: CacheType = "float32") -> int:
     """The cache of xl: as many tokens in every layer as fill the memory's bytes, if not named."""
     return _per_layer(config, kept_in) if config.cache is None else config.cache
+
+
+def extra_keys(config: DecoderConfig, kept_in: CacheType = "float32") -> int:
+    """Tokens before the window whose keys and values, in every layer, fill the memory's bytes."""
+    of_a_token = extra_bytes(config.dim, config.layers, kept_in)
+    if config.memory_bytes < of_a_token:  # the method would be a plain window under another name
+        raise ValueError(
+            f"model.memory: expected {of_a_token} bytes or more for {config.method}, those of one "
+            f"token's keys and values, got {config.memory_bytes}; take a larger memory"
+        )
+    return config.memory_bytes // of_a_token
 
 
 def registers(config: DecoderConfig) -> int:

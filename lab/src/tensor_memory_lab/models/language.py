@@ -21,7 +21,14 @@ from tensor_memory_lab.choices import check_unread
 from tensor_memory_lab.models import Carry, Model
 from tensor_memory_lab.models.block import initialise
 from tensor_memory_lab.models.cross_entropy import linear_cross_entropy
-from tensor_memory_lab.models.decoder import DecoderConfig, Method, cache, recurrent_slots, wide
+from tensor_memory_lab.models.decoder import (
+    DecoderConfig,
+    Method,
+    cache,
+    extra_keys,
+    recurrent_slots,
+    wide,
+)
 from tensor_memory_lab.models.relative_attention import CacheType
 from tensor_memory_lab.models.stack import Stack, StackConfig
 from tensor_memory_lab.tasks import Batch, Task
@@ -35,6 +42,7 @@ LanguageMethod = Literal[
     "linear",
     "linear-local",
     "conv-local",
+    "window+",
     "xl",
     "recurrent-slots",
     "tensor",
@@ -57,10 +65,12 @@ class LanguageModelConfig(DecoderConfig):
     """base; base-sln: a LayerNorm on what attention adds; wide: the weights of `tensor` in the MLP;
     local, wide-local: attention within `window`; linear: ELU + 1 attention; linear-local: local and
     a linear-attention state of the memory's bytes; conv-local: local and a convolution over four
-    tokens; xl: relative attention with a cache; recurrent-slots: tokens carried from segment to
-    segment; tensor, tensor-local: the memory beside full or local attention; tensor-xl: beside xl's
-    attention, in place of its cache; tensor-depth: the published form, which sees the future;
-    place, place-local: the place memory beside full or local attention."""
+    tokens; window+: local, with as many keys and values before the window as fill the memory's
+    bytes, also of earlier calls; xl: relative attention with a cache; recurrent-slots: tokens
+    carried from segment to segment; tensor, tensor-local: the memory beside full or local
+    attention; tensor-xl: beside xl's attention, in place of its cache; tensor-depth: the published
+    form, which sees the future; place, place-local: the place memory beside full or local
+    attention."""
     dim: int = 384
     layers: int = 8
     heads: int = 8
@@ -76,8 +86,8 @@ class LanguageModelConfig(DecoderConfig):
     two, `window` for recurrent-slots, which learn to write from the segments that follow within a
     call."""
     cache_type: CacheType = "float32"
-    """What the cache of xl and tensor-xl is kept in. With --precision bf16 nothing is lost by bf16,
-    and the same bytes hold twice the tokens."""
+    """What the cache of xl and tensor-xl and the keys and values of window+ are carried in. With
+    --precision bf16 nothing is lost by bf16, and the same bytes hold twice the tokens."""
     place: PlaceConfig = field(default_factory=PlaceConfig)
     """The place memory of place and place-local: 4 heads of 8 × 8 × 32."""
     non_causal: bool = False
@@ -96,7 +106,7 @@ class LanguageModelConfig(DecoderConfig):
             raise ValueError(
                 f"model.non_causal: expected False for {self.method}, which is causal, got True"
             )
-        if not self.relative:
+        if not self.relative and self.method != "window+":
             check_unread(self, "model", self.method, ["cache_type"])
         if self.place.places != "learned":
             raise ValueError(
@@ -159,6 +169,10 @@ METHODS: dict[str, Method] = {
     "linear": {"attention": "linear"},
     "linear-local": {"window": _window, "side": "linear"},
     "conv-local": {"window": _window, "side": "convolution"},
+    "window+": {
+        "window": _window,
+        "extra_keys": lambda config: extra_keys(config, config.cache_type),
+    },
     "xl": {"attention": "relative", "segment": _segment, "cache": _cache},
     "recurrent-slots": {"segment": _slot_segment, "recurrent_slots": recurrent_slots},
     "tensor": {"side": "tensor"},
@@ -257,6 +271,8 @@ class LanguageModel(Model):
         context = f"window {self.length}"
         if stack.window is not None:
             context = f"{stack.window} per layer within {context}"  # no token before the window
+        if stack.extra_keys:
+            context = f"{stack.window} and {stack.extra_keys} before them per layer"
         segment = stack.segment or self.length
         if self.config.relative and (stack.carried or segment < self.length):
             context = f"segment {segment}, {stack.cache} before it per layer"

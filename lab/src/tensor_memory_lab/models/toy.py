@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tensor_memory import MemoryConfig, PlaceConfig
+from tensor_memory_lab.choices import check_unread
 from tensor_memory_lab.models import Carry, Model
 from tensor_memory_lab.models.block import initialise
 from tensor_memory_lab.models.decoder import (
@@ -22,12 +23,16 @@ from tensor_memory_lab.models.decoder import (
     DecoderConfig,
     Method,
     cache,
+    extra_keys,
     matched_registers,
     recurrent_slots,
     registers,
     tensor_method,
     wide,
 )
+from tensor_memory_lab.models.peers import PEERS, PeerConfig
+from tensor_memory_lab.models.relative_attention import CacheType
+from tensor_memory_lab.models.side import memory_bytes
 from tensor_memory_lab.models.stack import Stack, StackConfig
 from tensor_memory_lab.tasks import Batch
 from tensor_memory_lab.tasks.binding import WRITE
@@ -36,7 +41,8 @@ from tensor_memory_lab.tasks.occlusion import PATCH, SIDE, TOKENS_PER_FRAME
 
 ToyMethod = Literal[
     "base", "wide", "slots", "slots-matched", "tensor", "tensor-long", "xl", "recurrent-slots",
-    "linear", "place", "place-delta", "place-given", "place-given-delta", "place-offset",
+    "window+", "linear", "gla", "deltanet", "gated-deltanet", "kda", "mamba2", "rwkv7",
+    "place", "place-delta", "place-given", "place-given-delta", "place-offset",
 ]  # fmt: skip
 
 METHODS: dict[str, Method] = {
@@ -46,9 +52,11 @@ METHODS: dict[str, Method] = {
     "slots-matched": {"registers": matched_registers},
     "tensor": {"side": "tensor"},
     "tensor-long": tensor_method("tensor-long"),
-    "xl": {"attention": "relative", "cache": cache},
+    "xl": {"attention": "relative", "cache": lambda config: cache(config, config.cache_type)},
     "recurrent-slots": {"recurrent_slots": recurrent_slots},
+    "window+": {"extra_keys": lambda config: extra_keys(config, config.cache_type)},
     "linear": {"side": "linear"},
+    **{name: {"side": name} for name in PEERS},
     **{name: {"side": "place"} for name in PLACE_METHODS},
 }
 """What a method changes; see `StackConfig`."""
@@ -69,19 +77,24 @@ class ToyModelConfig(DecoderConfig):
     """base; wide: the weights of `tensor` in the MLP; slots: 8 registers; slots-matched: registers
     of the memory's bytes; tensor: the memory; tensor-long: from its start for long gaps; xl:
     relative attention with a cache of the memory's bytes; recurrent-slots: tokens of the memory's
-    bytes, carried between segments; linear: a linear-attention state of the memory's bytes beside
-    attention. The place memory in the memory's bytes: place, place-delta: its places are learned;
-    place-given, place-given-delta: they are those that the task tells its tokens; place-offset:
-    these and a learned offset."""
+    bytes, carried between segments; window+: a window longer by the memory's bytes in keys and
+    values; linear: a linear-attention state of the memory's bytes beside attention; gla, deltanet,
+    gated-deltanet, kda, mamba2, rwkv7: the field's mechanisms with a state of these bytes. The
+    place memory in these bytes: place, place-delta: its places are learned; place-given,
+    place-given-delta: they are those that the task tells its tokens; place-offset: these and a
+    learned offset."""
     memory: MemoryConfig = field(
         default_factory=lambda: MemoryConfig(channels=16, grid=(6, 6, 6), chunk_size=1)
     )
     """The memory, whose bytes others are matched to; linear takes its `gain` too."""
     place_heads: int = 4
-    """Heads of the place memory, which share the memory's bytes."""
+    """Heads of the place memory and of the field's mechanisms, which share the memory's bytes."""
     window: int | None = None
     """Tokens that attention sees, itself included; None sees the whole past. xl and
     recurrent-slots take segments of so many tokens."""
+    cache_type: CacheType = "float32"
+    """What the cache of xl and the extra keys and values of window+ are kept in; the same bytes
+    hold twice the tokens in bf16."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,6 +103,13 @@ class ToyModelConfig(DecoderConfig):
                 "model.window: expected a number of tokens, got None: recurrent-slots are carried "
                 "from segment to segment, and without a window there is but one"
             )
+        if self.method == "window+" and self.window is None:
+            raise ValueError(
+                "model.window: expected a number of tokens, got None: window+ sees more than a "
+                "window, and without one attention sees all"
+            )
+        if self.method not in ("xl", "window+"):
+            check_unread(self, "model", self.method, ["cache_type"])
 
     def build(self, task: Any) -> ToyModel:
         """The model for one of the drawn tasks."""
@@ -98,7 +118,9 @@ class ToyModelConfig(DecoderConfig):
     def stack(self, length: int, axes: int = 0) -> StackConfig:
         """The choices that `method` stands for, where places have so many coordinates."""
         name = "segment" if self.method in SEGMENTED else "window"
-        options: dict[str, Any] = {name: self.window}
+        options: dict[str, Any] = {name: self.window, "cache_type": self.cache_type}
+        if self.method in PEERS:
+            options["peer"] = PeerConfig(memory_bytes(self.memory, layers=1), self.place_heads)
         if self.method in PLACE_METHODS:
             options["place"] = self.place(axes)
         return self.make_stack(METHODS[self.method], length, **options)

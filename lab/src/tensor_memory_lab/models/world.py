@@ -27,6 +27,7 @@ from tensor_memory_lab.models.decoder import (
     DecoderConfig,
     Method,
     cache,
+    extra_keys,
     tensor_method,
 )
 from tensor_memory_lab.models.peers import PeerConfig
@@ -102,16 +103,11 @@ def _place(changes: dict[str, Any]) -> Method:
     return {"side": "place", "place": lambda config: replace(config.place, **changes)}
 
 
-def _key_bytes(config: WorldModelConfig) -> int:
-    """Bytes of the key and the value of a token in all layers."""
-    return extra_bytes(config.dim, config.layers, "bf16")
-
-
 METHODS: dict[str, Method] = {
     "window": {},
     "full": {"window": None, "rotary": False},
     "full-rotary": {"window": None},
-    "window+": {"extra_keys": lambda config: config.memory_bytes // _key_bytes(config)},
+    "window+": {"extra_keys": lambda config: extra_keys(config, "bf16")},
     "xl": {
         "attention": "relative",
         "segment": lambda config: config.window,
