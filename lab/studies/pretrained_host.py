@@ -92,6 +92,8 @@ METHODS = {
     "tensor": Method(TENSOR),
     "tensor+lora": Method(TENSOR, lora=True),
     "place-emptied+lora": Method(PLACE, lora=True, emptied=True),
+    "tensor-emptied": Method(TENSOR, emptied=True),
+    "tensor-emptied+lora": Method(TENSOR, lora=True, emptied=True),
 }
 
 

@@ -230,7 +230,7 @@ def test_long_walks_are_several_and_a_batch_of_them_fits_beside_other_runs(folde
 
 
 def test_every_setting_is_a_split_of_its_own(folder):
-    sizes = {"test": 1, "test@4x": 4, "test@small": 1, "test@large": 4}
+    sizes = {"test": 1, "test@4x": 4, "test@small": 1, "test@large": 4, "test@large-same-grid": 4}
     task = config_for(folder, tests=tuple(sizes)).build(0)
     model = MazeModel(MazeModelConfig(method="place-given", **SMALL), task.classes, steps=90)
     memory = model.stack.blocks[1].side.memory
@@ -243,6 +243,8 @@ def test_every_setting_is_a_split_of_its_own(folder):
             sums = task.measure(model(batch)[0], batch)
         assert math.isfinite(sums["loss"][0])
     assert memory.config.grid == (3, 3)
+    large, same_grid = (task.batch(split, 0, 2) for split in list(sizes)[-2:])
+    assert all(torch.equal(x, same_grid[name]) for name, x in large.items())
     with pytest.raises(ValueError, match=r"split: expected train, valid, test, .*got 'test@far'"):
         task.batch("test@far", 0, 1)
 

@@ -203,7 +203,7 @@ def test_a_question_elsewhere_is_answered_for_its_place_and_before_its_glimpse()
 
 
 def test_a_large_world_is_walked_in_steps_of_the_same_pixels(birds):
-    task = config_for(birds, tests=("test", "test@large")).build(0)
+    task = config_for(birds, tests=("test", "test@large", "test@large-same-grid")).build(0)
     large = task.batch("test@large", 0, 1)
     stride = (large["at"][:, 1:] - large["at"][:, :-1]).norm(dim=-1)
     assert stride.max().item() == pytest.approx(0.16, abs=1e-4)
@@ -213,6 +213,10 @@ def test_a_large_world_is_walked_in_steps_of_the_same_pixels(birds):
     with task.prepared(model, "test@large"):
         assert memory.config.grid == (6, 6)
     assert memory.config.grid == (3, 3)
+    with task.prepared(model, "test@large-same-grid"):
+        assert memory.config.grid == (3, 3)
+    same_grid = task.batch("test@large-same-grid", 0, 1)
+    assert all(torch.equal(x, same_grid[name]) for name, x in large.items())
 
 
 def test_half_of_the_image_changes_where_the_agent_is_not(birds):

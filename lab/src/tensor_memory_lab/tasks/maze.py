@@ -74,6 +74,8 @@ class Setting:
     """So many times as far from border to border."""
     fewer: int = 0
     """Cells less along each side."""
+    same_grid: bool = False
+    """Whether the grids of place memories, and so their bytes, stay those of training."""
 
 
 SETTINGS = {
@@ -84,8 +86,10 @@ SETTINGS = {
     "test@large": Setting(times=4, scale=2),
     "test@larger": Setting(times=16, scale=3),
     "test@larger128x": Setting(times=128, scale=3),
+    "test@large-same-grid": Setting(times=4, scale=2, same_grid=True),
+    "test@larger-same-grid": Setting(times=16, scale=3, same_grid=True),
 }
-"""The test splits that there are."""
+"""The test splits that there are; the last two have the walks of test@large and test@larger."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,8 @@ class MazeConfig(DrawnConfig):
     tests: tuple[str, ...] = ("test",)
     """Test splits: test, test@4x and test@128x (longer walks), test@small (two cells less along
     each side), test@large, test@larger and test@larger128x (twice and three times as wide, walks 4,
-    16 and 128 times as long)."""
+    16 and 128 times as long), test@large-same-grid and test@larger-same-grid (the same with grids
+    as in training)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -199,7 +204,8 @@ class Maze(DrawnTask):
 
     def prepared(self, model: Any, split: str) -> AbstractContextManager[None]:
         """Inside, a model is ready for a split: its grids are as wide as the mazes."""
-        return model.grids_scaled(self.setting(split).scale)
+        setting = self.setting(split)
+        return model.grids_scaled(1 if setting.same_grid else setting.scale)
 
     def batch(self, split: str, index: int, size: int) -> Batch:
         """Rows `index * size` to `(index + 1) * size` of a split."""
@@ -209,7 +215,8 @@ class Maze(DrawnTask):
         if index * size >= end:
             raise IndexError(f"batch {index} of {size} rows: {split} has {end}")
         if split not in self._whole:
-            drawn = self.walks(split, end, generator(0, self.inputs, split))
+            random = generator(0, self.inputs, split.removesuffix("-same-grid"))
+            drawn = self.walks(split, end, random)
             self._whole[split] = {name: sent(x, self._device) for name, x in drawn.items()}
         return {n: x[index * size : (index + 1) * size] for n, x in self._whole[split].items()}
 

@@ -50,6 +50,8 @@ class Setting:
     """So many times as many glimpses."""
     scale: int = 1
     """Images so many times as wide and as high, seen in glimpses and steps of the same pixels."""
+    same_grid: bool = False
+    """Whether the grids of place memories, and so their bytes, stay those of training."""
     drift: float = 0.0
     """Standard deviation of what each step adds to the error of the pose, in half widths."""
     blind: int = 0
@@ -68,8 +70,9 @@ SETTINGS = {
     "test@blind32": Setting(blind=32),
     "test@blind128": Setting(blind=128),
     "test@change": Setting(change=True),
+    "test@large-same-grid": Setting(times=4, scale=2, same_grid=True),
 }
-"""The test splits that there are."""
+"""The test splits that there are; the last has the walks of test@large."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,8 @@ class WorldConfig(DrawnConfig):
     """Walks of "test", the same for every method, seed and budget."""
     tests: tuple[str, ...] = ("test",)
     """Test splits: test, test@4x and test@16x (longer walks), test@large (images twice as wide and
-    high), test@drift, test@blind8, test@blind32, test@blind128, test@change."""
+    high), test@large-same-grid (the same with grids as in training), test@drift, test@blind8,
+    test@blind32, test@blind128, test@change."""
     drift: float = 0.0
     """Standard deviation of what each step adds to the error of the pose, everywhere but in the
     splits that have their own."""
@@ -220,7 +224,8 @@ class World(Task):
 
     def prepared(self, model: Any, split: str) -> AbstractContextManager[None]:
         """Inside, a model is ready for a split: its grids are as large as the images ask for."""
-        return model.grids_scaled(self.setting(split).scale)
+        setting = self.setting(split)
+        return model.grids_scaled(1 if setting.same_grid else setting.scale)
 
     def batch(self, split: str, index: int, size: int) -> Batch:
         """Walks over random crops in training, over the middle of an image elsewhere."""
@@ -379,7 +384,7 @@ class World(Task):
     def _fixed(self, split: str) -> Batch:
         """What is drawn for an evaluation split, which no seed changes."""
         if split not in self._drawn:
-            random = generator(0, "world", split)
+            random = generator(0, "world", split.removesuffix("-same-grid"))
             drawn = self._draw(self.setting(split), self._rows(split), random)
             self._drawn[split] = self._send(drawn)
         return self._drawn[split]
