@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tensor_memory import PlaceConfig, find_leak
 from tensor_memory_lab.bench import places
@@ -209,6 +210,93 @@ def built(name):
     return peer
 
 
+def convolved(x, convolution):
+    """A causal convolution by PyTorch's, then SiLU."""
+    before = F.pad(x.mT, (len(convolution.taps) - 1, 0))
+    mixed = F.conv1d(before, convolution.taps.mT[:, None], convolution.bias, groups=x.shape[-1])
+    return F.silu(mixed).mT
+
+
+def attention_layer(name, peer, x):
+    """GLA and the DeltaNets as their authors' layers have them, around the naive loops."""
+    mixed = peer.project(x)
+    if name != "gla":
+        mixed = convolved(mixed, peer.convolution)
+    q, k, v, *gate = (part.unflatten(-1, (peer.heads, -1)) for part in mixed.split(peer.split, -1))
+    rate, decay = k[..., 0], torch.zeros_like(k)  # where a layer has none, nothing reads it
+    if name == "gla":
+        decay = F.logsigmoid(peer.decay(x)).unflatten(-1, (peer.heads, -1)) / 16
+    else:
+        q, k, rate = F.normalize(q, dim=-1), F.normalize(k, dim=-1), peer.rate(x).sigmoid()
+    if name in ("gated-deltanet", "kda"):
+        step = F.softplus(peer.step(x) + peer.step_bias)
+        step = step.unflatten(-1, (peer.heads, -1))  # one of a head, or one of each feature
+        decay = (-peer.log_speed.exp()[:, None] * step).clamp(min=LEAST_DECAY).expand_as(k)
+    state = x.new_zeros(len(x), peer.heads, peer.key, peer.value)
+    read = naive(name, q, k, v, decay, rate, state)[0]
+    read = read * (read.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * peer.norm.weight
+    if name == "gla":
+        read = read * F.silu(gate[0])
+    elif name != "deltanet":
+        squash = F.silu if name == "gated-deltanet" else torch.sigmoid
+        read = read * squash(peer.gate(x)).unflatten(-1, (peer.heads, -1))
+    return peer.output(read.flatten(2))
+
+
+def mamba2_layer(_, peer, x):
+    gate, mixed, step = peer.project(x).split(peer.split, -1)
+    value, b, c = convolved(mixed, peer.convolution).split(
+        (peer.heads * peer.value, peer.key, peer.key), -1
+    )
+    value = value.unflatten(-1, (peer.heads, -1))
+    step = F.softplus(step + peer.step_bias)
+    h, reads = 0, []
+    for t in range(x.shape[1]):
+        kept = (-peer.log_speed.exp() * step[:, t]).exp()[:, :, None, None]
+        added = torch.einsum("bk,bhv->bhkv", b[:, t], step[:, t, :, None] * value[:, t])
+        h = kept * h + added
+        read = torch.einsum("bk,bhkv->bhv", c[:, t], h)
+        reads.append(read + peer.skip[:, None] * value[:, t])
+    return peer.output(peer.norm(torch.stack(reads, 1).flatten(2) * F.silu(gate)))
+
+
+def rwkv7_layer(_, peer, x):
+    """With S as (V, K): S ← S diag(w) − (S κ)(a ⊙ κ)ᵀ + v kᵀ, read S r."""
+    before = F.pad(x, (0, 0, 1, -1))
+    r, w, k, v, a, g = (x + (before - x) * mix for mix in peer.shift.view(6, -1))
+    w = (-math.exp(-0.5) * peer.decay(w).sigmoid()).exp()
+    k, a = peer.keys(k), peer.rate(a).sigmoid()
+    erased, k = k * peer.erased, k * (1 + (a - 1) * peer.slowed)
+    r, w, k, a, erased, bonus = (
+        part.unflatten(-1, (peer.heads, -1)) for part in (peer.read(r), w, k, a, erased, peer.bonus)
+    )
+    v, erased = peer.values(v).unflatten(-1, (peer.heads, -1)), F.normalize(erased, dim=-1)
+    S, reads = x.new_zeros(len(x), peer.heads, peer.value, peer.key), []
+    for t in range(x.shape[1]):
+        gone = torch.einsum("bhvk,bhk->bhv", S, erased[:, t])[..., None]
+        S = S * w[:, t, :, None] - gone * (a * erased)[:, t, :, None]
+        S = S + v[:, t, ..., None] * k[:, t, :, None]
+        reads.append(torch.einsum("bhvk,bhk->bhv", S, r[:, t]))
+    read = torch.stack(reads, 1)
+    centred = read - read.mean(-1, keepdim=True)
+    normal = centred * (centred.square().mean(-1, keepdim=True) + peer.key * 1e-5).rsqrt()
+    read = normal.flatten(2) * peer.norm.weight + peer.norm.bias
+    read = read.unflatten(-1, (peer.heads, -1)) + (r * k * bonus).sum(-1, keepdim=True) * v
+    return peer.output(read.flatten(2) * peer.gate(g))
+
+
+LAYERS = {"mamba2": mamba2_layer, "rwkv7": rwkv7_layer}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peer_is_its_authors_layer(name):
+    peer = built(name).float()
+    x = torch.randn(2, 70, DIM)
+    expected = LAYERS.get(name, attention_layer)(name, peer, x)
+    assert_same_rms(name, peer(x)[0], expected, torch.float32)
+
+
 @pytest.mark.parametrize("name", PEERS)
 def test_a_peer_goes_on_where_the_call_before_ended(name):
     peer, state, found = built(name), None, []
@@ -267,7 +355,7 @@ def test_decays_start_where_the_authors_start_them():
     config = PeerConfig(state_bytes=4 * 64 * 64, heads=64)
     for name, least in (("gated-deltanet", 0.0), ("mamba2", 1.0), ("kda", 1.0)):
         peer = PEERS[name](256, replace(config, state_bytes=4 * 64 * 256))
-        speed, step = peer.log_speed.exp(), torch.nn.functional.softplus(peer.step_bias)
+        speed, step = peer.log_speed.exp(), F.softplus(peer.step_bias)
         assert speed.min() >= least
         assert speed.max() <= 16
         assert step.min() >= 0.001 * (1 - 1e-4)

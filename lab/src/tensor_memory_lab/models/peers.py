@@ -275,7 +275,7 @@ class RWKV7(Peer):
         self.erased = nn.Parameter(0.71 - 0.1 * linear)
         self.slowed = nn.Parameter(torch.full((H * K,), 1.02))
         self.bonus = nn.Parameter(torch.full((H * K,), -0.04))
-        self.norm = nn.GroupNorm(H, H * V, eps=V * EPSILON)
+        self.norm = nn.GroupNorm(H, H * V, eps=K * EPSILON)
         self.output = nn.Linear(H * V, dim, bias=False)
         with torch.no_grad():
             for layer, gain in ((self.read, 1.0), (self.keys, 0.1), (self.values, 1.0)):
