@@ -444,9 +444,23 @@ def test_a_state_goes_to_a_larger_grid_and_back(wrap):
     larger = state.resized(grid)
     torch.testing.assert_close(larger.values[:, :, ::2, ::2], state.values)
     torch.testing.assert_close(larger.resized((4, 5)).values, state.values)
-    memory = PlaceMemory(DIM, config)
-    m, _ = memory.resized(grid)(torch.randn(2, 3, DIM), larger)
-    assert torch.isfinite(m).all()
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_a_resized_memory_finds_in_a_resized_state_what_lay_there(wrap):
+    config = PlaceConfig(
+        grid=(4, 5), channels=3, heads=2, wrap=wrap, kernel="linear", places="given"
+    )
+    memory, old = PlaceMemory(DIM, config).double(), torch.tensor([5, 4])
+    voxel = torch.stack([torch.randint(5, (2, 6)), torch.randint(4, (2, 6))], -1)
+    x, where = torch.randn(2, 6, DIM).double(), 2 * voxel.double() / (old - 1) - 1
+    _, state = memory(x[:, :4], where=where[:, :4])
+    expected, _ = memory(x[:, 4:], state, where=where[:, 4:])
+    grid = (8, 10) if wrap else (7, 9)  # every second voxel is an old one
+    new = torch.tensor(grid[::-1])
+    where = 2 * (2 * voxel).double() / (new - 1) - 1
+    m, _ = memory.resized(grid)(x[:, 4:], state.resized(grid), where=where[:, 4:])
+    assert_same(m, expected)
 
 
 @pytest.mark.parametrize("kernel", ["gaussian", "linear"])
