@@ -472,12 +472,8 @@ def test_a_page_is_filled_and_checked(here, capsys):
     declared.write_text(
         '[table.signs]\nstudy = "signs"\ncolumns = ["test.accuracy"]\n'
         '[table.base]\nlike = "signs"\nwhere = { method = "base" }\ncaption = false\n'
-        '[table.less]\nlike = ["signs", "base"]\nwhere = {}\nonly = { method = "tensor" }\n'
-        'value = "test.accuracy"\nless = ["base"]\n'
         '[figure.curves]\nstudy = "signs"\ny = "valid.accuracy"\n'
     )
-    less = Evidence(declared, Path("results")).table("less")
-    assert less == "| method | less base |\n| :-- | --: |\n| tensor | **-33.0 ± 21.2** |\n"
     page = Path("page.md")
     page.write_text("A\n\n<!-- table: base -->\n<!-- /table -->\n\nB\n")
     command = ["page.md", "--tables", "tables.toml"]
@@ -508,13 +504,22 @@ def test_a_page_is_filled_and_checked(here, capsys):
     page.write_text("<!-- table: base -->\n<!-- /table -->\n")
     with pytest.raises(ValueError, match="unknown colums; known are"):
         tables_command(command)
-    declared.write_text('[table.base]\nstudy = "signs"\nvalue = "test.loss"\ncolumns = ["steps"]\n')
-    with pytest.raises(ValueError, match="table 'base': expected less beside value, got none"):
-        tables_command(command)
     declared.write_text('[figure.curves]\nstudy = "signs"\nonly = { method = "base" }\n')
     page.write_text("")
     with pytest.raises(ValueError, match="figure 'curves': unknown only; known are"):
         tables_command([*command, "--figures", "."])
+
+
+def test_columns_may_be_less_each_of_some_methods_and_are_left_out_without_values(here):
+    Path("tables.toml").write_text(
+        '[table.one]\nstudy = "signs"\nonly = { method = "tensor" }\nless = ["base"]\n'
+        'columns = ["test.accuracy", { value = "steps", title = "length" }]\ncaption = false\n'
+        '[table.two]\nlike = "one"\nless = ["base", "tensor"]\n'
+    )
+    evidence = Evidence(Path("tables.toml"), Path("results"))
+    row = "| :-- | --: | --: |\n| tensor | **-33.0 ± 21.2** | +0.000 ± 0.000 |\n"
+    assert evidence.table("one") == "| method | less base | length |\n" + row
+    assert evidence.table("two") == "| method | less base | length, less base |\n" + row
 
 
 def test_the_caption_names_the_commits_of_values_from_another_study(here):

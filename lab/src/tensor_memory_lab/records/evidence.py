@@ -5,18 +5,19 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from tensor_memory_lab.records.store import frame, parts, read_records
-from tensor_memory_lab.records.table import Frame, caption, column, markdown, select, table
+from tensor_memory_lab.records.table import NOTHING, Frame, caption, column, markdown, select, table
 
 REGION = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
 """A place in a page that a table is written into."""
 
 RUNS = {"study", "where", "except", "each", "like"}
 TABLE = {
-    "rows", "only", "columns", "across", "sort", "titles", "names", "caption", "value", "less",
+    "rows", "only", "columns", "across", "sort", "titles", "names", "caption", "less",
 }  # fmt: skip
 DRAWN = {"x", "y", "by", "panels", "x_title", "y_title", "names", "even"}
 
@@ -33,11 +34,6 @@ class Evidence:
     def table(self, name: str) -> str:
         """A declared table as Markdown, with where its numbers come from below it."""
         spec = self._spec("table", name, RUNS | TABLE)
-        if "value" in spec and "less" not in spec:
-            raise ValueError(
-                f"{self.file}, table {name!r}: expected less beside value, got none; name methods "
-                "to compare with, or declare columns"
-            )
         columns = [column(one) for one in _columns(spec)]
         runs = self._runs(name, spec)
         lent: dict[str, list[Frame]] = {}
@@ -53,6 +49,8 @@ class Evidence:
             titles=spec.get("titles"),
             names=spec.get("names"),
         )
+        filled = {key for line in lines for key, text in line.items() if text != NOTHING}
+        lines = [{key: text for key, text in line.items() if key in filled} for line in lines]
         below = f"\n{caption(runs, lent)}\n" if spec.get("caption", True) else ""
         return markdown(lines) + below
 
@@ -85,9 +83,8 @@ class Evidence:
                 f"{', '.join(declared)}"
             )
         spec = declared[name]
-        like = spec.get("like", [])
-        for other in reversed([like] if isinstance(like, str) else like):
-            spec = self._spec(kind, other, known) | spec
+        if "like" in spec:
+            spec = self._spec(kind, spec["like"], known) | spec
         if unknown := sorted(spec.keys() - known):
             raise ValueError(
                 f"{self.file}, {kind} {name!r}: unknown {', '.join(unknown)}; known are "
@@ -118,7 +115,10 @@ class Evidence:
 def _columns(spec: Mapping[str, Any]) -> list[Any]:
     if "less" not in spec:
         return spec["columns"]
-    return [
-        {"value": spec["value"], "less": method, "title": f"less {method}"}
-        for method in spec["less"]
-    ]
+    declared = [{"value": one} if isinstance(one, str) else one for one in spec["columns"]]
+    columns = []
+    for one, method in product(declared, spec["less"]):
+        told = [one["title"]] if "title" in one else []
+        told += [f"less {method}"] if len(spec["less"]) > 1 or not told else []
+        columns.append(one | {"less": method, "title": ", ".join(told)})
+    return columns
