@@ -148,6 +148,41 @@ def test_flags_beside_a_plan_are_stronger_than_what_it_sets(tmp_path: Path):
     assert {run.config.budget.steps for run in runs} == {2}
 
 
+DEFAULTS = f"""
+timeout = 60
+recipes = "{SIGN}"
+set = {{ "budget.steps" = 6, "optimizer.lr" = 0.5 }}
+over = {{ "model.memory-layers" = [[0]], seed = [1, 2] }}
+tries = {{ "task.noise" = [0.1, 0.2] }}
+tried = {{ "budget.steps" = 4 }}
+[[stage]]
+[[stage]]
+recipes = ["leak-demo"]
+timeout = 9
+set = {{ "budget.steps" = 3 }}
+over = {{ "model.method" = ["base", "tensor"], "model.memory_layers" = [[0], [1]] }}
+tries = {{ "task.noise" = [0.3] }}
+tried = {{ "budget.steps" = 2, "optimizer.lr" = 0.1 }}
+"""
+
+
+def test_what_a_stage_says_is_stronger_than_what_its_plan_says_for_all(tmp_path: Path):
+    (tmp_path / "plan.toml").write_text(DEFAULTS)
+    first, second = read_plan(tmp_path / "plan.toml")
+    assert (first.recipes, first.timeout) == ([SIGN], 60)
+    assert first.over == {"model.memory-layers": [[0]], "seed": [1, 2]}
+    assert first.flags == ["--budget.steps", "6", "--optimizer.lr", "0.5"]
+    assert first.tries == {"task.noise": [0.1, 0.2]}
+    assert first.tried == ["--budget.steps", "4", "--optimizer.lr", "0.5"]
+    assert (second.recipes, second.timeout) == (["leak-demo"], 9)
+    assert second.flags == ["--budget.steps", "3", "--optimizer.lr", "0.5"]
+    assert second.tries == {"task.noise": [0.3]}
+    assert second.tried == ["--budget.steps", "2", "--optimizer.lr", "0.1"]
+    # The stage's own fields are the outer ones of the product, however they are written.
+    assert list(second.over) == ["model.method", "model.memory_layers", "seed"]
+    assert second.over["model.memory_layers"] == [[0], [1]]
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
@@ -165,6 +200,14 @@ def test_flags_beside_a_plan_are_stronger_than_what_it_sets(tmp_path: Path):
         ("stage = 3", r"expected at least one \[\[stage\]\]"),
         ("stage = [3]", "stage 1: expected a table, got 3"),
         ("[[stage", "expected a plan in TOML"),
+        ("set = 3\n[[stage]]\nrecipes=['a']", r"plan\.toml: expected a table for 'set', got 3"),
+        (
+            "recipes = [1]\n[[stage]]",
+            r"plan\.toml: expected recipes = \[\"name\", ...\], got \[1\]",
+        ),
+        ("over = {seed = 1}\n[[stage]]", r"plan\.toml: expected a list for 'seed', got 1"),
+        ("seconds = 9\n[[stage]]\nrecipes=['a']", r"plan\.toml: unknown key 'seconds'; .* timeout"),
+        ("recipes = 'a'\ntried = {seed = 1}\n[[stage]]", "stage 1: expected tries, since it has"),
         (
             "[[stage]]\nrecipes=['a']\nover={'model.memory-layers'=[1], 'model.memory_layers'=[2]}",
             "stage 1: over model.memory_layers: expected each field once, got it twice",
@@ -196,8 +239,8 @@ def test_a_typo_in_a_stage_is_told_with_its_file_and_number(tmp_path, capsys, ty
     assert ended.value.code == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == (
-        f"{plan}, stage 3: expected fields of {SIGN}, got what is named above; mend the stage's "
-        "set or over, or the flags beside --plan"
+        f"{plan}, stage 3: expected fields of {SIGN}, got what is named above; mend the set or "
+        "over of the stage or of the whole plan, or the flags beside --plan"
     )
 
 

@@ -2,12 +2,16 @@
 
 A plan is TOML, its stages are done in the order of the file:
 
-    timeout = 600                        # seconds a run may take; a stage may say otherwise
-    [[stage]]
+    timeout = 600                        # seconds a run may take
     recipes = ["windowed-binding", "windowed-map"]
+    over = { seed = [0, 1, 2] }
+    [[stage]]
     set = { "budget.steps" = 4000 }
-    over = { "model.method" = ["base", "tensor"], "seed" = [0, 1, 2] }
+    over = { "model.method" = ["base", "tensor"] }
     tries = { "optimizer.lr" = [1e-3, 3e-3] }   # see `tries`
+
+What stands before the first stage are defaults of all stages. A field that a stage names in a table
+replaces the plan's field in the same table; the other fields of the plan's table come after it.
 """
 
 from __future__ import annotations
@@ -26,6 +30,11 @@ from tensor_memory_lab.recipes import Recipe, find_recipe
 from tensor_memory_lab.records import run_name
 from tensor_memory_lab.records.config import PLACES
 from tensor_memory_lab.run_config import RunConfig
+
+TABLES = ("set", "tried", "over", "tries")
+DEFAULTS = ("recipes", *TABLES, "timeout")
+"""What a plan may say for all of its stages."""
+RECIPES = 'recipes = ["name", ...]'
 
 
 @dataclass(frozen=True)
@@ -169,7 +178,7 @@ def _config(recipe: Recipe, flags: Sequence[str], stage: Stage) -> RunConfig[Any
         if stage.where:  # the message above names the flag, but not where it came from
             print(
                 f"{stage.where}: expected fields of {recipe.name}, got what is named above; mend "
-                "the stage's set or over, or the flags beside --plan",
+                "the set or over of the stage or of the whole plan, or the flags beside --plan",
                 file=sys.stderr,
             )
         raise
@@ -205,40 +214,63 @@ def read_plan(path: str | Path, flags: Sequence[str] = ()) -> list[Stage]:
         plan = tomllib.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"{path}: expected a plan in TOML ({error}); mend it there") from error
-    _check_keys(plan, ("stage", "timeout"), str(path))
-    stages = plan.get("stage")
+    _check_keys(plan, ("stage", *DEFAULTS), str(path))
+    stages = plan.pop("stage", None)
     _expect(isinstance(stages, list) and stages, str(path), "at least one [[stage]]", stages)
+    _check_values(plan, str(path))
     return [
-        _stage(values, f"{path}, stage {number}", plan.get("timeout"), flags)
+        _stage(values, f"{path}, stage {number}", plan, flags)
         for number, values in enumerate(stages or (), start=1)
     ]
 
 
-def _stage(values: Any, where: str, timeout: Any, flags: Sequence[str]) -> Stage:
+def _stage(values: Any, where: str, defaults: Mapping[str, Any], flags: Sequence[str]) -> Stage:
     _expect(isinstance(values, dict), where, "a table", values)
-    _check_keys(values, ("recipes", "set", "over", "tries", "tried", "seconds", "timeout"), where)
-    recipes, timeout = values.get("recipes"), values.get("timeout", timeout)
+    _check_keys(values, (*DEFAULTS, "seconds"), where)
+    _check_values(values, where)
+    fixed, tried, over, tries = (
+        _with_defaults(values.get(key, {}), defaults.get(key, {})) for key in TABLES
+    )
+    values = {**defaults, **values}
+    recipes = values.get("recipes")
+    _expect(recipes is not None, where, RECIPES, recipes)
     recipes = [recipes] if isinstance(recipes, str) else recipes
-    fixed, over, tries, tried = (values.get(k, {}) for k in ("set", "over", "tries", "tried"))
-    duration = values.get("seconds")
-    named = isinstance(recipes, list) and recipes and all(type(name) is str for name in recipes)
-    _expect(named, where, 'recipes = ["name", ...]', recipes)
-    for key, table in (("set", fixed), ("tried", tried), ("over", over), ("tries", tries)):
-        _expect(isinstance(table, dict), where, f"a table for {key!r}", table)
-        _check_once(list(table), f"{where}: {key}")
-    for lists in (over, tries):
-        for name, options in lists.items():
-            _expect(isinstance(options, list) and options, where, f"a list for {name!r}", options)
-    for key, time in (("timeout", timeout), ("seconds", duration)):
-        given = time is None or (type(time) in (int, float) and time > 0)
-        _expect(given, where, f"{key} in seconds" if key == "timeout" else key, time)
     _expect(tries or not tried, where, "tries, since it has 'tried'", tries)
     set_flags, tried_flags = (
         [*(flag for name, value in table.items() for flag in _flag(name, _text(value))), *flags]
         for table in (fixed, fixed | tried)
     )
     tried_flags = tried_flags if tried else None
+    timeout, duration = values.get("timeout"), values.get("seconds")
     return Stage(recipes, over, set_flags, timeout, where, tries, tried_flags, duration)
+
+
+def _with_defaults(own: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a stage's table, then those of the plan's that it does not name itself.
+
+    >>> _with_defaults({"model.memory_layers": [0]}, {"model.memory-layers": [1], "seed": [0, 1]})
+    {'model.memory_layers': [0], 'seed': [0, 1]}
+    """
+    named = set(map(field_name, own))
+    rest = {key: value for key, value in defaults.items() if field_name(key) not in named}
+    return {**own, **rest}
+
+
+def _check_values(values: Mapping[str, Any], where: str) -> None:
+    """Raise where a value of a stage, or of the whole plan, is not of its kind."""
+    recipes = values.get("recipes")
+    several = isinstance(recipes, list) and recipes and all(type(name) is str for name in recipes)
+    _expect(recipes is None or isinstance(recipes, str) or several, where, RECIPES, recipes)
+    for key in TABLES:
+        table = values.get(key, {})
+        _expect(isinstance(table, dict), where, f"a table for {key!r}", table)
+        _check_once(list(table), f"{where}: {key}")
+        for name, options in table.items() if key in ("over", "tries") else ():
+            _expect(isinstance(options, list) and options, where, f"a list for {name!r}", options)
+    for key in ("timeout", "seconds"):
+        time = values.get(key)
+        given = time is None or (type(time) in (int, float) and time > 0)
+        _expect(given, where, f"{key} in seconds" if key == "timeout" else key, time)
 
 
 def _expect(holds: object, where: str, expected: str, got: Any) -> None:
