@@ -87,6 +87,7 @@ NOT_YET = (
     "places-windowed",
     "vision-places",
     "world",
+    "world-settings",
     "world-time",
 )
 """Plans that nobody has run to their end."""
