@@ -2,7 +2,7 @@
 # A stamp per set of packages makes the second run start at once; pyproject.toml renews them.
 
 PYTHON ?= python3
-WORKERS ?= 2
+WORKERS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check

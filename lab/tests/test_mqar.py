@@ -256,6 +256,7 @@ def described(config):
     return f"{mixer} {named} {[tuple(w.shape) for w in mixer.parameters()]}"
 
 
+@pytest.mark.exhaustive
 def test_rows_of_one_length_share_compiled_code(tmp_path, monkeypatch):
     graphs = []
 
