@@ -1,4 +1,4 @@
-"""Input at the edge of what a memory takes; `test_wrong_arguments` has what it refuses."""
+"""Input at the edge of what a memory takes; `test_wrong_arguments` has most of what it refuses."""
 
 import pytest
 import torch
@@ -31,6 +31,12 @@ def test_the_remedy_for_tokens_without_an_axis_works(memory, x):
     with pytest.raises(ValueError, match=r"one token per row is x\[:, None\]"):
         memory(x[:, 0])
     memory(x[:, 0][:, None])
+
+
+@pytest.mark.parametrize("mark", ["mask", "reset", "flush"])
+def test_marks_of_one_row_are_not_those_of_all(memory, x, mark):
+    with pytest.raises(ValueError, match=rf"^{mark}: expected .*\(2, 5\), got \(1, 5\)"):
+        memory(x, **{mark: torch.ones(1, 5, dtype=torch.bool)})
 
 
 def test_token_ids_are_refused_for_what_they_are_and_not_for_their_shape(memory):

@@ -449,7 +449,9 @@ def entered(manager: Callable[..., Any]) -> Callable[..., None]:
 def is_named(name: str, value: Any, said: str) -> bool:
     """Whether an error has the name of the argument, of the function, or of the file to be read."""
     function, argument = name.removesuffix("=)").rsplit("(", 1)
-    prefixes = [f"{function.split('.')[-1]}: ", *([f"{value}: "] if argument == "path" else [])]
+    prefixes = [f"{function.split('.')[-1]}: "]
+    if argument == "path" and isinstance(value, str) and value:
+        prefixes.append(f"{value}: ")
     word = re.search(rf"\b{argument.replace('_', '[_ ]')}\b", said)
     return word is not None or any(prefix in said for prefix in prefixes)
 

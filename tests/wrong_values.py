@@ -61,6 +61,7 @@ def tensors() -> list[Tensor]:
             found += [like.to_sparse(), like.bool().to_sparse()]
     found += [torch.full((2,), 7), torch.full((2,), -1), torch.full((2, 5, 3), math.nan)]
     found += [torch.tensor([0, 5]), torch.tensor([0, 9]), torch.tensor([0, 4, 2, 5])]
+    found += [torch.zeros(shape).bool() for shape in ((2, 4), (5,), (2, 5, 1), (1, 5))]
     rows = [torch.zeros(2, 3), torch.zeros(4, 3)]
     found.append(torch.nested.nested_tensor(rows, layout=torch.jagged))
     return found

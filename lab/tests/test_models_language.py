@@ -42,6 +42,7 @@ def config(method, **options):
         "slots": 2 if method == "recurrent-slots" else None,
         "segment": 4 if method in ("xl", "tensor-xl", "recurrent-slots") else None,
         "non_causal": method == "tensor-depth",
+        "positions": "rotary" if method == "window+" else "learned",
     }
     return LanguageModelConfig(method=method, **small | options)
 
@@ -72,8 +73,7 @@ class Logits(nn.Module):
 
 
 ROTARY = (
-    "base", "local", "window+", "tensor", "tensor-local", "place-local", "linear-local",
-    "conv-local",
+    "base", "local", "tensor", "tensor-local", "place-local", "linear-local", "conv-local",
 )  # fmt: skip
 
 
@@ -85,7 +85,7 @@ ROTARY = (
 )
 def test_no_causal_model_sees_the_future(method, options):
     model = tiny(method, **options)
-    assert (model.position is None) == ("positions" in options or method.endswith("xl"))
+    assert (model.position is None) == (model.config.positions == "rotary" or model.config.relative)
     report = find_leak(Logits(model), torch.randint(WORDS, (2, LENGTH)), vocab_size=WORDS)
     assert not report, str(report)
 
@@ -224,6 +224,7 @@ def test_one_step_changes_every_parameter(method):
         ("base", {"non_causal": True}, "expected False for base, which is causal"),
         ("tensor-depth", {"non_causal": False}, "its first token sees the last; expected non_caus"),
         ("base", {"positions": "waves"}, "expected one of learned, rotary, got 'waves'"),
+        ("window+", {"positions": "learned"}, "expected rotary for window.*got learned"),
         ("xl", {"positions": "rotary"}, "expected learned for xl, got rotary"),
         ("linear", {"positions": "rotary"}, "expected learned for linear, got rotary"),
     ],

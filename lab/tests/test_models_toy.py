@@ -258,6 +258,19 @@ def test_a_wrong_config_is_refused(method, complaint):
         ToyModelConfig(method=method)
 
 
+@pytest.mark.parametrize(
+    ("method", "option"),
+    [
+        ("base", {"cache_type": "bf16"}),
+        ("linear", {"place_heads": 2}),
+        ("mamba2", {"place_heads": 2}),
+    ],
+)
+def test_what_a_method_does_not_read_is_refused(method, option):
+    with pytest.raises(ValueError, match=f"model.{next(iter(option))}: expected the default"):
+        ToyModelConfig(method=method, **option)
+
+
 def test_every_memory_option_reaches_the_model():
     memory = MemoryConfig(channels=4, grid=(4,), chunk_size=2, reads="token", forget_bias=3.0)
     config = ToyModelConfig(

@@ -290,7 +290,7 @@ LAYERS = {"mamba2": mamba2_layer, "rwkv7": rwkv7_layer}
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", PEERS)
-def test_a_peer_is_its_authors_layer(name):
+def test_a_peer_agrees_with_its_authors_formulas(name):
     peer = built(name).float()
     x = torch.randn(2, 70, DIM)
     expected = LAYERS.get(name, attention_layer)(name, peer, x)

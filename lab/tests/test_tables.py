@@ -520,6 +520,9 @@ def test_columns_may_be_less_each_of_some_methods_and_are_left_out_without_value
     row = "| :-- | --: | --: |\n| tensor | **-33.0 ± 21.2** | +0.000 ± 0.000 |\n"
     assert evidence.table("one") == "| method | less base | length |\n" + row
     assert evidence.table("two") == "| method | less base | length, less base |\n" + row
+    Path("tables.toml").write_text('[table.one]\nstudy = "signs"\ncolumns = ["test.acuracy"]\n')
+    with pytest.raises(ValueError, match=r"got test\.acuracy; nearest are test\.accuracy"):
+        Evidence(Path("tables.toml"), Path("results")).table("one")
 
 
 def test_the_caption_names_the_commits_of_values_from_another_study(here):

@@ -113,6 +113,11 @@ class LanguageModelConfig(DecoderConfig):
                 "model.place.places: expected learned, since nobody tells a token of text where it "
                 f"stands, got {self.place.places!r}; leave it out"
             )
+        if self.positions == "learned" and self.method == "window+":
+            raise ValueError(
+                "model.positions: expected rotary for window+, since later calls see its keys and "
+                "learned positions begin anew in them, got learned; add --model.positions rotary"
+            )
         if self.positions == "rotary" and self.method in NOT_ROTARY:
             raise ValueError(
                 f"model.positions: expected learned for {self.method}, got rotary, which only "

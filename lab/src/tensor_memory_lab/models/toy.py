@@ -88,13 +88,15 @@ class ToyModelConfig(DecoderConfig):
     )
     """The memory, whose bytes others are matched to; linear takes its `gain` too."""
     place_heads: int = 4
-    """Heads of the place memory and of the field's mechanisms, which share the memory's bytes."""
+    """Heads of the place memory and of the field's mechanisms but mamba2, which share the memory's
+    bytes."""
     window: int | None = None
     """Tokens that attention sees, itself included; None sees the whole past. xl and
     recurrent-slots take segments of so many tokens."""
     cache_type: CacheType = "float32"
-    """What the cache of xl and the extra keys and values of window+ are kept in; the same bytes
-    hold twice the tokens in bf16."""
+    """What the cache of xl and the extra keys and values of window+ are counted in; the same bytes
+    hold twice the tokens in bf16. Nothing is kept between calls, so nothing is rounded: the same
+    with a real cache is no better."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,8 +110,10 @@ class ToyModelConfig(DecoderConfig):
                 "model.window: expected a number of tokens, got None: window+ sees more than a "
                 "window, and without one attention sees all"
             )
-        if self.method not in ("xl", "window+"):
-            check_unread(self, "model", self.method, ["cache_type"])
+        unread = [] if self.method in ("xl", "window+") else ["cache_type"]
+        if self.method not in (*PLACE_METHODS, *PEERS) or self.method == "mamba2":
+            unread.append("place_heads")
+        check_unread(self, "model", self.method, unread)
 
     def build(self, task: Any) -> ToyModel:
         """The model for one of the drawn tasks."""

@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from tensor_memory_lab.records.store import frame, parts, read_records
-from tensor_memory_lab.records.table import NOTHING, Frame, caption, column, markdown, select, table
+from tensor_memory_lab.records.table import (
+    NOTHING,
+    Frame,
+    caption,
+    check_columns,
+    column,
+    markdown,
+    select,
+    table,
+)
 
 REGION = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
 """A place in a page that a table is written into."""
@@ -48,6 +57,10 @@ class Evidence:
             lent=lent,
             titles=spec.get("titles"),
             names=spec.get("names"),
+        )
+        # A name that no record has would be a column without values too, and is none to leave out.
+        check_columns(
+            runs, [v for one in columns if not one.study for v in one.values if v != "seeds"]
         )
         filled = {key for line in lines for key, text in line.items() if text != NOTHING}
         lines = [{key: text for key, text in line.items() if key in filled} for line in lines]
