@@ -106,6 +106,7 @@ def test_text_never_waits_for_the_host(method, carried):
     model = LanguageModelConfig(
         method=method, dim=16, heads=2, layers=2, window=4, memory=MEMORY, slots=2, cache=3,
         segment=6 if carried else None, non_causal=future,
+        positions="rotary" if method == "window+" else "learned",
     )  # fmt: skip
     assert passages(text(carried=carried, leak=future), model) == []
 
