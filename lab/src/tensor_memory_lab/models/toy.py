@@ -95,8 +95,8 @@ class ToyModelConfig(DecoderConfig):
     recurrent-slots take segments of so many tokens."""
     cache_type: CacheType = "float32"
     """What the cache of xl and the extra keys and values of window+ are counted in; the same bytes
-    hold twice the tokens in bf16. Nothing is kept between calls, so nothing is rounded: the same
-    with a real cache is no better."""
+    hold twice the tokens in bf16. Nothing is kept between calls, so nothing is rounded; a
+    cache that is really in bf16 would be no better."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -45,6 +45,9 @@ class Evidence:
         spec = self._spec("table", name, RUNS | TABLE)
         columns = [column(one) for one in _columns(spec)]
         runs = self._runs(name, spec)
+        # Columns without values are left out; one that no record has is a mistake.
+        own = [value for one in columns if not one.study for value in one.values]
+        check_columns(runs, [value for value in own if value != "seeds"])
         lent: dict[str, list[Frame]] = {}
         lines = table(
             runs,
@@ -57,10 +60,6 @@ class Evidence:
             lent=lent,
             titles=spec.get("titles"),
             names=spec.get("names"),
-        )
-        # A name that no record has would be a column without values too, and is none to leave out.
-        check_columns(
-            runs, [v for one in columns if not one.study for v in one.values if v != "seeds"]
         )
         filled = {key for line in lines for key, text in line.items() if text != NOTHING}
         lines = [{key: text for key, text in line.items() if key in filled} for line in lines]

@@ -35,7 +35,7 @@ BLOCK = 64 * CHUNK
 """Tokens taken at once, which bounds the memory of a long call without gradients."""
 
 ADDRESSES = 256 * BLOCK
-"""Values in the addresses of a row's and head's tokens taken at once: large grids take fewer."""
+"""Values that the addresses of one row and head may have at once: on large grids fewer tokens."""
 
 SPARSE_FROM = 32
 """Voxels per touched voxel from which on gathering is faster than a product with the grid."""
