@@ -120,8 +120,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "step_ms": {"title": "step", "digits": 1, "unit": " ms"},
     "steps_per_second": {"title": "steps/s", "kind": "count"},
     "ceiling.test": {"title": "ceiling", "show": "first"},
-    "memory.gate": {"title": "σ(γ) per layer"},
-    "memory.use": {"title": "‖σ(γ)m‖/‖x‖ per layer"},
+    "memory.gate": {"title": "gate by layer"},
+    "memory.use": {"title": "added over input by layer"},
 }
 """How common columns are shown unless told otherwise."""
 
