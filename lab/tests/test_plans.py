@@ -86,7 +86,6 @@ NOT_YET = (
     "place-rate",
     "places-windowed",
     "vision-places",
-    "world",
     "world-settings",
     "world-time",
 )
