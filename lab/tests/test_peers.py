@@ -3,7 +3,7 @@
 import math
 import sys
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +16,7 @@ from tensor_memory import PlaceConfig, find_leak
 from tensor_memory_lab.bench import places
 from tensor_memory_lab.bench.place_shapes import PlaceShape, addresses
 from tensor_memory_lab.bench.timing import QUICK
+from tensor_memory_lab.models import fla_kernels
 from tensor_memory_lab.models.gated_rule import LEAST_DECAY, gated_rule
 from tensor_memory_lab.models.peers import PEERS, PeerConfig, dplr_rule, unit
 from tolerances import assert_same, assert_same_rms
@@ -286,6 +287,103 @@ def rwkv7_layer(_, peer, x):
 
 
 LAYERS = {"mamba2": mamba2_layer, "rwkv7": rwkv7_layer}
+
+
+LOOP_INPUTS = {
+    "gla": ("q", "k", "v", "g"),
+    "deltanet": ("q", "k", "v", "beta"),
+    "gated-deltanet": ("q", "k", "v", "beta", "g"),
+    "kda": ("q", "k", "v", "g", "beta"),
+    "mamba2": ("q", "k", "v", "g"),
+    "rwkv7": ("q", "k", "v", "a", "b", "gk"),
+}
+"""Of the loops, by the names that the kernels have for them."""
+
+
+def loop_for(name):
+    """The loop of a peer, called as its kernel is."""
+    file, loop = LOOPS["simple" if name == "mamba2" else name]
+    heads_first = name in ("deltanet", "rwkv7")
+
+    def call(*, scale, initial_state, output_final_state, **given):
+        assert given.keys() == set(LOOP_INPUTS[name])
+        assert all(x.dtype == torch.bfloat16 for x in (given["q"], given["k"], given["v"]))
+        given["q"] = given["q"] * scale * given["q"].shape[-1] ** 0.5  # the loops scale too
+        inputs = [given[key].float() for key in LOOP_INPUTS[name]]
+        if heads_first:
+            inputs = [x.transpose(1, 2) for x in inputs]
+        read, state = getattr(naive_module(file), loop)(
+            *inputs, initial_state=initial_state, output_final_state=output_final_state
+        )
+        return read.transpose(1, 2) if heads_first else read, state
+
+    return call
+
+
+def layer_results(peer, x, state):
+    """What a layer returns, and the gradients of it all."""
+    m, after = peer(x, state)
+    (m.square().sum() + after["state"].square().sum()).backward()
+    found = {"m": m, "state": after["state"], "x": x.grad}
+    found |= {label: parameter.grad for label, parameter in peer.named_parameters()}
+    x.grad = None
+    return found
+
+
+def both_backends(name, device):
+    """A layer on its own chunks and on the kernels: the same weights, the same inputs."""
+    config = PeerConfig(state_bytes=4 * 2048, heads=2)
+    torch.manual_seed(1)
+    peer = PEERS[name](64, config)
+    with torch.no_grad():
+        for parameter in peer.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    x = torch.randn(2, 130, 64).to(device).requires_grad_()
+    state = {key: torch.randn_like(kept).to(device) for key, kept in peer.zeros(2, x).items()}
+    found = []
+    for backend in ("torch", "fla"):
+        other = PEERS[name](64, replace(config, backend=backend)).to(device)
+        other.load_state_dict(peer.state_dict())
+        found.append(partial(layer_results, other, x, state))
+    return found
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peer_hands_its_kernel_what_its_own_chunks_get(name, monkeypatch):
+    monkeypatch.setattr(fla_kernels, "_kernel", lambda operator, device: loop_for(name))
+    torch_backend, fla_backend = both_backends(name, "cpu")
+    expected = torch_backend()
+    for key, found in fla_backend().items():
+        assert_same_rms(f"{name} {key}", found, expected[key], torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peers_kernel_computes_what_its_own_chunks_do(name):
+    pytest.importorskip("fla", reason="fla-core is not installed")
+    from fla.utils import IS_NVIDIA_HOPPER, TRITON_ABOVE_3_4_0, TRITON_ABOVE_3_7_1
+
+    refuses = IS_NVIDIA_HOPPER and TRITON_ABOVE_3_4_0 and not TRITON_ABOVE_3_7_1
+    torch_backend, fla_backend = both_backends(name, "cuda")
+    if refuses and name in ("gated-deltanet", "mamba2"):
+        with pytest.raises(RuntimeError, match="incorrect results"):
+            fla_backend()
+        return
+    expected = torch_backend()
+    for key, found in fla_backend().items():
+        assert_same_rms(f"{name} {key}", found, expected[key], torch.bfloat16)
+
+
+def test_kernels_are_refused_where_there_is_none(monkeypatch):
+    peer = PEERS["gla"](DIM, replace(CONFIG, backend="fla"))
+    with pytest.raises(ValueError, match=r"model.peer.backend: expected torch on a CPU, got fla"):
+        peer(torch.randn(2, 20, DIM))
+    with pytest.raises(ValueError, match=r"model.peer.backend: expected one of torch, fla, got"):
+        PeerConfig(backend="cuda")
+    monkeypatch.setitem(sys.modules, "fla.ops.gla", None)
+    monkeypatch.setitem(sys.modules, "fla", SimpleNamespace(__path__=[]))
+    with pytest.raises(ValueError, match="fla needs flash-linear-attention"):
+        fla_kernels._kernel("gla.chunk_gla", torch.device("cuda"))
 
 
 @torch.no_grad()

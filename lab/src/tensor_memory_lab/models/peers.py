@@ -2,7 +2,8 @@
 
 They differ in decay, delta rule, convolution, norm and gate, and share one recurrence
 (`gated_rule`). Definitions and initial values follow the layers of flash-linear-attention; linear
-layers start as PyTorch starts them. The size of the state is chosen from a budget of bytes
+layers start as PyTorch starts them. It runs in chunks of our own, in float32, or by that library's
+kernels (`PeerConfig.backend`). The size of the state is chosen from a budget of bytes
 (`PeerConfig`); the three tokens that a short convolution keeps come on top, and `state_bytes`
 counts them. What authors keep free of weight decay has one dimension, as the optimiser expects.
 
@@ -14,11 +15,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tensor_memory_lab.choices import check_choices
+from tensor_memory_lab.models.fla_kernels import fla_rule
 from tensor_memory_lab.models.gated_rule import gated_rule
 from tensor_memory_lab.models.side import FLOAT_BYTES, TAPS, SideMemory, State
 
@@ -34,8 +38,13 @@ class PeerConfig:
     """Bytes per layer and row of the recurrent state, in float32."""
     heads: int = 4
     """Heads that share them; Mamba-2 has heads of 64 features instead, as many as it needs."""
+    backend: Literal["torch", "fla"] = "torch"
+    """torch: chunks in float32, on any device. fla: flash-linear-attention's kernels, bfloat16 on a
+    GPU. On Hopper with Triton 3.4 to 3.7.0 they refuse the backward of gated-deltanet and mamba2.
+    """
 
     def __post_init__(self) -> None:
+        check_choices(self, "model.peer")
         if self.heads < 1 or self.values < self.heads:
             raise ValueError(
                 f"peer: expected 1 head or more and {FLOAT_BYTES} bytes or more for each, got "
@@ -72,7 +81,7 @@ class Peer(SideMemory):
 
     def __init__(self, dim: int, config: PeerConfig, ratio: float) -> None:
         super().__init__()
-        self.dim, self.heads = dim, config.heads
+        self.dim, self.heads, self.backend = dim, config.heads, config.backend
         self.key, self.value = config.sizes(ratio)
 
     def zeros(self, rows: int, like: Tensor) -> State:
@@ -87,6 +96,26 @@ class Peer(SideMemory):
         state = self.heads * self.key * self.value
         return FLOAT_BYTES * (state + self.kept_tokens * self.kept_features)
 
+    def recurrence(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: Tensor,
+        decay: Tensor | None = None,
+        rate: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """What queries read (B, N, H, V), the state after; with rates (B, N, H) the delta rule."""
+        if self.backend == "fla":
+            q, k = (x.expand(-1, -1, self.heads, -1) for x in (q, k))
+            return fla_rule(self.operator, state, q=q, k=k, v=v, g=decay, beta=rate)
+        if rate is None:
+            return gated_rule(q, k, v, decay, state=state)
+        rate = rate[..., None]
+        return gated_rule(q, k, rate * v, decay, erase=rate * k, state=state)
+
+    operator = ""
+    """Package and name of the recurrence in flash-linear-attention."""
     kept_tokens = TAPS - 1
     """Tokens before that are kept for a convolution."""
     kept_features = 0
@@ -100,6 +129,7 @@ class Peer(SideMemory):
 class GatedLinearAttention(Peer):
     """Gated linear attention (Yang et al., 2023): a decay per feature of a key, no convolution."""
 
+    operator = "gla.chunk_gla"
     rank, normalizer = 16, 16.0
 
     def __init__(self, dim: int, config: PeerConfig) -> None:
@@ -113,17 +143,17 @@ class GatedLinearAttention(Peer):
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """x (B, N, d) -> m (B, N, d), state."""
+        state = self.zeros(x.shape[0], x) if state is None else state
         q, k, v, gate = (self._by_head(part) for part in self.project(x).split(self.split, -1))
         decay = F.logsigmoid(wide(self._by_head(self.decay(x)))) / self.normalizer
-        read, after = gated_rule(
-            q * self.key**-0.5, k, v, decay, state=None if state is None else state["state"]
-        )
+        read, after = self.recurrence(q * self.key**-0.5, k, v, state["state"], decay)
         return self.output((self.norm(read) * F.silu(gate)).flatten(2)), {"state": after}
 
 
 class DeltaNet(Peer):
     """DeltaNet (Yang et al., 2024): the delta rule, no decay, no gate."""
 
+    operator = "delta_rule.chunk_delta_rule"
     ratio = 1.0
 
     def __init__(self, dim: int, config: PeerConfig) -> None:
@@ -144,10 +174,8 @@ class DeltaNet(Peer):
         queries_keys, v = mixed.split((2 * self.split[0], self.split[2]), -1)
         q, k = unit(queries_keys.unflatten(-1, (2, self.heads, -1))).unbind(2)
         v = self._by_head(v)
-        rate = self.rate(x).to(k.dtype).sigmoid()[..., None]
-        read, after = gated_rule(
-            q, k, rate * v, self.log_decay(x), erase=rate * k, state=state["state"]
-        )
+        rate = self.rate(x).to(k.dtype).sigmoid()
+        read, after = self.recurrence(q, k, v, state["state"], self.log_decay(x), rate)
         read = read * self.key**-0.5
         return self.output(self.gate_read(self.norm(read), x)), {"state": after, "tokens": tokens}
 
@@ -162,6 +190,7 @@ class DeltaNet(Peer):
 class GatedDeltaNet(DeltaNet):
     """Gated DeltaNet (Yang et al., 2024): DeltaNet with Mamba-2's decay and an output gate."""
 
+    operator = "gated_delta_rule.chunk_gated_delta_rule"
     ratio = 2.0
 
     def __init__(self, dim: int, config: PeerConfig) -> None:
@@ -183,6 +212,7 @@ class GatedDeltaNet(DeltaNet):
 class KimiDeltaAttention(GatedDeltaNet):
     """KDA (Kimi Linear, 2025): Gated DeltaNet with a decay per feature of a key."""
 
+    operator = "kda.chunk_kda"
     ratio = 1.0
 
     def __init__(self, dim: int, config: PeerConfig) -> None:
@@ -206,6 +236,7 @@ class KimiDeltaAttention(GatedDeltaNet):
 class Mamba2(Peer):
     """Mamba-2 (Dao & Gu, 2024): twice the width, heads that share queries and keys, a skip."""
 
+    operator = "simple_gla.chunk_simple_gla"
     expand, head = 2, 64
 
     def __init__(self, dim: int, config: PeerConfig) -> None:
@@ -237,8 +268,8 @@ class Mamba2(Peer):
         v = self._by_head(v)
         step = F.softplus(wide(step) + self.step_bias)  # (B, N, H)
         decay = -self.log_speed.exp() * step
-        read, after = gated_rule(
-            q[:, :, None], k[:, :, None], step[..., None] * v, decay, state=state["state"]
+        read, after = self.recurrence(
+            q[:, :, None], k[:, :, None], step[..., None] * v, state["state"], decay
         )
         read = (read + self.skip[:, None] * v).flatten(2)
         m = self.output(self.norm(read * F.silu(gate)))  # the norm comes after the gate
@@ -253,6 +284,7 @@ class RWKV7(Peer):
     values that change with depth (all layers start as the first).
     """
 
+    operator = "generalized_delta_rule.chunk_dplr_delta_rule"
     kept_tokens = 1
 
     def __init__(self, dim: int, config: PeerConfig) -> None:
@@ -296,9 +328,13 @@ class RWKV7(Peer):
         k, v, r = self.keys(for_k), self._by_head(self.values(for_v)), self.read(for_r)
         gone = F.normalize(wide(self._by_head(k * self.erased)), dim=-1)
         k, r = (self._by_head(part) for part in (k * (1 + (rate - 1) * self.slowed), r))
-        read, after = dplr_rule(
-            r, k, v, decay, gone, gone * self._by_head(rate), state["state"]
-        )  # (B, N, H, V)
+        back = gone * self._by_head(rate)
+        if self.backend == "fla":
+            read, after = fla_rule(
+                self.operator, state["state"], q=r, k=k, v=v, a=-gone, b=back, gk=decay
+            )
+        else:
+            read, after = dplr_rule(r, k, v, decay, gone, back, state["state"])
         read = self.norm(read.flatten(0, 1).flatten(1)).view(B, N, self.heads, -1)
         read = read + (r * k * self.bonus.view(self.heads, -1)).sum(-1, keepdim=True) * v
         m = self.output(read.flatten(2) * self.gate(for_gate))

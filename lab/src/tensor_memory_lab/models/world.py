@@ -30,7 +30,7 @@ from tensor_memory_lab.models.decoder import (
     extra_keys,
     tensor_method,
 )
-from tensor_memory_lab.models.peers import PeerConfig
+from tensor_memory_lab.models.peers import PEERS, PeerConfig
 from tensor_memory_lab.models.stack import SIDES, Stack, StackConfig, extra_bytes
 from tensor_memory_lab.tasks import Batch
 
@@ -82,6 +82,8 @@ class WorldModelConfig(DecoderConfig):
         unread = ("slots",) if self.method == "xl" else ("slots", "cache")
         check_unread(self, "model", self.method, unread)
         check_unread(self.place, "model.place", self.method, PLACE_METHODS.get(self.method, ()))
+        if self.method not in PEERS:
+            check_unread(self.peer, "model.peer", self.method, ["backend"])
 
     def build(self, task: Any) -> WalkModel:
         """The model for walks of a task."""
