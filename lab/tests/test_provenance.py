@@ -53,6 +53,14 @@ def test_the_commit_and_its_changes_are_recorded(checkout):
 def test_a_result_that_is_not_committed_yet_does_not_make_the_code_dirty(checkout):
     (checkout / "result.json").write_text("{}")
     assert provenance()["dirty"] is False
+    for folder in ("results", "docs"):
+        (checkout / folder).mkdir()
+        (checkout / folder / "a.jsonl").write_text("")
+    git(checkout, "add", ".")
+    git(checkout, "commit", "--quiet", "-m", "a study and a page")
+    (checkout / "results" / "a.jsonl").write_text("{}\n")
+    (checkout / "docs" / "a.jsonl").unlink()
+    assert provenance()["dirty"] is False
 
 
 def test_the_commit_of_a_repository_around_an_installed_copy_is_not_ours(checkout, monkeypatch):

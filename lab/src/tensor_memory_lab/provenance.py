@@ -55,10 +55,11 @@ def write_record(
 
 
 def _commit() -> tuple[str | None, bool | None]:
-    """HEAD of this package's repository and whether tracked files differ from it.
+    """HEAD of this package's repository and whether tracked code differs from it.
 
-    Where the package is not run from a checkout with commits, or git is not there: what
-    TENSOR_MEMORY_COMMIT says (a copy sent to another machine), and None.
+    Results and pages are no code: a sweep itself adds to a study that is tracked. Where the
+    package is not run from a checkout with commits, or git is not there: what TENSOR_MEMORY_COMMIT
+    says (a copy sent to another machine), and None.
     """
     package = Path(tensor_memory.__file__).resolve().parent
     top = _git(package, "rev-parse", "--show-toplevel")
@@ -67,7 +68,8 @@ def _commit() -> tuple[str | None, bool | None]:
     head = _git(package, "rev-parse", "--verify", "HEAD") if ours else None
     if head is None:
         return os.environ.get("TENSOR_MEMORY_COMMIT"), None
-    changed = _git(package, "status", "--porcelain", "--untracked-files=no")
+    code = [":/", *(f":(top,exclude){folder}" for folder in ("results", "docs"))]
+    changed = _git(package, "status", "--porcelain", "--untracked-files=no", "--", *code)
     return head, None if changed is None else changed != ""
 
 
