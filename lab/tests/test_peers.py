@@ -16,7 +16,7 @@ from tensor_memory import PlaceConfig, find_leak
 from tensor_memory_lab.bench import places
 from tensor_memory_lab.bench.place_shapes import PlaceShape, addresses
 from tensor_memory_lab.bench.timing import QUICK
-from tensor_memory_lab.models import fla_kernels
+from tensor_memory_lab.models import peers
 from tensor_memory_lab.models.gated_rule import LEAST_DECAY, gated_rule
 from tensor_memory_lab.models.peers import PEERS, PeerConfig, dplr_rule, unit
 from tolerances import assert_same, assert_same_rms
@@ -308,6 +308,7 @@ def loop_for(name):
     def call(*, scale, initial_state, output_final_state, **given):
         assert given.keys() == set(LOOP_INPUTS[name])
         assert all(x.dtype == torch.bfloat16 for x in (given["q"], given["k"], given["v"]))
+        assert initial_state.shape[2] % 2 == 0
         given["q"] = given["q"] * scale * given["q"].shape[-1] ** 0.5  # the loops scale too
         inputs = [given[key].float() for key in LOOP_INPUTS[name]]
         if heads_first:
@@ -330,19 +331,18 @@ def layer_results(peer, x, state):
     return found
 
 
-def both_backends(name, device):
+def both_backends(name, dim, config, device):
     """A layer on its own chunks and on the kernels: the same weights, the same inputs."""
-    config = PeerConfig(state_bytes=4 * 2048, heads=2)
     torch.manual_seed(1)
-    peer = PEERS[name](64, config)
+    peer = PEERS[name](dim, config)
     with torch.no_grad():
         for parameter in peer.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    x = torch.randn(2, 130, 64).to(device).requires_grad_()
+    x = torch.randn(2, 130, dim).to(device).requires_grad_()
     state = {key: torch.randn_like(kept).to(device) for key, kept in peer.zeros(2, x).items()}
     found = []
     for backend in ("torch", "fla"):
-        other = PEERS[name](64, replace(config, backend=backend)).to(device)
+        other = PEERS[name](dim, replace(config, backend=backend)).to(device)
         other.load_state_dict(peer.state_dict())
         found.append(partial(layer_results, other, x, state))
     return found
@@ -350,21 +350,24 @@ def both_backends(name, device):
 
 @pytest.mark.parametrize("name", PEERS)
 def test_a_peer_hands_its_kernel_what_its_own_chunks_get(name, monkeypatch):
-    monkeypatch.setattr(fla_kernels, "_kernel", lambda operator, device: loop_for(name))
-    torch_backend, fla_backend = both_backends(name, "cpu")
+    monkeypatch.setattr(peers, "load_kernel", lambda operator: loop_for(name))
+    config = PeerConfig(state_bytes=4 * 2176, heads=2)  # keys of 17 features where they share 128
+    torch_backend, fla_backend = both_backends(name, 64, config, "cpu")
     expected = torch_backend()
     for key, found in fla_backend().items():
         assert_same_rms(f"{name} {key}", found, expected[key], torch.bfloat16)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("dim", "config"), [(64, PeerConfig(4 * 2176, 2)), (192, PeerConfig())])
 @pytest.mark.parametrize("name", PEERS)
-def test_a_peers_kernel_computes_what_its_own_chunks_do(name):
+def test_a_peers_kernel_computes_what_its_own_chunks_do(name, dim, config):
     pytest.importorskip("fla", reason="fla-core is not installed")
     from fla.utils import IS_NVIDIA_HOPPER, TRITON_ABOVE_3_4_0, TRITON_ABOVE_3_7_1
 
     refuses = IS_NVIDIA_HOPPER and TRITON_ABOVE_3_4_0 and not TRITON_ABOVE_3_7_1
-    torch_backend, fla_backend = both_backends(name, "cuda")
+    refuses = refuses and find_spec("tilelang") is None  # which has a backward of its own
+    torch_backend, fla_backend = both_backends(name, dim, config, "cuda")
     if refuses and name in ("gated-deltanet", "mamba2"):
         with pytest.raises(RuntimeError, match="incorrect results"):
             fla_backend()
@@ -375,15 +378,16 @@ def test_a_peers_kernel_computes_what_its_own_chunks_do(name):
 
 
 def test_kernels_are_refused_where_there_is_none(monkeypatch):
-    peer = PEERS["gla"](DIM, replace(CONFIG, backend="fla"))
-    with pytest.raises(ValueError, match=r"model.peer.backend: expected torch on a CPU, got fla"):
-        peer(torch.randn(2, 20, DIM))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"model.peer.backend: expected torch where there is no"):
+        PEERS["gla"](DIM, replace(CONFIG, backend="fla"))
     with pytest.raises(ValueError, match=r"model.peer.backend: expected one of torch, fla, got"):
         PeerConfig(backend="cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "fla.ops.gla", None)
     monkeypatch.setitem(sys.modules, "fla", SimpleNamespace(__path__=[]))
     with pytest.raises(ValueError, match="fla needs flash-linear-attention"):
-        fla_kernels._kernel("gla.chunk_gla", torch.device("cuda"))
+        PEERS["gla"](DIM, replace(CONFIG, backend="fla"))
 
 
 @torch.no_grad()

@@ -7,35 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-
-def fla_rule(operator: str, state: Tensor, **inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-    """-> reads (B, N, H, V), the state after the last token (B, H, K, V), both in float32.
-
-    Decays, rates and the state stay in float32. Queries come scaled.
-
-    Args:
-        operator: package and name, such as "gla.chunk_gla".
-        state: (B, H, K, V).
-        inputs: by the names that the operator has for them; None is left out.
-    """
-    given = {
-        name: x.to(torch.bfloat16) if name in ("q", "k", "v", "a", "b") else x
-        for name, x in inputs.items()
-        if x is not None
-    }
-    kernel = _kernel(operator, state.device)
-    with torch.autocast(state.device.type, enabled=False):
-        reads, after = kernel(**given, scale=1.0, initial_state=state, output_final_state=True)
-    return reads.float(), after
+Kernel = Callable[..., Any]
 
 
-def _kernel(operator: str, device: torch.device) -> Callable[..., Any]:
-    if device.type != "cuda":
+def load_kernel(operator: str) -> Kernel:
+    """An operator by its package and name, such as "gla.chunk_gla"."""
+    if not torch.cuda.is_available():
         raise ValueError(
-            "model.peer.backend: expected torch on a CPU, got fla, whose kernels need a CUDA "
-            f"device and not {device.type}"
+            "model.peer.backend: expected torch where there is no CUDA device, got fla, whose "
+            "kernels need one"
         )
     package, name = operator.split(".")
     try:
@@ -46,3 +29,26 @@ def _kernel(operator: str, device: torch.device) -> Callable[..., Any]:
             "pip install fla-core, or keep torch"
         ) from error
     return getattr(module, name)
+
+
+def fla_rule(kernel: Kernel, state: Tensor, **inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+    """-> reads (B, N, H, V), the state after the last token (B, H, K, V), both in float32.
+
+    Decays, rates and the state stay in float32. Queries come scaled.
+
+    Args:
+        kernel: as `load_kernel` gives it.
+        state: (B, H, K, V).
+        inputs: by the names that the kernel has for them; None is left out.
+    """
+    K = state.shape[2]
+    odd = K % 2  # which some kernels refuse in 16 bits: a feature of zeros changes nothing
+    given = {name: x for name, x in inputs.items() if x is not None}
+    for name, x in given.items():
+        x = F.pad(x, (0, odd)) if x.ndim == 4 and name != "v" else x
+        given[name] = x.to(torch.bfloat16) if name in ("q", "k", "v", "a", "b") else x
+    with torch.autocast(state.device.type, enabled=False):
+        reads, after = kernel(
+            **given, scale=1.0, initial_state=F.pad(state, (0, 0, 0, odd)), output_final_state=True
+        )
+    return reads.float(), after[:, :, :K]

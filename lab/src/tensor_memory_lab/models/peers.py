@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tensor_memory_lab.choices import check_choices
-from tensor_memory_lab.models.fla_kernels import fla_rule
+from tensor_memory_lab.models.fla_kernels import fla_rule, load_kernel
 from tensor_memory_lab.models.gated_rule import gated_rule
 from tensor_memory_lab.models.side import FLOAT_BYTES, TAPS, SideMemory, State
 
@@ -81,7 +81,8 @@ class Peer(SideMemory):
 
     def __init__(self, dim: int, config: PeerConfig, ratio: float) -> None:
         super().__init__()
-        self.dim, self.heads, self.backend = dim, config.heads, config.backend
+        self.dim, self.heads = dim, config.heads
+        self.kernel = load_kernel(self.operator) if config.backend == "fla" else None
         self.key, self.value = config.sizes(ratio)
 
     def zeros(self, rows: int, like: Tensor) -> State:
@@ -106,9 +107,9 @@ class Peer(SideMemory):
         rate: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """What queries read (B, N, H, V), the state after; with rates (B, N, H) the delta rule."""
-        if self.backend == "fla":
+        if self.kernel is not None:
             q, k = (x.expand(-1, -1, self.heads, -1) for x in (q, k))
-            return fla_rule(self.operator, state, q=q, k=k, v=v, g=decay, beta=rate)
+            return fla_rule(self.kernel, state, q=q, k=k, v=v, g=decay, beta=rate)
         if rate is None:
             return gated_rule(q, k, v, decay, state=state)
         rate = rate[..., None]
@@ -329,9 +330,9 @@ class RWKV7(Peer):
         gone = F.normalize(wide(self._by_head(k * self.erased)), dim=-1)
         k, r = (self._by_head(part) for part in (k * (1 + (rate - 1) * self.slowed), r))
         back = gone * self._by_head(rate)
-        if self.backend == "fla":
+        if self.kernel is not None:
             read, after = fla_rule(
-                self.operator, state["state"], q=r, k=k, v=v, a=-gone, b=back, gk=decay
+                self.kernel, state["state"], q=r, k=k, v=v, a=-gone, b=back, gk=decay
             )
         else:
             read, after = dplr_rule(r, k, v, decay, gone, back, state["state"])
