@@ -331,6 +331,10 @@ def layer_results(peer, x, state):
     return found
 
 
+ODD = PeerConfig(state_bytes=4 * 2 * 45 * 45, heads=2)
+"""Every peer's keys have an odd number of features."""
+
+
 def both_backends(name, dim, config, device):
     """A layer on its own chunks and on the kernels: the same weights, the same inputs."""
     torch.manual_seed(1)
@@ -351,15 +355,14 @@ def both_backends(name, dim, config, device):
 @pytest.mark.parametrize("name", PEERS)
 def test_a_peer_hands_its_kernel_what_its_own_chunks_get(name, monkeypatch):
     monkeypatch.setattr(peers, "load_kernel", lambda operator: loop_for(name))
-    config = PeerConfig(state_bytes=4 * 2176, heads=2)  # keys of 17 features where they share 128
-    torch_backend, fla_backend = both_backends(name, 64, config, "cpu")
+    torch_backend, fla_backend = both_backends(name, 64, ODD, "cpu")
     expected = torch_backend()
     for key, found in fla_backend().items():
         assert_same_rms(f"{name} {key}", found, expected[key], torch.bfloat16)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("dim", "config"), [(64, PeerConfig(4 * 2176, 2)), (192, PeerConfig())])
+@pytest.mark.parametrize(("dim", "config"), [(64, ODD), (192, PeerConfig())])
 @pytest.mark.parametrize("name", PEERS)
 def test_a_peers_kernel_computes_what_its_own_chunks_do(name, dim, config):
     pytest.importorskip("fla", reason="fla-core is not installed")

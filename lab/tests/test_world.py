@@ -15,7 +15,7 @@ from sampled import exhaustive_but
 from small_models import SMALL
 from tensor_memory import MemoryConfig, PlaceConfig, find_leak
 from tensor_memory_lab.commands.inspect import record_run
-from tensor_memory_lab.models.peers import PEERS
+from tensor_memory_lab.models.peers import PEERS, PeerConfig
 from tensor_memory_lab.models.world import METHODS, WorldModel, WorldModelConfig
 from tensor_memory_lab.recipes.world import world
 from tensor_memory_lab.tasks.world import (
@@ -320,6 +320,7 @@ def test_a_method_that_is_not_there_is_refused_with_those_that_are():
         ("window", "slots", {"slots": 4}),
         ("xl", "slots", {"slots": 4}),
         ("window+", "cache", {"cache": 4}),
+        ("place", "peer.backend", {"peer": PeerConfig(backend="fla")}),
     ],
 )
 def test_a_field_that_the_method_does_not_read_is_refused(method, field, changes):

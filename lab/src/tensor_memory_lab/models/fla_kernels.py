@@ -44,9 +44,8 @@ def fla_rule(kernel: Kernel, state: Tensor, **inputs: Tensor | None) -> tuple[Te
     K = state.shape[2]
     odd = K % 2  # which some kernels refuse in 16 bits: a feature of zeros changes nothing
     given = {name: x for name, x in inputs.items() if x is not None}
-    for name, x in given.items():
-        x = F.pad(x, (0, odd)) if x.ndim == 4 and name != "v" else x
-        given[name] = x.to(torch.bfloat16) if name in ("q", "k", "v", "a", "b") else x
+    given |= {n: F.pad(x, (0, odd)) for n, x in given.items() if x.ndim == 4 and n != "v"}
+    given |= {n: x.to(torch.bfloat16) for n, x in given.items() if n in ("q", "k", "v", "a", "b")}
     with torch.autocast(state.device.type, enabled=False):
         reads, after = kernel(
             **given, scale=1.0, initial_state=F.pad(state, (0, 0, 0, odd)), output_final_state=True
