@@ -18,7 +18,7 @@ import torch
 import tensor_memory
 from tensor_memory_lab.records import append
 
-_PACKAGES = ("torch", "triton", "transformers", "safetensors", "numpy")
+_PACKAGES = ("torch", "triton", "transformers", "safetensors", "numpy", "fla-core")
 
 
 def provenance(device: torch.device | None = None) -> dict[str, Any]:
