@@ -370,6 +370,10 @@ def test_a_peers_kernel_computes_what_its_own_chunks_do(name, dim, config):
 
     refuses = IS_NVIDIA_HOPPER and TRITON_ABOVE_3_4_0 and not TRITON_ABOVE_3_7_1
     refuses = refuses and find_spec("tilelang") is None  # which has a backward of its own
+    if IS_NVIDIA_HOPPER and name in ("deltanet", "kda"):
+        with pytest.raises(ValueError, match="expected torch on Hopper, got fla"):
+            both_backends(name, dim, config, "cuda")
+        return
     torch_backend, fla_backend = both_backends(name, dim, config, "cuda")
     if refuses and name in ("gated-deltanet", "mamba2"):
         with pytest.raises(RuntimeError, match="incorrect results"):
@@ -387,6 +391,10 @@ def test_kernels_are_refused_where_there_is_none(monkeypatch):
     with pytest.raises(ValueError, match=r"model.peer.backend: expected one of torch, fla, got"):
         PeerConfig(backend="cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    for name in ("deltanet", "kda"):
+        with pytest.raises(ValueError, match="expected torch on Hopper, got fla"):
+            PEERS[name](DIM, replace(CONFIG, backend="fla"))
     monkeypatch.setitem(sys.modules, "fla.ops.gla", None)
     monkeypatch.setitem(sys.modules, "fla", SimpleNamespace(__path__=[]))
     with pytest.raises(ValueError, match="fla needs flash-linear-attention"):

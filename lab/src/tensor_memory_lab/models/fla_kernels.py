@@ -12,6 +12,9 @@ from torch import Tensor
 
 Kernel = Callable[..., Any]
 
+CRASH_ON_HOPPER = ("delta_rule.chunk_delta_rule", "kda.chunk_kda")
+"""Their backward passes read outside of their memory (seen with fla-core 0.6.0, Triton 3.6.0)."""
+
 
 def load_kernel(operator: str) -> Kernel:
     """An operator by its package and name, such as "gla.chunk_gla"."""
@@ -19,6 +22,11 @@ def load_kernel(operator: str) -> Kernel:
         raise ValueError(
             "model.peer.backend: expected torch where there is no CUDA device, got fla, whose "
             "kernels need one"
+        )
+    if operator in CRASH_ON_HOPPER and torch.cuda.get_device_capability()[0] == 9:
+        raise ValueError(
+            "model.peer.backend: expected torch on Hopper, got fla, whose "
+            f"{operator} reads outside of its memory there in the backward pass"
         )
     package, name = operator.split(".")
     try:

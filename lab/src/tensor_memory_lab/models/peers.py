@@ -40,7 +40,8 @@ class PeerConfig:
     """Heads that share them; Mamba-2 has heads of 64 features instead, as many as it needs."""
     backend: Literal["torch", "fla"] = "torch"
     """torch: chunks in float32, on any device. fla: flash-linear-attention's kernels, bfloat16 on a
-    GPU. On Hopper with Triton 3.4 to 3.7.0 they refuse the backward of gated-deltanet and mamba2.
+    GPU. On Hopper with Triton 3.4 to 3.7.0 they refuse the backward of gated-deltanet and mamba2;
+    deltanet and kda, whose backward crashes there, are refused here.
     """
 
     def __post_init__(self) -> None:
