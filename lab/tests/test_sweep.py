@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -272,6 +273,25 @@ def test_nothing_is_chosen_before_all_tries_have_finished(capsys, monkeypatch, f
     assert main(["sweep", SIGN, *tries, "--budget.steps", "2"]) == 1
     assert len(list(Path("runs").glob("*/result.json"))) == finished
     assert "a choice needs all 2 tries" in capsys.readouterr().err
+
+
+def test_a_try_that_diverges_is_the_worst_and_a_run_that_does_is_in_the_study(capsys, monkeypatch):
+    def some_fail(found: Any, **_: Any) -> Any:
+        for job in found:
+            told = pytest.raises(ValueError, match="expected a finite training loss")
+            with told if "1e38" in " ".join(job.arguments) else nullcontext():
+                jobs.run_command([*job.arguments, "--device", "cpu"])
+            yield jobs.Ended(job, 1.0, job.folder / "none", killed=False)
+
+    monkeypatch.setattr("tensor_memory_lab.commands.sweep_runs.do_jobs", some_fail)
+    sweep = ["sweep", SIGN, "--device", "cpu", "--budget.steps", "6", "--results", "kept.jsonl"]
+    assert main([*sweep, "--over", "seed=1", "--tries", "optimizer.lr=1e38,0.1"]) == 0
+    (chosen,) = (r for r in read_records(["kept.jsonl"]) if "tries" in r)
+    assert chosen["config"]["optimizer"]["lr"] == 0.1
+    assert chosen["tries"]["valid"][0] is None
+    assert main([*sweep, "--over", "seed=2", "--optimizer.lr", "1e38"]) == 0
+    assert "test accuracy diverged" in capsys.readouterr().out
+    assert read_records(["kept.jsonl"])[-1]["test"] == {"test": {"accuracy": None}}
 
 
 def test_what_is_finished_is_not_run_again_and_its_result_is_copied(capsys):

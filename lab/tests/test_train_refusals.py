@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import tiny_runs
+from tensor_memory_lab.records import read_result
 from tensor_memory_lab.run_config import BudgetConfig, OptimizerConfig
 from tensor_memory_lab.train import RunOptions, checkpoint, load_run, train
 from tensor_memory_lab.train.checkpoint import RunFolder
@@ -253,10 +254,15 @@ def test_a_batch_that_cannot_be_cut_is_refused(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
+def test_a_loss_that_is_no_number_stops_the_run_and_its_record_says_so(tmp_path):
     config = tiny_run(optimizer={"lr": 1e30, "clip": 0.0}, budget={"steps": 50})
     with pytest.raises(ValueError, match=r"expected a finite training loss, got .*; lower --opt"):
         run(tmp_path / "run", config)
+    record = read_result(tmp_path / "run" / "result.json")
+    assert record["finished"]
+    assert record["steps"] < 50
+    assert record["valid"] == {record["metric"]: None}
+    assert record["test"] == dict.fromkeys(["test", "test@half"], record["valid"])
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:x"])

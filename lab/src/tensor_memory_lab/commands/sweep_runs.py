@@ -207,7 +207,7 @@ def _finished_records(results: Path | None) -> dict[str, dict[str, Any]]:
         if record["kind"] == "run" and record["finished"]:
             try:
                 found[run_name(config_from_dict(record["config"]))] = record
-            except ValueError:  # a config that today's classes refuse is none of this sweep's
+            except (ValueError, TypeError):  # today's classes refuse it: none of this sweep's
                 continue
     return found
 

@@ -35,7 +35,13 @@ from tensor_memory_lab.train.checkpoint import (
 )
 from tensor_memory_lab.train.evaluation import Evaluator, measure_memory, memory_backend
 from tensor_memory_lab.train.processes import make_accelerator
-from tensor_memory_lab.train.record import Journal, Stopwatch, describe_run, make_record
+from tensor_memory_lab.train.record import (
+    DivergedError,
+    Journal,
+    Stopwatch,
+    describe_run,
+    make_record,
+)
 from tensor_memory_lab.train.step import Step, learning_rate, make_optimizer
 
 if TYPE_CHECKING:
@@ -249,7 +255,11 @@ class _Run:
 
     def _log(self, evaluates: bool) -> str:
         journal, steps = self.journal, self.journal.step - self.journal.logged
-        loss = journal.log_loss(self._read_loss())
+        try:
+            loss = journal.log_loss(self._read_loss())
+        except DivergedError:
+            self._diverged()
+            raise
         self.step.loss_sum.zero_()
         journal.laps += self.watch.lap(steps)
         rate = learning_rate(self.config.optimizer, journal.step - 1, self.config.budget.steps)
@@ -316,6 +326,13 @@ class _Run:
         )
         return self._record(backend=None, test={}, memory=None, finished=False)
 
+    def _diverged(self) -> None:
+        """Leave a record whose measures are None: a run that failed counts among its seeds."""
+        nothing = {self.task.metric: None}
+        splits = self.task.test_splits if self.config.budget.test else ()
+        measures = {"valid": nothing, "test": dict.fromkeys(splits, nothing), "memory": None}
+        self._write(self._record(backend=None, **measures, finished=True))
+
     def _finish(self) -> dict[str, Any]:
         """Measure the best weights on the test splits, with their memory and without."""
         if self.journal.best_step is not None:
@@ -333,13 +350,16 @@ class _Run:
         backend = memory_backend(self.model)
         self.evaluator.close()
         record = self._record(backend=backend, test=test, memory=memory, finished=True)
+        self._write(record)
+        self.accelerator.wait_for_everyone()
+        return record
+
+    def _write(self, record: dict[str, Any]) -> None:
         if self.main:
             with writing(self.folder.result, "the result"):
                 write_result(self.folder.result, record)
             if not self.options.keep_checkpoints:
                 shutil.rmtree(self.folder.checkpoints)
-        self.accelerator.wait_for_everyone()
-        return record
 
     def _record(self, **measured: Any) -> dict[str, Any]:
         self._count_seconds()

@@ -21,6 +21,11 @@ from tensor_memory_lab.records import config_dict
 from tensor_memory_lab.run_config import RunConfig
 from tensor_memory_lab.tasks import Task
 
+
+class DivergedError(ValueError):
+    """The training loss is no number any more."""
+
+
 COLD = 10
 """Steps at the start of a sitting that hold compilation, capture and first launches."""
 
@@ -53,7 +58,7 @@ class Journal:
         """The mean loss of the steps since the last line; a loss that is no number stops here."""
         mean = loss_sum / (self.step - self.logged)
         if not math.isfinite(mean):
-            raise ValueError(
+            raise DivergedError(
                 f"step {self.step}: expected a finite training loss, got {mean}; lower "
                 "--optimizer.lr, lengthen --optimizer.warmup or clip harder, and start again"
             )
