@@ -1,5 +1,6 @@
 """Measures over a split, whoever measures it; and how a model uses its memory."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -37,6 +38,19 @@ def test_a_model_is_measured_without_dropout_and_left_as_it_was(training):
         found.append(Evaluator(model, task, config, Accelerator(cpu=True)).split("valid"))
         assert model.training == training
     assert found[0] == found[1]
+
+
+def test_a_graph_serves_valid_alone_where_splits_change_the_model(monkeypatch):
+    """It keeps the model that it was captured with."""
+    config = tiny_run()
+    task = config.task.build(0)
+    monkeypatch.setattr(type(task), "prepared", lambda *_: nullcontext(), raising=False)
+    evaluator = Evaluator(config.model.build(task), task, config, Accelerator(cpu=True))
+    expected, stale = evaluator.split("test"), evaluator.split("valid")
+    replayed = {n: (torch.tensor(x), torch.tensor(1.0)) for n, x in stale.items()}
+    evaluator._graphed = lambda batch: replayed
+    assert evaluator.split("valid") == pytest.approx(stale)
+    assert evaluator.split("test") == expected != stale
 
 
 @pytest.mark.parametrize("size", [64, 128])  # of 70 rows: the last batch, or the only one, is short

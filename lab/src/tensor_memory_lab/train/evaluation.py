@@ -59,12 +59,13 @@ class Evaluator:
     def split(self, split: str, *, limit: int | None = None) -> dict[str, float]:
         """Measures on the first `limit` batches of a split, or on all of it."""
         if not isinstance(self.task, PreparesModel):
-            return self._split(split, limit)
+            return self._split(split, limit, self._graphed)
         with self.task.prepared(self.model, split):
-            return self._split(split, limit)
+            # A graph keeps the model that it was captured with.
+            return self._split(split, limit, self._graphed if split == "valid" else None)
 
     @torch.no_grad()
-    def _split(self, split: str, limit: int | None) -> dict[str, float]:
+    def _split(self, split: str, limit: int | None, graphed: Graphed | None) -> dict[str, float]:
         count = self.task.batches(split, self.size)
         was_training = self.model.training
         self.model.eval()
@@ -74,8 +75,8 @@ class Evaluator:
             part = {name: x.to(self.device, non_blocking=True) for name, x in part.items()}
             if carry is not None:  # the last batch may have fewer rows
                 carry = rows_of(carry, 0, rows_in(part))
-            if self._graphed is not None:
-                sums = self._graphed(part)
+            if graphed is not None:
+                sums = graphed(part)
             else:
                 sums, carry = self._measure(part, carry)
             names = sorted(sums)
