@@ -263,6 +263,8 @@ def test_the_same_record_counts_once_and_two_that_differ_are_refused(tmp_path):
     append(tmp_path / "a.jsonl", record(sign()))
     write_result(tmp_path / "result.json", record(sign()))
     assert len(read_records([tmp_path])) == 1
+    append(tmp_path / "told.jsonl", record(sign()) | {"tries": {"optimizer.lr": [0.1, 0.2]}})
+    assert len(read_records([tmp_path])) == 1
     append(tmp_path / "b.jsonl", record(sign(), accuracy=0.1))
     with pytest.raises(ValueError, match=r"a\.jsonl, line 1 and .*b\.jsonl, line 1: expected one"):
         read_records([tmp_path])

@@ -143,6 +143,18 @@ def test_a_value_may_be_a_multiple_and_a_share_of_the_way():
     )
     assert [line["times"] for line in found] == ["1.00×", "2.50×", "1.00×"]
     assert [line["share"] for line in found] == ["0 %", "100 %", "50 %"]
+    diverged = run(wide, seed=1, test={"test": {"accuracy": None}})
+    records += [run(BASE, seed=1), run(TENSOR, seed=1), diverged]
+    share = {"value": "test.accuracy", "between": ["base", "tensor"]}
+    assert cells(records, share)[2]["accuracy"] == "diverged"
+
+
+def test_a_value_that_one_seed_lacks_is_left_out_and_has_not_diverged():
+    records = [run(), run(seed=1, shared_device=True), run(TENSOR), run(TENSOR, seed=1)]
+    less = {"value": "step_ms", "less": "base", "title": "slower by"}
+    found = cells(records, "steps_per_second", less)
+    assert [line["steps/s"] for line in found] == ["–", "50"]
+    assert [line["slower by"] for line in found] == ["–", "–"]
 
 
 def test_another_study_lends_a_value_to_the_same_row():
@@ -213,6 +225,8 @@ def test_what_is_unknown_is_refused_with_what_is_known():
     [
         ({"show": "median"}, "expected a show of mean, seeds, max, first, got 'median'"),
         ({"less": "a", "between": ["a", "b"]}, "expected one of less, .*, got less, between; make"),
+        ({"less": "a", "study": "b"}, "expected less or study, got both; drop one"),
+        ({"between": ["a", "b"], "study": "c"}, "expected between or study, got both; drop one"),
         ({"less": "a", "over": "b"}, "expected one of less, .*, got less, over; make a column"),
         ({"match": ["recipe"]}, "expected less or over or between beside match, got none; add it"),
         ({"or_own": True}, "expected study beside or_own, got none; add it, or leave or_own out"),

@@ -49,6 +49,7 @@ def read_records(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]
     """The records themselves, each with the name of its study.
 
     The same record found twice counts once; two that differ for one config and seed are an error.
+    A run's own folder knows nothing of the tries before it.
     """
     found: dict[str, tuple[str, dict[str, Any]]] = {}
     for path in paths:
@@ -228,7 +229,7 @@ def _checked(record: Any, where: str, study: str) -> tuple[str, dict[str, Any]]:
 
 
 def _content(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in record.items() if name != "study"}
+    return {name: value for name, value in record.items() if name not in ("study", "tries")}
 
 
 def _public(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -148,6 +148,8 @@ def column(declared: str | Mapping[str, Any]) -> Column:
             f"column {name!r}: expected one of {', '.join(COMPARED)}, got {', '.join(compared)}; "
             "make a column of each"
         )
+    if given.get("study") and (given.get("less") or given.get("between")):
+        raise ValueError(f"column {name!r}: expected {compared[0]} or study, got both; drop one")
     for key, needed in NEEDED.items():
         if given.get(key) and not any(given.get(other) for other in needed):
             raise ValueError(
@@ -355,9 +357,9 @@ class _Cells:
         return one.join.join(text for text in shown if text != NOTHING) or NOTHING
 
     def _text(self, one: Column, name: str, runs: Frame) -> str:
-        if name not in runs or all(isinstance(v, float) and math.isnan(v) for v in runs[name]):
-            return NOTHING
         values = _by_seed(runs, name)
+        if values.empty:
+            return NOTHING
         first = values.iloc[0]
         if one.less or one.between:
             return self._compared(one, name, runs, values)
@@ -386,7 +388,11 @@ class _Cells:
             ours, theirs = ours.astype(float), theirs.astype(float)
             return one.text(interval(ours - theirs), name, signed=True, size=ours.mean())
         seeds = set(runs["seed"]).intersection(*(end["seed"] for end in ends))
-        own, start, end = (some[some["seed"].isin(seeds)][name].mean() for some in (runs, *ends))
+        own, start, end = (
+            interval(some[some["seed"].isin(seeds)][name]).mean for some in (runs, *ends)
+        )
+        if math.isnan(own + start + end):
+            return one.text(math.nan, name)
         higher = runs["record"].iloc[0].get("higher_is_better", True)
         if not seeds or (end <= start if higher else end >= start):
             return NOTHING
@@ -455,6 +461,9 @@ def _origin(runs: Frame) -> str:
 
 
 def _by_seed(runs: Frame, name: str) -> Any:
+    """The values of a row, none where a run lacks its own: no mean is of some seeds alone."""
+    if name not in runs or any(isinstance(v, float) and math.isnan(v) for v in runs[name]):
+        return pd.Series(dtype=object)
     return pd.Series(list(runs[name]), list(runs["seed"]) if "seed" in runs else None, dtype=object)
 
 
