@@ -97,9 +97,12 @@ def test_a_path_may_hold_blanks():
     assert run.config.task.data_dir == "my disk/my data"
 
 
-def test_runs_that_differ_only_in_where_their_data_lies_are_refused():
-    with pytest.raises(ValueError, match="expected runs that differ in more than where their data"):
+def test_runs_that_differ_only_in_speed_or_in_where_their_data_lies_are_refused():
+    complaint = "expected runs that differ in more than speed and where their data lies, got speed "
+    with pytest.raises(ValueError, match=rf"{complaint}.* with .*'a'.* with .*'b'"):
         expand([Stage([SIGN], {"task.data_dir": ["a", "b"]})])
+    with pytest.raises(ValueError, match=rf"{complaint}eager with .* and speed compile with "):
+        expand([Stage([SIGN], {"speed": ["eager", "compile"]})])
 
 
 def test_an_unknown_field_ends_with_status_2_and_the_nearest_name(capsys):

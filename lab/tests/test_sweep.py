@@ -11,9 +11,11 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from submitit.core.utils import JobPaths
 
 import forked
 from invented_runs import record, sign
@@ -407,6 +409,30 @@ def test_a_machine_without_a_cluster_says_so(capsys, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     assert main(["sweep", SIGN, "--device", "cpu", "--slurm", "small"]) == 2
     assert "--slurm: expected a machine that has srun" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("begins", "seconds"), [(0, 60), (50, 10)])
+def test_time_in_the_queue_of_a_cluster_is_none_of_a_jobs_own(
+    tmp_path, monkeypatch, begins, seconds
+):
+    """A job with half a minute fails a minute after it was handed in."""
+    clock = SimpleNamespace(now=0, monotonic=lambda: clock.now)
+    clock.sleep = lambda _: setattr(clock, "now", clock.now + 10)
+
+    class Submitted:
+        paths = JobPaths(tmp_path, "7")
+
+        def done(self) -> bool:
+            if clock.now >= begins:
+                self.paths.stdout.touch()
+            return clock.now >= 60
+
+    monkeypatch.setattr(jobs, "time", clock)
+    monkeypatch.setattr(jobs, "_submit", lambda *_: Submitted())
+    job = jobs.Job("late", (), tmp_path, timeout=30)
+    (ended,) = jobs.do_jobs([job], devices=["cpu"], slurm="small")
+    assert ended.seconds == seconds
+    assert ended.timed_out == (seconds > 30)
 
 
 def test_an_interrupted_sweep_cancels_its_jobs_on_a_cluster():

@@ -143,8 +143,9 @@ def expand(stages: Sequence[Stage]) -> list[PlannedRun]:
             first = runs.setdefault(run.name, run)
             if first.config != run.config:
                 raise ValueError(
-                    f"{run.name}: expected runs that differ in more than where their data lies, "
-                    f"got {first.config.task} and {run.config.task}; use two output folders"
+                    f"{run.name}: expected runs that differ in more than speed and where their "
+                    f"data lies, got speed {first.config.speed} with {first.config.task} and speed "
+                    f"{run.config.speed} with {run.config.task}; use two output folders"
                 )
     return list(runs.values())
 

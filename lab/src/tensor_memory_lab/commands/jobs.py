@@ -56,6 +56,7 @@ class Ended:
 
     job: Job
     seconds: float
+    """Since it began: time in a cluster's queue does not count."""
     log: Path
     killed: bool
     """Whether its process ended without a word of its own."""
@@ -79,21 +80,29 @@ def do_jobs(jobs: Sequence[Job], *, devices: Sequence[str], slurm: str | None) -
     """
     waiting, free = deque(jobs), list(devices)
     threads = max(1, (os.cpu_count() or 1) // len(devices))
-    running: dict[submitit.Job[None], tuple[Job, str, float]] = {}
+    running: dict[submitit.Job[None], tuple[Job, str]] = {}
+    begun: dict[submitit.Job[None], float] = {}
     try:
         while waiting or running:
             while waiting and free:
                 job, device = waiting.popleft(), free.pop(0)
                 submitted = _submit(job, device, threads, slurm)
-                running[submitted] = job, device, time.monotonic()
-            for submitted in [submitted for submitted in running if submitted.done()]:
-                job, device, since = running.pop(submitted)
+                running[submitted] = job, device
+                if slurm is None:
+                    begun[submitted] = time.monotonic()
+            for submitted in list(running):
+                done, paths = submitted.done(), submitted.paths
+                if submitted not in begun and paths.stdout.exists():  # it has left the queue
+                    begun[submitted] = time.monotonic()
+                if not done:
+                    continue
+                job, device = running.pop(submitted)
                 free.append(device)
-                paths = submitted.paths
                 killed = not paths.result_pickle.exists()
                 paths.result_pickle.unlink(missing_ok=True)
                 paths.submitted_pickle.unlink(missing_ok=True)
-                yield Ended(job, time.monotonic() - since, paths.stdout, killed)
+                now = time.monotonic()
+                yield Ended(job, now - begun.pop(submitted, now), paths.stdout, killed)
             time.sleep(LOOK_EVERY)
     finally:
         _end(list(running), slurm)
