@@ -13,7 +13,7 @@ from torch import nn
 
 from maze_data import scattered, write_layouts
 from sampled import exhaustive_but
-from small_models import SMALL
+from small_models import small
 from tensor_memory import MemoryConfig, PlaceConfig, find_leak
 from tensor_memory_lab.models.maze import MazeModel, MazeModelConfig
 from tensor_memory_lab.models.world import METHODS
@@ -73,6 +73,15 @@ def test_more_layouts_than_there_are_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr("tensor_memory_lab.tasks.maze._labmaze", lambda *_: scattered)
     with pytest.raises(ValueError, match=r"task.layouts: expected at most 16 different ones of 7"):
         config_for(tmp_path, side=7, layouts=30).build(0)
+
+
+def test_layouts_of_every_size_are_listed_when_they_are_made(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("tensor_memory_lab.tasks.maze._labmaze", lambda *_: scattered)
+    flags = "--side 9 --layouts 3 --valid-rows 1 --test-rows 4 --tests test test@large test@larger"
+    main([*flags.split(" "), "--cache-dir", str(tmp_path)])
+    said = capsys.readouterr().out
+    for count, side in ((8, 9), (1, 17), (1, 25)):
+        assert f"{count} layouts of {side} × {side} cells" in said
 
 
 @pytest.mark.skipif(find_spec("labmaze") is None, reason="labmaze is in the lab's extra [maze]")
@@ -232,7 +241,7 @@ def test_long_walks_are_several_and_a_batch_of_them_fits_beside_other_runs(folde
 def test_every_setting_is_a_split_of_its_own(folder):
     sizes = {"test": 1, "test@4x": 4, "test@small": 1, "test@large": 4, "test@large-same-grid": 4}
     task = config_for(folder, tests=tuple(sizes)).build(0)
-    model = MazeModel(MazeModelConfig(method="place-given", **SMALL), task.classes, steps=90)
+    model = MazeModel(MazeModelConfig(**small("place-given")), task.classes, steps=90)
     memory = model.stack.blocks[1].side.memory
     for split, times in sizes.items():
         batch = task.batch(split, 0, 2)
@@ -247,6 +256,9 @@ def test_every_setting_is_a_split_of_its_own(folder):
     assert all(torch.equal(x, same_grid[name]) for name, x in large.items())
     with pytest.raises(ValueError, match=r"split: expected train, valid, test, .*got 'test@far'"):
         task.batch("test@far", 0, 1)
+    for index in (-1, 4):
+        with pytest.raises(IndexError, match=f"batch {index} of 2 rows: test has 8 rows"):
+            task.batch("test", index, 2)
 
 
 @pytest.mark.parametrize(
@@ -270,6 +282,7 @@ def test_settings_that_make_no_maze_are_refused(wrong, name):
         ("tensor-open", "memory.forget_bias", {"memory": MemoryConfig(forget_bias=1.0)}),
         ("place-given", "place.places", {"place": PlaceConfig(places="offset")}),
         ("window", "slots", {"slots": 4}),
+        ("window", "place.wrap", {"place": PlaceConfig()}),  # a maze's is a torus
     ],
 )
 def test_a_field_that_the_method_does_not_read_is_refused(method, field, changes):
@@ -292,7 +305,7 @@ class Answers(nn.Module):
 
 @pytest.mark.parametrize("method", exhaustive_but(("window", "place-given-delta", "gla"), METHODS))
 def test_no_answer_depends_on_what_comes_later(method):
-    model = MazeModel(MazeModelConfig(method=method, **SMALL), classes=4, steps=14)
+    model = MazeModel(MazeModelConfig(**small(method)), classes=4, steps=14)
     batch = {
         "view": torch.randint(4, (2, 14, 25), dtype=torch.uint8),
         "heading": torch.randint(4, (2, 14)),
@@ -312,7 +325,7 @@ def test_no_answer_depends_on_what_comes_later(method):
 
 def test_a_question_tells_the_place_alone(task):
     """Nothing that is told to a model says what is asked for but views, which are of before."""
-    model = MazeModel(MazeModelConfig(method="place-given", **SMALL), task.classes, steps=90).eval()
+    model = MazeModel(MazeModelConfig(**small("place-given")), task.classes, steps=90).eval()
     batch = task.batch("test", 0, 3)
     answers = {"target", "age", "guess"}
     other = batch | {name: (batch[name] + 1) % 8 for name in answers}
@@ -324,7 +337,7 @@ def test_a_question_tells_the_place_alone(task):
 
 
 def test_given_places_are_the_agents_and_the_one_asked_for(task):
-    model = MazeModel(MazeModelConfig(method="place-given", **SMALL), task.classes, steps=90)
+    model = MazeModel(MazeModelConfig(**small("place-given")), task.classes, steps=90)
     told = []
     memory = model.stack.blocks[1].side.memory
     memory.register_forward_pre_hook(lambda _, args, kw: told.append(kw["where"]), with_kwargs=True)
@@ -336,7 +349,7 @@ def test_given_places_are_the_agents_and_the_one_asked_for(task):
 
 
 def test_a_view_starts_as_loud_as_a_layer_whose_inputs_are_all_there(task):
-    model = MazeModel(MazeModelConfig(method="window", **SMALL), task.classes, steps=90)
+    model = MazeModel(MazeModelConfig(**small("window")), task.classes, steps=90)
     with torch.no_grad():
         seen = model._viewed(task.batch("test", 0, 8))
     assert seen.std().item() == pytest.approx(3**-0.5, rel=0.2)  # as of N(0, 1) by nn.Linear
@@ -346,7 +359,7 @@ def test_a_view_starts_as_loud_as_a_layer_whose_inputs_are_all_there(task):
 def test_the_grid_goes_once_around_and_a_cell_has_as_many_voxels_in_a_larger_maze(folder, pose):
     task = config_for(folder, pose=pose, tests=("test", "test@large")).build(0)
     place = PlaceConfig(grid=(4, 6), channels=2, heads=1, wrap=True)
-    config = MazeModelConfig(method="place-given", **SMALL | {"place": place})
+    config = MazeModelConfig(**small("place-given") | {"place": place})
     model, told = MazeModel(config, task.classes, steps=90), []
     memory = model.stack.blocks[1].side.memory
     memory.register_forward_pre_hook(lambda _, args, kw: told.append(kw["where"]), with_kwargs=True)
@@ -369,7 +382,7 @@ def test_two_steps_of_every_method(folder, tmp_path, method):
     config = replace(
         config,
         task=config_for(folder, tests=("test", "test@large")),
-        model=MazeModelConfig(method=method, **SMALL),
+        model=MazeModelConfig(**small(method)),
         budget=replace(config.budget, steps=2, batch_size=2, evaluate_every=2),
         precision="float32",
     )

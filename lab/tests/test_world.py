@@ -12,7 +12,7 @@ from torch import nn
 
 import world_pictures as study
 from sampled import exhaustive_but
-from small_models import SMALL
+from small_models import small
 from tensor_memory import MemoryConfig, PlaceConfig, find_leak
 from tensor_memory_lab.commands.inspect import record_run
 from tensor_memory_lab.models.peers import PEERS, PeerConfig
@@ -134,7 +134,7 @@ def test_errors_are_told_apart_by_how_long_ago_a_place_was_seen(task):
 def test_every_setting_is_a_split_of_its_own(birds):
     many = {"test@blind8", "test@4x", "test@large", "test@drift", "test@change"}
     task = config_for(birds, tests=tuple(many), test_rows=8).build(0)
-    model = WorldModel(WorldModelConfig(method="place-given", **SMALL), values=48, glimpses=60)
+    model = WorldModel(WorldModelConfig(**small("place-given")), values=48, glimpses=60)
     for split in many:
         batch = task.batch(split, 0, 2)
         with torch.no_grad(), task.prepared(model, split):
@@ -189,7 +189,7 @@ def test_questions_elsewhere_are_for_any_place_and_measured_there(birds):
 
 @torch.no_grad()
 def test_a_question_elsewhere_is_answered_for_its_place_and_before_its_glimpse():
-    model = WorldModel(WorldModelConfig(method="place-given", **SMALL), values=12, glimpses=9)
+    model = WorldModel(WorldModelConfig(**small("place-given")), values=12, glimpses=9)
     poses, asked, other = 2 * torch.rand(3, 2, 9, 2) - 1
     batch = {"poses": poses, "seen": torch.randn(2, 9, 12), "asked": asked}
     answers = model(batch)[0]["patches"]
@@ -208,7 +208,7 @@ def test_a_large_world_is_walked_in_steps_of_the_same_pixels(birds):
     stride = (large["at"][:, 1:] - large["at"][:, :-1]).norm(dim=-1)
     assert stride.max().item() == pytest.approx(0.16, abs=1e-4)
     assert large["poses"].abs().max() <= 1 < large["at"].abs().max() <= 60 / 28
-    model = WorldModel(WorldModelConfig(method="place", **SMALL), values=48, glimpses=60)
+    model = WorldModel(WorldModelConfig(**small("place")), values=48, glimpses=60)
     memory = model.stack.blocks[1].side.memory
     with task.prepared(model, "test@large"):
         assert memory.config.grid == (6, 6)
@@ -250,7 +250,7 @@ def test_renewed_is_what_was_seen_before_the_change_and_last_after_it(task):
 
 @torch.no_grad()
 def test_a_roll_out_is_the_walk_with_the_models_own_answers():
-    model = WorldModel(WorldModelConfig(method="place", **SMALL), values=12, glimpses=9).eval()
+    model = WorldModel(WorldModelConfig(**small("place")), values=12, glimpses=9).eval()
     poses, seen = 2 * torch.rand(2, 9, 2) - 1, torch.randn(2, 9, 12)
     answers = model({"poses": poses, "seen": seen[:, :6]})[0]["patches"]
     assert torch.allclose(answers[:, :7], model.predict(poses, seen)[:, :7], atol=1e-5)
@@ -265,7 +265,7 @@ def test_scheduled_sampling_rises_and_puts_the_models_answers_in(birds):
     assert shares[0] == 0
     assert shares[1:] == pytest.approx([0.25, 0.5, 0.5], abs=0.08)
     assert "own" not in task.batch("valid", 0, 6)
-    model = WorldModel(WorldModelConfig(method="window", **SMALL), values=48, glimpses=60)
+    model = WorldModel(WorldModelConfig(**small("window")), values=48, glimpses=60)
     batch = task.batch("train", 40, 2)
     with torch.no_grad():
         shown = torch.where(
@@ -321,6 +321,10 @@ def test_a_method_that_is_not_there_is_refused_with_those_that_are():
         ("xl", "slots", {"slots": 4}),
         ("window+", "cache", {"cache": 4}),
         ("place", "peer.backend", {"peer": PeerConfig(backend="fla")}),
+        ("window", "peer.state_bytes", {"peer": PeerConfig(state_bytes=4096)}),
+        ("mamba2", "peer.heads", {"peer": PeerConfig(heads=2)}),
+        ("gla", "place.heads", {"place": PlaceConfig(heads=2)}),
+        ("full", "place.wrap", {"place": PlaceConfig(wrap=True)}),
     ],
 )
 def test_a_field_that_the_method_does_not_read_is_refused(method, field, changes):
@@ -337,6 +341,8 @@ def test_a_field_that_the_method_reads_is_taken():
         place, places="given"
     )
     assert WorldModelConfig(method="xl", cache=4).stack(8).cache == 4
+    for peer, method in ((PeerConfig(heads=2), "gla"), (PeerConfig(4096), "mamba2")):
+        assert WorldModelConfig(method=method, peer=peer).stack(8).peer == peer
 
 
 def test_a_start_for_long_gaps_keeps_what_else_was_chosen():
@@ -363,7 +369,7 @@ class Predictions(nn.Module):
 
 @pytest.mark.parametrize("method", EVERY)
 def test_no_answer_depends_on_what_is_seen_with_it_or_later(method):
-    model = WorldModel(WorldModelConfig(method=method, **SMALL), values=12, glimpses=14)
+    model = WorldModel(WorldModelConfig(**small(method)), values=12, glimpses=14)
     report = find_leak(Predictions(model), torch.randn(2, 14, 14))
     assert not report, str(report)
     assert "nothing" not in str(report)
@@ -376,7 +382,7 @@ def test_two_steps_of_every_method(birds, tmp_path, method):
     config = replace(
         config,
         task=config_for(birds),
-        model=WorldModelConfig(method=method, **SMALL),
+        model=WorldModelConfig(**small(method)),
         budget=replace(config.budget, steps=2, batch_size=2, evaluate_every=2),
         precision="float32",
     )
@@ -394,7 +400,7 @@ def test_two_steps_of_every_method(birds, tmp_path, method):
 @torch.no_grad()
 def test_a_picture_asks_everywhere_and_no_question_is_remembered(birds, tmp_path):
     task = config_for(birds).build(0)
-    model = WorldModel(WorldModelConfig(method="place", **SMALL), values=48, glimpses=60).eval()
+    model = WorldModel(WorldModelConfig(**small("place")), values=48, glimpses=60).eval()
     whole, _, columns = study.remembered(task, {"place": model}, image=1, after=(5, 70))
     batch = task.batch("test", 1, 1)
     assert torch.allclose(
@@ -438,7 +444,7 @@ def test_the_bytes_of_the_memory_are_those_of_some_methods_alone():
 
 
 def test_given_places_are_the_poses():
-    config = WorldModelConfig(method="place-given", **SMALL)
+    config = WorldModelConfig(**small("place-given"))
     model = WorldModel(config, values=12, glimpses=6).eval()
     told = []
     memory = model.stack.blocks[1].side.memory
@@ -457,7 +463,7 @@ def test_a_run_is_inspected_with_the_grid_of_its_split(birds, tmp_path):
     config = replace(
         config,
         task=config_for(birds, tests=("test", "test@large")),
-        model=WorldModelConfig(method="place", **SMALL),
+        model=WorldModelConfig(**small("place")),
         budget=replace(config.budget, steps=1, batch_size=2, evaluate_every=1),
         precision="float32",
     )

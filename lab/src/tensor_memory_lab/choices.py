@@ -20,14 +20,18 @@ def check_choices(config: Any, group: str = "") -> None:
             raise ValueError(f"{where}: expected one of {expected}, got {value!r}")
 
 
-def check_unread(config: Any, group: str, method: str, names: Iterable[str]) -> None:
+def check_unread(
+    config: Any, group: str, method: str, names: Iterable[str], usual: Any = None
+) -> None:
     """Raise unless fields that a method sets itself or does not use have their defaults.
 
     They would change a run's name and label, and not its model. `group` is what the config is
-    called on a command line: "model", "model.memory" or "model.place".
+    called on a command line: "model", "model.memory" or "model.place". `usual` has the defaults
+    where they are not those of the config's class.
     """
     for name in names:
-        value, default = getattr(config, name), getattr(type(config), name)
+        value = getattr(config, name)
+        default = getattr(type(config) if usual is None else usual, name)
         if value != default:
             raise ValueError(
                 f"{group}.{name}: expected the default, {default}, for {method}, which does not "

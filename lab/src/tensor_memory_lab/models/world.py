@@ -81,9 +81,13 @@ class WorldModelConfig(DecoderConfig):
             )
         unread = ("slots",) if self.method == "xl" else ("slots", "cache")
         check_unread(self, "model", self.method, unread)
-        check_unread(self.place, "model.place", self.method, PLACE_METHODS.get(self.method, ()))
-        if self.method not in PEERS:
-            check_unread(self.peer, "model.peer", self.method, ["backend"])
+        parts = {
+            "place": PLACE_METHODS.get(self.method, vars(self.place)),
+            "peer": PEER_UNREAD.get(self.method, vars(self.peer)),
+        }
+        for part, names in parts.items():
+            usual: Any = self.__dataclass_fields__[part].default_factory
+            check_unread(getattr(self, part), f"model.{part}", self.method, names, usual())
 
     def build(self, task: Any) -> WalkModel:
         """The model for walks of a task."""
@@ -99,6 +103,10 @@ class WorldModelConfig(DecoderConfig):
             "peer": self.peer,
         }
         return self.make_stack(METHODS[self.method], length, **plain)
+
+
+PEER_UNREAD = {name: ("heads",) if name == "mamba2" else () for name in PEERS}
+"""The field's mechanisms, and the fields of their config that they do not read."""
 
 
 def _place(changes: dict[str, Any]) -> Method:
@@ -192,8 +200,8 @@ class WorldModel(WalkModel):
         """Answers "patches" (B, T, P), each from the glimpses before it; nothing is carried.
 
         Where fewer glimpses are seen than there are poses, the answers stand for the others, one
-        after the other. Where batch["own"] (B, T) is true the answer stands for the glimpse, as it
-        was when all were seen: scheduled sampling, in parallel.
+        after the other. Where batch["own"] (B, T) is true the model's own answer stands for the
+        glimpse, an answer made when all were seen: scheduled sampling, in parallel.
         """
         poses, seen = batch["poses"], batch["seen"]
         if seen.shape[1] < poses.shape[1]:
