@@ -139,6 +139,13 @@ def test_accuracy_is_the_mean_over_rows_and_told_for_each_number_of_pairs():
     assert set(sums) == {"loss", "accuracy", *(f"accuracy@{pairs}" for _, pairs in TESTED)}
 
 
+def test_the_smallest_vocabulary_has_a_key_for_every_pair():
+    task = replace(SMALL, vocabulary=514).build(0)
+    batch = task.batch("test", task.batches("test", 3) - 1, 3)
+    assert torch.equal(looked_up(batch), batch["target"])
+    assert batch["target"].shape[1] == 256
+
+
 def test_drawing_without_replacement_takes_every_number_equally_often():
     drawn = distinct(3000, 3, 5, 9, generator(0))
     assert all(len(set(row)) == 3 for row in drawn.tolist())
@@ -217,7 +224,7 @@ def test_a_model_states_all_that_it_keeps():
         (lambda: RecallModelConfig(axes=4), "model.axes: expected 1 to 3, got 4"),
         (lambda: RecallModelConfig(state_bytes=512), "expected 1024 or more, got 512"),
         (lambda: RecallModelConfig(method="magic"), "expected one of place, .*, got 'magic'"),
-        (lambda: MqarConfig(vocabulary=512), "vocabulary: expected more than twice the most"),
+        (lambda: MqarConfig(vocabulary=513), "vocabulary: expected 514 or more, .*256.*, got 513"),
     ],
 )
 def test_what_cannot_be_built_is_refused(make, complaint):

@@ -66,15 +66,15 @@ def naive_module(folder):
 def ours(kind, q, k, v, decay, rate, state):
     q = q * K**-0.5
     if kind == "gla":
-        return gated_rule(q, k, v, decay, state=state)
+        return gated_rule(q, k, v, decay, None, state)
     if kind == "simple":
-        return gated_rule(q, k, v, decay[..., 0], state=state)
+        return gated_rule(q, k, v, decay[..., 0], None, state)
     if kind == "rwkv7":
         gone = k.flip(-1)  # of unit length too
         return dplr_rule(q, k, v, decay, gone, gone * rate[..., None], state)
     per_head = {"deltanet": None, "gated-deltanet": decay[..., 0], "kda": decay}
     beta = rate[..., None]
-    return gated_rule(q, k, beta * v, per_head[kind], erase=beta * k, state=state)
+    return gated_rule(q, k, beta * v, per_head[kind], beta * k, state)
 
 
 def naive(kind, q, k, v, decay, rate, state):

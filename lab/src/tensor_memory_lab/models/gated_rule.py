@@ -37,9 +37,9 @@ def gated_rule(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    decay: Tensor | None = None,
-    erase: Tensor | None = None,
-    state: Tensor | None = None,
+    decay: Tensor | None,
+    erase: Tensor | None,
+    state: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """-> reads (B, N, H, V), the state after the last token (B, H, K, V).
 
@@ -51,13 +51,11 @@ def gated_rule(
         v: (B, N, H, V).
         decay: g, (B, N, H) or (B, N, H, K); None keeps everything.
         erase: e, (B, N, H, K); None adds and erases nothing.
-        state: (B, H, K, V); None starts from zeros.
+        state: (B, H, K, V).
     """
     wide = torch.promote_types(v.dtype, torch.float32)
-    (B, N, H, V), K = v.shape, k.shape[-1]
+    B, N, H, V = v.shape
     with torch.autocast(v.device.type, enabled=False):
-        if state is None:
-            state = v.new_zeros(B, H, K, V, dtype=wide)
         if N == 0:
             return v.new_zeros(B, 0, H, V, dtype=wide), state
         L = min(CHUNK, -(-N // BLOCK) * BLOCK)

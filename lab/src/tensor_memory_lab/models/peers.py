@@ -2,9 +2,9 @@
 
 They differ in decay, delta rule, convolution, norm and gate, and share one recurrence
 (`gated_rule`). Definitions and initial values follow the layers of flash-linear-attention; linear
-layers start as PyTorch starts them. It runs in chunks of our own, in float32, or by that library's
-kernels (`PeerConfig.backend`). The size of the state is chosen from a budget of bytes
-(`PeerConfig`); the three tokens that a short convolution keeps come on top, and `state_bytes`
+layers start as PyTorch starts them. The recurrence runs in chunks of our own, in float32, or by
+that library's kernels (`PeerConfig.backend`). The size of the state is chosen from a budget of
+bytes (`PeerConfig`); the three tokens that a short convolution keeps come on top, and `state_bytes`
 counts them. What authors keep free of weight decay has one dimension, as the optimiser expects.
 
 Letters: B batch, N tokens, d width, H heads, K width of a key, V of a value.
@@ -77,14 +77,13 @@ class Peer(SideMemory):
     Args:
         dim: d.
         config: the budget.
-        ratio: V over K, as the authors have it.
     """
 
-    def __init__(self, dim: int, config: PeerConfig, ratio: float) -> None:
+    def __init__(self, dim: int, config: PeerConfig) -> None:
         super().__init__()
         self.dim, self.heads = dim, config.heads
         self.kernel = load_kernel(self.operator) if config.backend == "fla" else None
-        self.key, self.value = config.sizes(ratio)
+        self.key, self.value = config.sizes(self.ratio)
 
     def zeros(self, rows: int, like: Tensor) -> State:
         """An empty state."""
@@ -112,10 +111,12 @@ class Peer(SideMemory):
             q, k = (x.expand(-1, -1, self.heads, -1) for x in (q, k))
             return fla_rule(self.kernel, state, q=q, k=k, v=v, g=decay, beta=rate)
         if rate is None:
-            return gated_rule(q, k, v, decay, state=state)
+            return gated_rule(q, k, v, decay, None, state)
         rate = rate[..., None]
-        return gated_rule(q, k, rate * v, decay, erase=rate * k, state=state)
+        return gated_rule(q, k, rate * v, decay, rate * k, state)
 
+    ratio = 1.0
+    """The authors' V over K; the widths that fill the budget come near it."""
     operator = ""
     """Package and name of the recurrence in flash-linear-attention."""
     kept_tokens = TAPS - 1
@@ -131,11 +132,12 @@ class Peer(SideMemory):
 class GatedLinearAttention(Peer):
     """Gated linear attention (Yang et al., 2023): a decay per feature of a key, no convolution."""
 
+    ratio = 2.0
     operator = "gla.chunk_gla"
     rank, normalizer = 16, 16.0
 
     def __init__(self, dim: int, config: PeerConfig) -> None:
-        super().__init__(dim, config, ratio=2)
+        super().__init__(dim, config)
         keys, values = self.heads * self.key, self.heads * self.value
         self.split = (keys, keys, values, values)
         self.project = nn.Linear(dim, sum(self.split), bias=False)  # q, k, v and the gate
@@ -156,10 +158,9 @@ class DeltaNet(Peer):
     """DeltaNet (Yang et al., 2024): the delta rule, no decay, no gate."""
 
     operator = "delta_rule.chunk_delta_rule"
-    ratio = 1.0
 
     def __init__(self, dim: int, config: PeerConfig) -> None:
-        super().__init__(dim, config, self.ratio)
+        super().__init__(dim, config)
         keys, values = self.heads * self.key, self.heads * self.value
         self.split = (keys, keys, values)
         self.kept_features = sum(self.split)
@@ -192,8 +193,8 @@ class DeltaNet(Peer):
 class GatedDeltaNet(DeltaNet):
     """Gated DeltaNet (Yang et al., 2024): DeltaNet with Mamba-2's decay and an output gate."""
 
-    operator = "gated_delta_rule.chunk_gated_delta_rule"
     ratio = 2.0
+    operator = "gated_delta_rule.chunk_gated_delta_rule"
 
     def __init__(self, dim: int, config: PeerConfig) -> None:
         super().__init__(dim, config)
@@ -214,8 +215,8 @@ class GatedDeltaNet(DeltaNet):
 class KimiDeltaAttention(GatedDeltaNet):
     """KDA (Kimi Linear, 2025): Gated DeltaNet with a decay per feature of a key."""
 
-    operator = "kda.chunk_kda"
     ratio = 1.0
+    operator = "kda.chunk_kda"
 
     def __init__(self, dim: int, config: PeerConfig) -> None:
         super().__init__(dim, config)
@@ -242,7 +243,7 @@ class Mamba2(Peer):
     expand, head = 2, 64
 
     def __init__(self, dim: int, config: PeerConfig) -> None:
-        super().__init__(dim, config, ratio=1)
+        super().__init__(dim, config)
         inner = self.expand * dim
         self.value = math.gcd(self.head, inner)
         self.heads, self.key = inner // self.value, config.values // inner
@@ -290,7 +291,7 @@ class RWKV7(Peer):
     kept_tokens = 1
 
     def __init__(self, dim: int, config: PeerConfig) -> None:
-        super().__init__(dim, config, ratio=1)
+        super().__init__(dim, config)
         H, K, V = self.heads, self.key, self.value
         self.kept_features = dim
         place = torch.arange(dim) / dim

@@ -23,7 +23,7 @@ from tensor_memory_lab.models import Carry, Model
 from tensor_memory_lab.models.attention import SelfAttention
 from tensor_memory_lab.models.block import initialise
 from tensor_memory_lab.models.peers import PEERS, DeltaNet, GatedLinearAttention, PeerConfig
-from tensor_memory_lab.models.side import FLOAT_BYTES, SideMemory, State, memory_bytes
+from tensor_memory_lab.models.side import FLOAT_BYTES, memory_bytes
 from tensor_memory_lab.tasks import Batch
 
 RecallMethod = Literal[
@@ -31,8 +31,8 @@ RecallMethod = Literal[
     "rwkv7", "window+", "attention",
 ]  # fmt: skip
 
-TAPS = 3
-"""Tokens that the convolution of the first layer sees, itself included."""
+KERNEL_SIZE = 3
+"""Of the first layer's convolution: a token and the two before it."""
 
 
 @dataclass(frozen=True)
@@ -129,32 +129,28 @@ def powers(power: int, axes: int) -> tuple[int, ...]:
     return tuple(2 ** ((power + axis) // axes) for axis in range(axes))
 
 
-class GatedConvolution(SideMemory):
+class GatedConvolution(nn.Module):
     """Zoology's BaseConv: x + convolution(x) ⊙ projection(x)."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.dim = dim
-        bound = TAPS**-0.5  # as `nn.Conv1d` starts
-        self.taps = nn.Parameter(torch.empty(TAPS, dim).uniform_(-bound, bound))  # own token last
+        bound = KERNEL_SIZE**-0.5  # as `nn.Conv1d` starts
+        # A token's own comes last.
+        self.taps = nn.Parameter(torch.empty(KERNEL_SIZE, dim).uniform_(-bound, bound))
         self.bias = nn.Parameter(torch.empty(dim).uniform_(-bound, bound))
         self.project = nn.Linear(dim, dim)
 
-    def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """x (B, N, d) -> m (B, N, d), state."""
-        B, N, _ = x.shape
-        before = self.zeros(B, x)["tokens"] if state is None else state["tokens"]
-        tokens = torch.cat([before.to(x.dtype), x], 1)
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """x (B, N, d) -> m (B, N, d), and no state: a call is a whole row."""
+        N = x.shape[1]
+        tokens = F.pad(x, (0, 0, KERNEL_SIZE - 1, 0))
         mixed = self.bias + sum(tap * tokens[:, k : k + N] for k, tap in enumerate(self.taps))
-        return x + mixed * self.project(x), {"tokens": tokens[:, N:]}
-
-    def zeros(self, rows: int, like: Tensor) -> State:
-        """No tokens before."""
-        return {"tokens": like.new_zeros(rows, TAPS - 1, self.dim)}
+        return x + mixed * self.project(x), None
 
     def state_bytes(self) -> int:
-        """Bytes of the two tokens before."""
-        return FLOAT_BYTES * (TAPS - 1) * self.dim
+        """Bytes of the two tokens that one row would keep between calls."""
+        return FLOAT_BYTES * (KERNEL_SIZE - 1) * self.dim
 
 
 class RecallModel(Model):

@@ -20,9 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tensor_memory_lab.models.attention import check_heads, merge_heads, split_heads
-
-SMALLEST_BLOCK = 64
+from tensor_memory_lab.models.attention import (
+    SMALLEST_BLOCK,
+    check_heads,
+    merge_heads,
+    split_heads,
+)
 
 CacheType = Literal["float32", "bf16"]
 """What cached tokens are kept in. Under bf16 autocast nothing is lost by bf16: the product that

@@ -1,8 +1,9 @@
 """Side paths: what stands beside attention in a layer, behind a norm and a gate of its own.
 
-To compare another mechanism with the memory, write a `SideMemory` and name it in `SIDES` (stack).
-Its state is tensors by name, first dimension the row. The library's memories have state classes of
-their own; `TensorResidual` and `PlaceResidual` turn them into named tensors and back.
+To compare another mechanism with the memory, write a `SideMemory` and name it in `stack.SIDES`. The
+state of a `SideMemory` is tensors by name, first dimension the row. The library's memories have
+state classes of their own; `TensorResidual` and `PlaceResidual` turn these into tensors by name for
+what is carried from call to call, and back.
 
 Letters: B batch, N tokens, d width.
 """
@@ -29,14 +30,14 @@ State = dict[str, Tensor]
 """What a mechanism carries, by name."""
 
 FLOAT_BYTES = 4
-"""What is carried is float32."""
+"""Of each number that is carried, in float32."""
 
 TAPS = 4
 """Tokens that a short convolution sees, itself included."""
 
 
 class SideMemory(nn.Module):
-    """What stands in a side path in the memory's place."""
+    """A mechanism that takes the memory's place in a side path."""
 
     dim: int
 
@@ -125,7 +126,7 @@ class TensorResidual(MemoryResidual):
 
 
 class PlaceResidual(MemoryResidual):
-    """The place memory as a side path; it learns its places."""
+    """The place memory as a side path."""
 
     def zeros(self, rows: int, like: Tensor) -> PlaceState:
         """An empty state."""

@@ -69,9 +69,9 @@ class Setting:
     """How a test split departs from the walks of training."""
 
     times: int = 1
-    """So many times as many steps."""
+    """Steps of a walk, as a multiple of those in training."""
     scale: int = 1
-    """So many times as far from border to border."""
+    """Distance from border to border, as a multiple of that in training."""
     fewer: int = 0
     """Cells less along each side."""
     same_grid: bool = False
@@ -212,8 +212,8 @@ class Maze(DrawnTask):
         end = self.rows(split)
         if end is None:
             return super().batch(split, index, size)
-        if index * size >= end:
-            raise IndexError(f"batch {index} of {size} rows: {split} has {end}")
+        if not 0 <= index * size < end:
+            raise IndexError(f"batch {index} of {size} rows: {split} has {end} rows")
         if split not in self._whole:
             random = generator(0, self.inputs, split.removesuffix("-same-grid"))
             drawn = self.walks(split, end, random)
@@ -506,10 +506,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     try:
         task = tyro.cli(MazeConfig, args=argv).build(0)
-        made = {len(x): x.shape[1] for x in map(task.layouts, ("train", *task.test_splits))}
+        made = dict.fromkeys(task.layouts(s).shape for s in ("train", *task.test_splits))
     except (ValueError, OSError, ImportError) as error:
         raise SystemExit(f"error: {error}") from error
-    for count, side in made.items():
+    for count, side, _ in made:
         print(f"{count} layouts of {side} × {side} cells in {task.config.cache_dir}")
 
 

@@ -49,10 +49,11 @@ class MqarConfig(DrawnConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._at_least(1, "train_rows")
-        if self.vocabulary // 2 <= max(pairs for _, pairs in TESTED):
+        pairs = max(pairs for _, pairs in TESTED)
+        if self.vocabulary < 2 * pairs + 2:
             raise ValueError(
-                "task.vocabulary: expected more than twice the most pairs, "
-                f"{2 * max(pairs for _, pairs in TESTED)}, got {self.vocabulary}"
+                f"task.vocabulary: expected {2 * pairs + 2} or more, so that the lower half holds "
+                f"{pairs} keys besides 0, got {self.vocabulary}"
             )
 
     def build(self, seed: int) -> Mqar:
@@ -129,11 +130,11 @@ class Mqar(Task):
         logits, target = outputs["logits"].float(), batch["target"]
         rows = torch.full((), target.shape[0], device=target.device)
         none = torch.zeros_like(rows)
-        right = (logits.argmax(-1) == target).float().mean(1).sum()
+        hit = logits.argmax(-1) == target
+        right = hit.float().mean(1).sum()
         loss = functional.cross_entropy(logits.flatten(0, 1), target.flatten()) * rows
         sums: Sums = {"loss": (loss, rows), "accuracy": (right, rows)}
         if "twice" in batch:
-            hit = logits.argmax(-1) == target
             for name, kind in (("rewritten", batch["twice"]), ("once", ~batch["twice"])):
                 sums[f"accuracy_{name}"] = (((hit & kind).sum(1) / kind.sum(1)).sum(), rows)
         for length, pairs in TESTED:

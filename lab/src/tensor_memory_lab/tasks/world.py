@@ -47,9 +47,10 @@ class Setting:
     """How a test split departs from the walks of training."""
 
     times: int = 1
-    """So many times as many glimpses."""
+    """Glimpses of a walk, as a multiple of those in training."""
     scale: int = 1
-    """Images so many times as wide and as high, seen in glimpses and steps of the same pixels."""
+    """Width and height of the images, as a multiple of those in training; glimpses and steps keep
+    their pixels."""
     same_grid: bool = False
     """Whether the grids of place memories, and so their bytes, stay those of training."""
     drift: float = 0.0
@@ -301,6 +302,7 @@ class World(Task):
         return batch
 
     def _own(self, split: str, index: int, drawn: Batch) -> Batch:
+        """In training with scheduled sampling, which glimpses the model's own answers stand for."""
         if split != "train" or not self.config.own:
             return {}
         share = self.config.own * min(1.0, index / self.config.own_steps)
