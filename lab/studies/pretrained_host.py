@@ -21,7 +21,9 @@ that they reach from a read to a write that attention cannot reach.
 
 `full` is the same host with a window of 2,048. `emptied` memories start anew at every window. Each
 trained method has the same steps and as many tries of a rate: with seed 0, by the loss on held-out
-novels; the runs that count have seeds 1, 2, 3. A run whose record is there is not run again.
+novels; the runs that count have seeds 1, 2, 3. A run whose record is there is not run again. The
+runs that a method is compared with are made before its own: `window` and `full`, and with LoRA
+`lora` and `full+lora`.
 
 Needs: pip install tensor-memory-lab 'tensor-memory[hf]' peft
 
@@ -52,6 +54,10 @@ from tensor_memory_lab.bench.timing import Budget, measure
 from tensor_memory_lab.files import write_whole
 from tensor_memory_lab.provenance import provenance
 from tensor_memory_lab.records import append, read_records
+from tensor_memory_lab.records.config import flatten
+from tensor_memory_lab.records.store import finite, frame
+from tensor_memory_lab.records.table import Frame, Table, column, table
+from tensor_memory_lab.records.text import measure_text
 from tensor_memory_lab.terminal import print_table
 
 HELD_OUT = 9
@@ -74,6 +80,11 @@ class Method:
     full: bool = False
     emptied: bool = False
     sinks: int = SINKS
+
+    @property
+    def trained(self) -> bool:
+        """Whether there is anything to train."""
+        return self.lora or self.memory is not None
 
 
 # Both memories keep 32,768 numbers a layer. TensorMemory as published halves a write at every chunk
@@ -356,7 +367,7 @@ def train(
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     for part, losses in subject.losses(streams, options.segment):
-        loss = losses.sum() / (part.targets != NONE).sum()
+        loss = losses.sum() / (part.targets != NONE).sum().clamp(min=1)  # a book's last token alone
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -373,12 +384,10 @@ def evaluate(subject: Subject, streams: Streams, segment: int) -> dict[str, floa
     for part, losses in subject.losses(streams, segment):
         scored = part.targets != NONE
         bucket = torch.bucketize(part.positions[scored] + 1, edges, right=True)
-        counted = torch.stack(
-            [losses[scored].double(), torch.ones_like(losses[scored]).double()], 1
-        )
-        total.index_add_(0, bucket, counted)
+        values = losses[scored].double()
+        total.index_add_(0, bucket, torch.stack([values, torch.ones_like(values)], 1))
     names = [f"{low}-{high}" for low, high in itertools.pairwise([0, *EDGES])] + [f"{EDGES[-1]}-"]
-    found = {n: (s / c) for n, (s, c) in zip(names, total.tolist(), strict=True) if c}
+    found = {n: s / c for n, (s, c) in zip(names, total.tolist(), strict=True) if c}
     return {"loss": (total[:, 0].sum() / total[:, 1].sum()).item(), **found}
 
 
@@ -424,10 +433,15 @@ class Study:
         found = read_records([self.path]) if self.path.exists() else []
         return [record for record in found if record["kind"] == "run"]
 
+    def recorded(self, config: dict[str, Any], seed: int) -> dict[str, Any] | None:
+        """The record of a run, None where there is none."""
+        found = (r for r in self.records() if r["config"] == config and r["seed"] == seed)
+        return next(found, None)
+
     def config(self, method: str, rate: float | None, *, counts: bool) -> dict[str, Any]:
         """All that decides the numbers of a run but its seed."""
         options = self.options
-        names = ("window", "full_window", "segment", "precision")
+        names = ("window", "full_window", "segment", "precision", "valid_tokens")
         if rate is not None:
             names += ("rows", "steps", "rank", "layers")
         memory = METHODS[method].memory
@@ -446,11 +460,11 @@ class Study:
         """The record of a run, which is made where there is none."""
         options, counts = self.options, tries is not None
         config = self.config(method, rate, counts=counts)
-        for record in self.records():
-            if record["config"] == config and record["seed"] == seed:
-                return record
+        if known := self.recorded(config, seed):
+            return known
         if time.monotonic() > self.until:
             raise SystemExit(f"{method}: not run, --seconds are over; the same command goes on")
+        compared = self.compared(method, seed) if counts else {}
         began = time.perf_counter()
         subject = Subject(METHODS[method], options, seed)
         parameters = sum(p.numel() for p in subject.trained)
@@ -465,7 +479,8 @@ class Study:
         if counts:
             scores = self.score(subject, "test")
             loss = scores.pop("loss")
-            result["test"] = {"test": {"loss": loss, **self.given_back(config, seed, loss)}}
+            shares = {n: (near - loss) / (near - far) for n, (near, far) in compared.items()}
+            result["test"] = {"test": {"loss": loss, **shares}}
             result["test"] |= {f"test@{name}": {"loss": loss} for name, loss in scores.items()}
         record = {
             "kind": "run",
@@ -493,31 +508,30 @@ class Study:
             **result,
             **provenance(subject.device),
         }
+        record = finite(record)  # as it is read back: what diverged is None
+        if known := self.recorded(config, seed):  # another process was faster
+            return known
         append(self.path, record)
-        scored = (result["test"].get("test") or result["valid"])["loss"]
+        scored = (record["test"].get("test") or record["valid"])["loss"]
         print(
-            f"{method}, seed {seed}, rate {rate}: {'test' if counts else 'valid'} {scored:.4f}, "
-            f"{record['wall_seconds']:.0f} s",
+            f"{method}, seed {seed}, rate {rate}: {'test' if counts else 'valid'} "
+            f"{measure_text(scored)}, {record['wall_seconds']:.0f} s",
             flush=True,
         )
         return record
 
-    def given_back(self, config: dict[str, Any], seed: int, loss: float) -> dict[str, float]:
-        """The share of what the window lost to a wider one, without LoRA and with it."""
-        same = [name for name in config if name not in ("method", "optimizer", "memory", "sinks")]
-        found = {
-            (record["method"], record["seed"]): record["test"]["test"]["loss"]
-            for record in self.records()
-            if record["test"] and all(record["config"].get(n, config[n]) == config[n] for n in same)
-        }
-        pairs = {"given_back": [("window", 0), ("full", 0)]}
-        if METHODS[config["method"]].lora:
-            pairs["given_back_adapted"] = [("lora", seed), ("full+lora", seed)]
-        return {
-            name: (found[near] - loss) / (found[near] - found[far])
-            for name, (near, far) in pairs.items()
-            if near in found and far in found
-        }
+    def compared(self, method: str, seed: int) -> dict[str, tuple[float, float]]:
+        """The loss with the window and with a wider one, without LoRA and with it."""
+        pairs = {"given_back": ("window", "full")}
+        if METHODS[method].lora:
+            pairs["given_back_adapted"] = ("lora", "full+lora")
+        found = {}
+        for name, pair in pairs.items():
+            runs = [self.chosen(end, seed) for end in pair] if method not in pair else []
+            losses = [run["test"]["test"]["loss"] for run in runs if run]
+            if len(losses) == 2 and None not in losses and losses[0] != losses[1]:
+                found[name] = losses[0], losses[1]
+        return found
 
     def score(self, subject: Subject, split: str) -> dict[str, float]:
         """The losses on a split."""
@@ -528,19 +542,16 @@ class Study:
         streams = scored_streams(books, min(options.scored_rows, len(books)), options.segment)
         return evaluate(subject, streams, options.segment)
 
-    def plan(self, method: str) -> None:
-        """Choose a rate with seed 0, then run the seeds that count."""
-        if METHODS[method].memory is None and not METHODS[method].lora:
-            self.run(method, None, 0, tries={})
-            return
+    def chosen(self, method: str, seed: int) -> dict[str, Any] | None:
+        """The run that counts, at the rate that seed 0 chooses; None if all rates diverge."""
+        if not METHODS[method].trained:
+            return self.run(method, None, 0, tries={})
         losses = {r: self.run(method, r, 0)["valid"]["loss"] for r in self.options.rates}
         ordered = {r: loss for r, loss in losses.items() if loss is not None}
         if not ordered:
-            print(f"{method}: diverged at every rate", flush=True)
-            return
+            return None
         best = min(ordered, key=lambda r: ordered[r])
-        for seed in self.options.seeds:
-            self.run(method, best, seed, tries={str(r): loss for r, loss in losses.items()})
+        return self.run(method, best, seed, tries={str(r): loss for r, loss in losses.items()})
 
     def measure_times(self) -> list[dict[str, str]]:
         """Add a record of the milliseconds of a step and of one more token to the study's file."""
@@ -573,25 +584,23 @@ class Study:
         return rows
 
 
-def table(records: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
-    """Means over seeds by method: loss by distance, shares given back."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for record in records:
-        if record["test"]:
-            found.setdefault(record["method"], []).append(record)
-
-    def mean(method: str, split: str, name: str, form: str) -> str:
-        values = [r["test"].get(split, {}).get(name) for r in found[method]]
-        known = [value for value in values if value is not None]
-        return format(sum(known) / len(known), form) if known else "-"
-
-    splits = list(dict.fromkeys(split for rs in found.values() for r in rs for split in r["test"]))
-    return [
-        {"method": method, "seeds": str(len(found[method])), "rate": str(found[method][0]["rate"])}
-        | {split.removeprefix("test@"): mean(method, split, "loss", ".4f") for split in splits}
-        | {n: mean(method, "test", n, ".0%") for n in ("given_back", "given_back_adapted")}
-        for method in sorted(found, key=list(METHODS).index)
+def results_table(records: Sequence[dict[str, Any]]) -> Table:
+    """Loss by distance and shares given back; a column tells apart what differs in a method."""
+    runs: Frame = frame(record for record in records if record["test"])
+    if runs.empty:
+        return []
+    fields = dict.fromkeys(name for record in runs["record"] for name in flatten(record["config"]))
+    named = [name for name in fields if name in runs and name not in ("method", "optimizer.lr")]
+    values = runs.groupby("method")[named].nunique().max()
+    apart = [name for name in named if values[name] > 1]
+    splits = dict.fromkeys(split for record in runs["record"] for split in record["test"])
+    columns = [
+        "seeds",
+        *({"value": f"{n}.loss", "title": n.removeprefix("test@"), "digits": 4} for n in splits),
+        {"value": "test.given_back", "title": "given_back", "kind": "percent"},
+        {"value": "test.given_back_adapted", "title": "given_back_adapted", "kind": "percent"},
     ]
+    return table(runs, [column(one) for one in columns], rows=["method", "rate", *apart])
 
 
 def make_tokens(options: argparse.Namespace) -> None:
@@ -610,9 +619,15 @@ def make_tokens(options: argparse.Namespace) -> None:
     for name, novels in folders.items():
         for number, novel in enumerate(novels):
             split = "test" if name == "valid" else "train" if number % HELD_OUT else "valid"
-            text = novel.read_text(encoding="utf-8", errors="replace")
+            try:
+                text = novel.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise SystemExit(f"{novel}: expected UTF-8, got {error}; convert it") from error
             ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
-            found[f"{split}/{novel.stem}"] = ids.to(torch.uint16)
+            if len(ids) < 2:
+                raise SystemExit(f"{novel}: expected a novel, got {len(ids)} tokens; remove it")
+            dtype = torch.uint16 if ids.max() < 2**16 else torch.int32
+            found[f"{split}/{novel.stem}"] = ids.to(dtype)
     write_whole(options.output, lambda at: save_file(found, at))
     for name, ids in found.items():
         print(f"{name}: {len(ids):,} tokens")
@@ -635,7 +650,7 @@ def main(argv: list[str] | None = None) -> int:
         add = command.add_argument
         add("--tokens", type=Path, required=True, help="what `tokens` wrote")
         add("--record", type=Path, required=True, help="the study's file (.jsonl)")
-        add("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+        add("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="(default all)")
         add("--rows", type=int, default=8, help="books side by side in training")
         add("--segment", type=int, default=2048, help="tokens of a call")
         add("--window", type=int, default=256, help="tokens that attention sees")
@@ -656,10 +671,12 @@ def main(argv: list[str] | None = None) -> int:
     if options.command == "tokens":
         make_tokens(options)
         return 0
-    for name in ("steps", "rows", "scored_rows", "valid_tokens", "segment", "window"):
-        if getattr(options, name, 1) < 1:
+    names = ("steps", "rows", "scored_rows", "valid_tokens", "segment", "window", "full_window")
+    for name in names:
+        least = {"valid_tokens": 2, "segment": SINKS}.get(name, 1)
+        if getattr(options, name, least) < least:
             flag = name.replace("_", "-")
-            parser.error(f"--{flag}: expected 1 or more, got {getattr(options, name)}")
+            parser.error(f"--{flag}: expected {least} or more, got {getattr(options, name)}")
     for name in ("window", "full_window"):
         size = getattr(options, name)
         if options.segment > size and options.segment % size:
@@ -675,9 +692,10 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     try:
         for method in options.methods:
-            study.plan(method)
+            if not all(study.chosen(method, seed) for seed in options.seeds):
+                print(f"{method}: diverged at every rate", flush=True)
     finally:
-        print_table(table(study.records()))
+        print_table(results_table(study.records()))
     return 0
 
 

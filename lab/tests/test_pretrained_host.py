@@ -163,6 +163,13 @@ def test_losses_by_distance_are_those_added_up_by_hand(host_dir, monkeypatch):
     assert found == pytest.approx(expected | {"loss": sum(every) / len(every)}, rel=1e-5)
 
 
+def test_a_segment_that_holds_nothing_but_the_end_of_a_book_is_no_nan(host_dir):
+    options = argparse.Namespace(rows=1, segment=SEGMENT, steps=3)
+    made = subject(host_dir, "place")
+    steps = list(study.train(made, [book(SEGMENT + 1, 1)], options, rate=1e-3, seed=0))
+    assert torch.stack(steps).isfinite().all()
+
+
 def test_seeds_deal_whole_books_in_another_order():
     books = [book(length, length) for length in (5, 7, 11)]
     rows = study.training_streams(books, rows=2, segment=4, steps=5, seed=1)
@@ -191,7 +198,7 @@ def arguments(host_dir, tmp_path):
 @pytest.mark.parametrize(
     "methods",
     [
-        ["window", "full", "no-sinks", "place", "tensor+lora"],
+        ["window", "full", "no-sinks", "place", "tensor+lora", "lora", "full+lora"],
         pytest.param([*study.METHODS], marks=pytest.mark.exhaustive),
     ],
     ids=["some", "all"],
@@ -200,7 +207,7 @@ def test_every_method_is_tried_chosen_on_valid_and_run_once(methods, arguments, 
     plan = [*arguments, "--rates", "1e-3", "1e-2", "--seeds", "1", "--methods", *methods]
     with pytest.raises(SystemExit, match="--seconds are over; the same command goes on"):
         study.main([*plan, "--seconds", "0"])
-    assert study.main([*plan, "--methods", *methods[:4]]) == 0
+    assert study.main([*plan, "--methods", *methods[3::-1]]) == 0
     before = {(r["method"], r["rate"], r["seed"]): r for r in read_records([arguments[6]])}
     assert study.main(plan) == 0
     records = read_records([arguments[6]])
@@ -232,9 +239,90 @@ def test_every_method_is_tried_chosen_on_valid_and_run_once(methods, arguments, 
             if name in found:
                 wide, narrow = test[far, of]["loss"], test[near, of]["loss"]
                 assert found[name] == pytest.approx((narrow - found["loss"]) / (narrow - wide))
-        assert ("given_back" in found) == (method != "window" and method != "full"), (method, seed)
-    shown = capsys.readouterr().out
-    assert shown.splitlines()[-1].split()[0] == methods[-1]
+        assert ("given_back" in found) == (method not in ("window", "full")), (method, seed)
+        adapted = method.endswith("+lora") and method != "full+lora"
+        assert ("given_back_adapted" in found) == adapted, (method, seed)
+    shown = capsys.readouterr().out.splitlines()[-len(methods) :]
+    assert sorted(line.split()[0] for line in shown) == sorted(methods)
+
+
+def run(arguments, *changes):
+    """Run this of the plan; all records so far."""
+    assert study.main([*arguments, "--seeds", "1", "--rates", "1e-3", *changes]) == 0
+    return read_records([arguments[6]])
+
+
+def test_what_a_method_is_compared_with_is_run_and_has_its_plan(arguments):
+    run(arguments, "--methods", "lora", "full+lora")
+    run(arguments, "--methods", "lora", "full+lora", "--rates", "1e-2")
+    run(arguments, "--methods", "window", "full", "--segment", "16")
+    found = {
+        r["method"]: r["test"]["test"]
+        for r in run(arguments, "--methods", "place+lora")
+        if r["test"] and r["config"]["segment"] == 8 and r["rate"] in (None, 1e-3)
+    }
+    window, full, lora, wide, place = (
+        found[name]["loss"] for name in ("window", "full", "lora", "full+lora", "place+lora")
+    )
+    shares = found["place+lora"]
+    assert shares["given_back"] == pytest.approx((window - place) / (window - full))
+    assert shares["given_back_adapted"] == pytest.approx((lora - place) / (lora - wide))
+
+
+def test_where_a_wider_window_is_no_better_nothing_is_given_back(arguments, capsys):
+    records = run(arguments, "--methods", "no-sinks", "--full-window", "4")
+    assert [record["method"] for record in records] == ["window", "full", "no-sinks"]
+    assert list(records[-1]["test"]["test"]) == ["loss"]
+    assert "no-sinks" in capsys.readouterr().out
+
+
+def test_a_rate_that_diverges_is_not_chosen_and_a_run_that_diverges_is_told(arguments, capsys):
+    records = run(arguments, "--methods", "lora", "--rates", "1e30", "1e-3")
+    assert [(r["rate"], bool(r["test"])) for r in records if r["method"] == "lora"] == [
+        (1e30, False),
+        (1e-3, False),
+        (1e-3, True),
+    ]
+    assert records[-1]["tries"]["1e+30"] is None
+    assert "lora, seed 0, rate 1e+30: valid diverged" in capsys.readouterr().out
+    before = len(records)
+    assert len(run(arguments, "--methods", "full+lora", "--rates", "1e30")) == before + 1
+    assert "full+lora: diverged at every rate" in capsys.readouterr().out
+    *_, counts = records
+    test = counts["test"] | {"test": {"loss": None}}
+    (row,) = study.results_table([counts, counts | {"seed": 2, "test": test}])
+    assert (row["seeds"], row["test"]) == ("2", "diverged")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("segment", "16"), ("valid-tokens", "20"), ("host-dir", "other"), ("precision", "bfloat16")],
+)
+def test_plans_that_differ_are_run_and_told_apart(
+    flag, value, arguments, host_dir, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").symlink_to(host_dir)
+    run(arguments, "--methods", "window")
+    capsys.readouterr()
+    first, second = run(arguments, "--methods", "window", f"--{flag}", value)
+    assert first["config"] != second["config"]
+    head, _, *rows = capsys.readouterr().out.splitlines()[-4:]
+    name = {"host-dir": "host"}.get(flag, flag.replace("-", "_"))
+    assert name.replace("_", " ") in head
+    assert {row.split()[2] for row in rows} == {str(r["config"][name]) for r in (first, second)}
+
+
+def test_of_two_processes_that_make_the_same_run_one_records_it(arguments, monkeypatch):
+    provenance = study.provenance
+
+    def other_process(device):
+        monkeypatch.setattr(study, "provenance", provenance)
+        run(arguments, "--methods", "window")
+        return provenance(device)
+
+    monkeypatch.setattr(study, "provenance", other_process)
+    assert len(run(arguments, "--methods", "window")) == 1
 
 
 def test_times_of_steps_and_tokens_are_added_beside_the_runs(arguments, capsys):
@@ -258,15 +346,24 @@ def test_what_is_no_host_no_novel_or_no_plan_is_told(arguments, tmp_path, capsys
         study.main(
             ["tokens", "--host-dir", arguments[2], "--data-dir", str(tmp_path), "--output", "x"]
         )
-    with pytest.raises(SystemExit):
-        study.main([*arguments, "--segment", "10"])
-    assert "--segment: expected a multiple of --window 4" in capsys.readouterr().err
+    for flag, value, told in (
+        ("--segment", "10", "expected a multiple of --window 4"),
+        ("--segment", "3", "expected 4 or more, got 3"),
+        ("--full-window", "0", "expected 1 or more, got 0"),
+        ("--valid-tokens", "1", "expected 2 or more, got 1"),
+    ):
+        with pytest.raises(SystemExit):
+            study.main([*arguments, flag, value])
+        assert f"{flag}: {told}" in capsys.readouterr().err
+    assert len(run(arguments, "--segment", "4", "--methods", "window")) == 1
 
 
-def test_novels_become_tokens_of_their_splits(host_dir, tmp_path, capsys):
+@pytest.fixture
+def make_tokens(host_dir, tmp_path):
+    """Write novels by the numbers of their words; what `tokens` makes of them."""
     import tokenizers
 
-    words = {"[UNK]": 0} | {f"w{n}": n + 1 for n in range(9)}
+    words = {"[UNK]": 0, "many": 70_000} | {f"w{n}": n + 1 for n in range(9)}
     plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
     plain.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="[UNK]")
@@ -275,17 +372,34 @@ def test_novels_become_tokens_of_their_splits(host_dir, tmp_path, capsys):
         (tmp_path / folder).mkdir()
         for number in range(count):
             (tmp_path / folder / f"{number}.txt").write_text(f"w{number % 9} w3\nw1")
-    out = tmp_path / "novels.safetensors"
-    paths = [
-        "--host-dir",
-        str(tmp_path / "host"),
-        "--data-dir",
-        str(tmp_path),
-        "--output",
-        str(out),
-    ]
-    assert study.main(["tokens", *paths]) == 0
-    found = study.load_file(out)
+
+    def make():
+        paths = {"host-dir": "host", "data-dir": "", "output": "novels.safetensors"}
+        given = [part for n, at in paths.items() for part in (f"--{n}", str(tmp_path / at))]
+        assert study.main(["tokens", *given]) == 0
+        return study.load_file(tmp_path / "novels.safetensors")
+
+    return make
+
+
+def test_novels_become_tokens_of_their_splits(make_tokens):
+    found = make_tokens()
     assert sorted(found)[:2] == ["test/0", "train/1"]
     assert [name for name in found if name.startswith("valid")] == ["valid/0", "valid/9"]
     assert found["train/1"].tolist() == [2, 4, 2]
+    assert found["train/1"].dtype == torch.uint16
+
+
+def test_tokens_above_65535_are_kept(make_tokens, tmp_path):
+    (tmp_path / "train" / "1.txt").write_text("w1 many")
+    assert make_tokens()["train/1"].tolist() == [2, 70_000]
+
+
+@pytest.mark.parametrize(
+    ("novel", "told"),
+    [(b"caf\xe9", "expected UTF-8, got"), (b"", "expected a novel, got 0 tokens")],
+)
+def test_what_is_no_text_is_told_with_its_file(novel, told, make_tokens, tmp_path):
+    (tmp_path / "train" / "3.txt").write_bytes(novel)
+    with pytest.raises(SystemExit, match=rf"train/3\.txt: {told}"):
+        make_tokens()
