@@ -16,6 +16,7 @@ Letters: B batch, N tokens.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -186,6 +187,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.steps < 1:
         parser.error(f"--steps: expected 1 or more, got {options.steps}")
+    if importlib.util.find_spec("matplotlib") is None:
+        parser.error("expected matplotlib for the curves; pip install 'tensor-memory[inspect]'")
     options.output.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # on tensors this small more threads cost more than they give
 

