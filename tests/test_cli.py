@@ -163,6 +163,14 @@ def test_a_mistake_is_told_without_a_traceback(
     assert "Traceback" not in told
 
 
+def test_an_example_is_of_ids_or_of_embeddings(
+    models: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = ["--dim", "4", "--vocab-size", "5"]
+    assert main(["leak-check", f"{models}:floats", *both]) == 2
+    assert "expected --dim or --vocab-size, got both; --dim draws" in capsys.readouterr().err
+
+
 def test_an_unknown_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["cure"])

@@ -8,7 +8,15 @@ import torch
 from torch import nn
 
 from memories import DIM, OPTIONS, assert_identical_state, make_memory, make_state, make_tokens
-from tensor_memory import MemoryConfig, MemoryResidual, PlaceConfig, TensorMemory, attach
+from tensor_memory import (
+    MemoryConfig,
+    MemoryResidual,
+    PlaceConfig,
+    PlaceMemory,
+    TensorMemory,
+    attach,
+    memory_disabled,
+)
 from tolerances import assert_same
 
 
@@ -44,6 +52,37 @@ def test_masks_documents_and_flushes_reach_the_memory():
     assert_same(y, x + 0.5 * m)
     assert_identical_state(end, expected_end)
     assert torch.equal(y[:, 2], x[:, 2])
+
+
+@pytest.mark.parametrize(
+    ("memory", "name", "takes", "other"),
+    [
+        (TensorMemory(DIM), "where", "flush", "PlaceMemory"),
+        (TensorMemory(DIM), "group", "flush", "PlaceMemory"),
+        (PlaceMemory(DIM), "flush", "where, group", "TensorMemory"),
+    ],
+)
+def test_an_option_of_the_other_memory_is_named(memory, name, takes, other):
+    layer, x = MemoryResidual(memory), make_tokens(2, 7, DIM, dtype=torch.float32)
+    match = (
+        f"^{name}: expected one of mask, reset, cu_seqlens, {takes} beside x and state, since the "
+        f"memory of this MemoryResidual is a {type(memory).__name__}, got {name}=, which only a "
+        f"{other} takes; leave {name} out, or give the MemoryResidual a {other}$"
+    )
+    with pytest.raises(TypeError, match=match):
+        layer(x, **{name: x[..., :2]})
+    with memory_disabled(layer), pytest.raises(TypeError, match=match):
+        layer(x, **{name: x[..., :2]})
+
+
+def test_a_memory_of_another_class_takes_options_of_its_own():
+    class Louder(TensorMemory):
+        def forward(self, x, state=None, *, times=1.0, **options):
+            m, state = super().forward(x, state, **options)
+            return times * m, state
+
+    layer, x = MemoryResidual(Louder(DIM)), make_tokens(2, 7, DIM, dtype=torch.float32)
+    assert torch.equal(layer(x, times=0.0, flush=True)[0], x)
 
 
 def test_garbage_under_the_mask_reaches_no_gradient():

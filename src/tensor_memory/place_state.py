@@ -326,9 +326,12 @@ class PlaceState:
             ("scale", torch.float32 if self.scale is None else self.scale.dtype, floats),
         ):
             if kind not in types:
+                remedy = _REMEDY
+                if name == "values" and self.scale is None and kind in _LEVELS:
+                    remedy += "; of a quantized state take state.dequantized().values"
                 raise TypeError(
                     f"state.{name}: expected one of {', '.join(map(str, types))}, got {kind}; "
-                    f"{_REMEDY}"
+                    f"{remedy}"
                 )
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> PlaceState:

@@ -123,6 +123,8 @@ class MemoryResidual(nn.Module):
         **options: Any,
     ) -> tuple[Tensor, Any]:
         """x (B, N, d) -> x̂ (B, N, d), state; the options are those of the memory's forward."""
+        if options:
+            _check_options(self.memory, options)
         if cu_seqlens is not None:
             check_tokens(x, self.memory.dim, self.memory.output.weight)
             reset = packed_resets(x, reset, cu_seqlens)
@@ -153,6 +155,26 @@ class MemoryResidual(nn.Module):
             kept = torch.rand(m.shape[0], 1, 1, device=m.device) >= drop_path
             m = m * (kept.to(m.dtype) / (1 - drop_path))
         return x + (self.gate.sigmoid() * m).to(x.dtype), after
+
+
+def _check_options(memory: Memory, options: dict[str, Any]) -> None:
+    """Raise where a memory of this library does not take an option, before Python says less."""
+    forward = type(memory).forward  # type: ignore[attr-defined]  # of another class: its own names
+    if forward is TensorMemory.forward:
+        kind, known, other, of_other = "TensorMemory", ("flush",), "PlaceMemory", ("where", "group")
+    elif forward is PlaceMemory.forward:
+        kind, known, other, of_other = "PlaceMemory", ("where", "group"), "TensorMemory", ("flush",)
+    else:
+        return
+    for name in options:
+        if name not in known:
+            takes = ", ".join(("mask", "reset", "cu_seqlens", *known))
+            whose = f"which only a {other} takes" if name in of_other else "which no memory takes"
+            raise TypeError(
+                f"{name}: expected one of {takes} beside x and state, since the memory of this "
+                f"MemoryResidual is a {kind}, got {name}=, {whose}; leave {name} out"
+                + (f", or give the MemoryResidual a {other}" if name in of_other else "")
+            )
 
 
 def _is_number(value: object) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from families import BOTH, FAMILIES, Family, build, inputs
-from host_table import expected_table, guide_table
+from host_table import expected_table, guide_table, main
 from hosts import SMALL, VOCABULARY, read
 from torch import Tensor
 
@@ -219,3 +219,13 @@ def test_family(case: Case, check: str, tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_the_guide_s_table_is_the_suite_s() -> None:
     assert guide_table() == expected_table()
+
+
+@pytest.mark.parametrize(("option", "status"), [("--help", 0), ("--chekc", 2), ("check", 2)])
+def test_the_table_is_written_for_no_other_arguments(
+    option: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pytest, "main", lambda *_, **__: pytest.fail("the suite was started"))
+    with pytest.raises(SystemExit) as stopped:
+        main([option])
+    assert stopped.value.code == status

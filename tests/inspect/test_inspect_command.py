@@ -79,12 +79,35 @@ def test_a_page_that_is_too_large_can_be_made_smaller_as_the_message_says(saved,
         ("--every 2 --limit-mb 9", "--every, --limit-mb: expected --html FILE beside it"),
         ("--only gates --layer 0", "--only, --layer: expected --figures FOLDER beside it"),
         ("--figures {folder} --row 7", "row: expected one of 0 to 1, got 7"),
+        ("--figures {folder} --chunks 50:99", "START:STOP with some of the 3 kept, 0:3, got 50:99"),
+        ("--figures {recording}", "expected a folder for the figures, got a file; name a folder"),
     ],
 )
 def test_options_that_change_nothing_or_ask_for_nothing_are_refused(
     saved, tmp_path, capsys, options, complaint
 ):
-    assert complaint in refused(capsys, saved, *options.format(folder=tmp_path / "f").split())
+    options = options.format(folder=tmp_path / "f", recording=saved).split()
+    assert complaint in refused(capsys, saved, *options)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ("--html {folder}/a.safetensors", "which would be lost; name another file"),
+        ("--html {folder}/../{name}/link", "the recording, which would be lost; name another file"),
+        ("--html {folder}/new --figures {folder}/new", "the folder of --figures too; name another"),
+    ],
+)
+def test_the_page_replaces_neither_the_recording_nor_the_figures(
+    saved, tmp_path, capsys, options, complaint
+):
+    (tmp_path / "link").symlink_to(saved)
+    kept = saved.read_bytes()
+    told = refused(capsys, saved, *options.format(folder=tmp_path, name=tmp_path.name).split())
+    assert "--html: expected a file of its own, got" in told
+    assert complaint in told
+    assert saved.read_bytes() == kept
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(

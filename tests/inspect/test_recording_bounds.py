@@ -72,6 +72,35 @@ def test_bounds_that_make_no_sense_are_refused(options, complaint):
         pass
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "complaint"),
+    [
+        ({"texts": 5}, TypeError, "texts: expected a list of token texts per row, got int"),
+        ({"texts": [iter(["a"])]}, TypeError, "texts: expected .* got list_iterator for a row"),
+        ({"frames": 5}, TypeError, "frames: expected a uint8 tensor"),
+        (
+            {"frames": torch.zeros(2, 3, 4, 4, dtype=torch.uint8)},
+            ValueError,
+            r"frames: expected shape \(B, F, h, w, 3\), got \(2, 3, 4, 4\); colours",
+        ),
+        ({"tokens_per_frame": 0}, ValueError, "tokens_per_frame: expected an integer of at least"),
+    ],
+)
+def test_annotations_that_cannot_be_are_refused_before_anything_runs(options, error, complaint):
+    with pytest.raises(error, match=complaint):
+        record(make_memory(ONE), **options).__enter__()
+
+
+def test_large_frames_and_texts_that_grow_are_taken_at_the_start():
+    memory, texts = make_memory(ONE), []
+    frames = torch.zeros(1, 1, 400, 200, 3, dtype=torch.uint8)
+    with record(memory, texts=texts, frames=frames) as recording:
+        memory(make_tokens(1, 2, DIM))
+        texts.append(["a", "b"])
+    assert recording.text(0, 1) == "b"
+    assert recording.frame(0, 0).shape == (96, 48, 3)
+
+
 def test_a_call_of_no_rows_or_no_tokens_records_nothing():
     memory = make_memory(ONE)
     with record(memory) as recording:

@@ -184,6 +184,12 @@ def test_a_foreign_file_a_folder_a_missing_folder_and_no_port_are_refused(tmp_pa
     with pytest.raises(SystemExit, match="2"):
         main(["watch", str(tmp_path / "run"), "--port", "65536"])
     assert "expected a port from 0 to 65535, got '65536'" in capsys.readouterr().err
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["watch", str(tmp_path / "run"), "--port", str(port)]) == 2
+    told = capsys.readouterr().err
+    assert f"--port: expected a port that this process may listen on, got {port} (Addr" in told
+    assert "; leave --port out for any that is free" in told
     memory = TensorMemory(8, MemoryConfig(channels=2, grid=(2, 2), chunk_size=1))
     with pytest.raises(FileNotFoundError, match="folder that is there"):
         record(memory, live=tmp_path / "none" / "run.safetensors").__enter__()

@@ -121,3 +121,18 @@ def test_another_type_is_refused():
             torch.randn(2, 3, 6),
             PlaceState(filled().values.bfloat16(), torch.zeros(2, 2), CONFIG.wrap, torch.ones(2)),
         )
+
+
+@each_type
+def test_rows_of_quantized_states_are_put_together_as_the_error_says(dtype):
+    memory, x = PlaceMemory(6, CONFIG), torch.randn(4, 3, 6)
+    states = [filled().quantized(dtype)] * 2
+
+    def together(states):
+        values = torch.cat([state.values for state in states])
+        return PlaceState(values, torch.cat([s.origin for s in states]), states[0].wrap)
+
+    match = rf"got {dtype}; .*; of a quantized state take state.dequantized\(\).values$"
+    with pytest.raises(TypeError, match=match):
+        memory(x, together(states))
+    memory(x, together([state.dequantized() for state in states]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,12 @@ PICTURE = 512
 
 def checked_texts(texts: Sequence[Sequence[str]], rows: int) -> list[list[str]]:
     """A list of strings for each of `rows` rows."""
+    for given in (texts, *(texts if isinstance(texts, Collection) else ())):
+        if not isinstance(given, Collection):
+            raise TypeError(
+                "texts: expected a list of token texts per row, got "
+                f"{type(given).__name__} for a row or for all; give a list of lists of strings"
+            )
     kept = [[*row] for row in texts]
     if isinstance(texts, str) or any(isinstance(row, str) for row in texts):
         raise TypeError(
@@ -58,9 +64,10 @@ def thumbnails(frames: Tensor, rows: int) -> Tensor:
         got = frames.dtype if isinstance(frames, Tensor) else type(frames).__name__
         raise TypeError(f"frames: expected a uint8 tensor of shape (B, F, h, w, 3), got {got}")
     if frames.ndim != 5 or frames.shape[-1] != 3 or frames.shape[0] < rows:
+        wanted = f" with B = {rows} rows" if rows else ""  # before a recording there are none
         raise ValueError(
-            f"frames: expected shape (B, F, h, w, 3) with B = {rows} rows, got "
-            f"{tuple(frames.shape)}; colours come last"
+            f"frames: expected shape (B, F, h, w, 3){wanted}, got {tuple(frames.shape)}; colours "
+            "come last"
         )
     return _shrunk(frames[:rows].cpu(), THUMBNAIL)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from tensor_memory.inspect.figure_files import THEMES
 from tensor_memory.inspect.page import LIMIT_MB
@@ -24,6 +25,7 @@ def run_inspect(options: argparse.Namespace) -> int:
             f"{options.recording}: expected a file that recording.save() wrote, got a folder; "
             "`tensor-memory-lab inspect` records the model in the folder of a run"
         )
+    _require_apart(options.recording, options.html, options.figures)
     recording = Recording.load(options.recording)
     print(recording.summary())
     if options.figures:
@@ -58,4 +60,16 @@ def _require_output(
         raise ValueError(
             f"{flags}: expected --{output} {where} beside it, got none; add it, or leave {flags} "
             "out"
+        )
+
+
+def _require_apart(recording: Path, page: Path | None, figures: Path | None) -> None:
+    """Refuse to write the page over another file, before anything is written."""
+    taken = {recording.resolve(): "the recording, which would be lost"}
+    if figures is not None:
+        taken[figures.resolve()] = "the folder of --figures too"
+    if page is not None and page.resolve() in taken:
+        raise ValueError(
+            f"--html: expected a file of its own, got {page}, {taken[page.resolve()]}; name "
+            "another file, such as page.html"
         )

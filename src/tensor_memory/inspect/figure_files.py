@@ -71,6 +71,13 @@ def write_figures(
     names = [layer.name for layer in recorded]
     chosen = range(len(names)) if layers is None else [_number(names, layer) for layer in layers]
     shown = [layer[chunks] for layer in recorded]
+    kept = max((len(recorded[n]) for n in chosen), default=0)
+    if kept and not any(len(shown[n]) for n in chosen):
+        asked = ":".join("" if end is None else str(end) for end in (chunks.start, chunks.stop))
+        raise ValueError(
+            f"chunks: expected START:STOP with some of the {kept} kept, 0:{kept}, got {asked}; "
+            "leave it out for all"
+        )
     grids = {}  # a layer's number, and a head's where it has several grids
     for n in chosen:
         views = shown[n].views()
@@ -80,6 +87,11 @@ def write_figures(
         if unknown := [one for one in given if one not in known]:
             raise ValueError(f"{name}: expected some of {', '.join(known)}, got {unknown[0]!r}")
     folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(
+            f"{folder}: expected a folder for the figures, got a file; name a folder, which is "
+            "made where it does not exist"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for theme_name in themes:

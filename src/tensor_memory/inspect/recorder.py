@@ -115,6 +115,8 @@ def record(
             f"dtype: expected one of {', '.join(map(str, DTYPES))}, got {dtype!r:.80}; "
             "float16 keeps three digits"
         )
+    # What can be known before there are rows: an error at the end would come too late.
+    Recording().annotate(texts=texts, frames=frames, tokens_per_frame=tokens_per_frame)
     layers = _layers_of(model)
     recorder = _Recorder(layers, every, max_chunks, max_rows, max_tokens, dtype)
     if progress:

@@ -115,7 +115,17 @@ def run_watch(options: argparse.Namespace) -> int:
         )
     if path.exists():
         Recording.load(path)  # a foreign file is told here
-    with WatchServer(path, options.port) as server:
+    with _server(path, options.port) as server:
         print(f"watch: {server.address} (Ctrl-C ends it)", flush=True)
         server.serve_forever()
     return 0
+
+
+def _server(path: Path, port: int) -> WatchServer:
+    try:
+        return WatchServer(path, port)
+    except OSError as error:
+        raise OSError(
+            f"--port: expected a port that this process may listen on, got {port} "
+            f"({error.strerror}); leave --port out for any that is free"
+        ) from error

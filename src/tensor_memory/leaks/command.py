@@ -23,6 +23,11 @@ def run_leak_check(options: argparse.Namespace) -> int:
     Returns:
         1 where the model leaks and never otherwise, 0 where it does not, 2 where nothing is shown.
     """
+    if options.dim is not None and options.vocab_size is not None:
+        raise ValueError(
+            "leak-check: expected --dim or --vocab-size, got both; --dim draws embeddings, "
+            "--vocab-size ids: leave out what the model does not take"
+        )
     factory = load_factory(options.factory)
     with _told_of_crashes(f"{options.factory} raised"):
         made = factory()
