@@ -1,4 +1,4 @@
-"""Make everything that docs/inspect.md shows: train, record, draw, photograph the viewer.
+"""Make everything that docs/guide/inspect.md shows: train, record, draw, photograph the viewer.
 
     python lab/studies/gallery.py --data-dir wikitext-2   # half an hour on one CPU core
     python lab/studies/gallery.py --draw                  # a minute, from saved recordings

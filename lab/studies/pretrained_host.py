@@ -46,6 +46,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -415,7 +416,14 @@ class Study:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.path = options, options.record
-        books = {name: tokens.long() for name, tokens in load_file(options.tokens).items()}
+        try:
+            read = load_file(options.tokens)
+        except (OSError, SafetensorError) as error:
+            raise SystemExit(
+                f"{options.tokens}: expected novels in the safetensors that `tokens` writes, got "
+                f"none ({error}); make the file first, or pass another --tokens"
+            ) from error
+        books = {name: tokens.long() for name, tokens in read.items()}
         self.books = {
             split: [tokens for name, tokens in sorted(books.items()) if name.startswith(split)]
             for split in ("train", "valid", "test")
@@ -614,6 +622,11 @@ def make_tokens(options: argparse.Namespace) -> None:
                 f"{options.data_dir / name}: expected novels as *.txt, got none; pass a --data-dir "
                 "with the folders train and valid"
             )
+    if not any(options.host_dir.glob("tokenizer*")):
+        raise SystemExit(
+            f"{options.host_dir}: expected a host with its tokenizer, such as tokenizer.json, got "
+            "none; put it there, or pass another --host-dir"
+        )
     tokenizer = AutoTokenizer.from_pretrained(options.host_dir)
     found = {}
     for name, novels in folders.items():

@@ -138,6 +138,11 @@ def load_runs(folders: Sequence[Path]) -> tuple[World, dict[str, WorldModel]]:
         config, found, model = load_run(folder)
         if not isinstance(found, World) or not isinstance(model, WorldModel):
             raise ValueError(f"{folder}: expected a run of world, got one of {found.name}")
+        if not found.config.elsewhere:
+            raise ValueError(
+                f"{folder}: expected a run trained for questions anywhere, got task.elsewhere 0, "
+                "whose answers far from the agent mean nothing; train one with --task.elsewhere 0.5"
+            )
         task = task or found
         if (found.config.side, found.config.patch) != (task.config.side, task.config.patch):
             raise ValueError(

@@ -205,18 +205,21 @@ def test_a_stream_leaves_state_and_resident_memory_flat(tmp_path, options):
 
 
 def test_a_quick_quantize_writes_an_error_for_every_way(tmp_path, capsys):
-    options = ["--calls", "1", "50", "--keep-biases", "6", "--grid", "3", "3", "--dim", "8"]
+    options = ["--calls", "1", "50", "512", "--keep-biases", "6", "--grid", "3", "3", "--dim", "8"]
     status, result = run_quick(tmp_path, "quantize", *options)
     assert status == 0
     errors = {
         (e["rule"], e["tokens_per_call"], e["way"]): e["state_error"] for e in result["errors"]
     }
-    assert len(errors) == 2 * 2 * 6
+    assert len(errors) == 2 * 3 * 6
     for rule in ("linear", "delta"):
         at_each_token = [errors[rule, 1, way] for way in ("float16", "bfloat16", "int8")]
         assert 0 < at_each_token[0] < at_each_token[1] < at_each_token[2] < 0.1
         assert errors[rule, 50, "int8"] < errors[rule, 1, "int8"]
-    assert "error of the state" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "error of the state" in shown
+    assert "–" in shown  # with 512 tokens a call no call begins in the last tenth of 200
+    assert "nan" not in shown
 
 
 @pytest.mark.gpu

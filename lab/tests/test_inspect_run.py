@@ -129,6 +129,8 @@ def test_a_carried_text_goes_on_from_window_to_window(language, tmp_path):
     layer = recording[1]
     assert layer.seen.tolist() == [8, 8]  # 30 tokens in chunks of 4, the last of them unfinished
     assert layer.span[:, 0].tolist() == [[a, min(a + 4, 30)] for a in range(0, 30, 4)]
+    with pytest.raises(ValueError, match=r"--windows: expected \d+ or fewer, .*, got 8000"):
+        inspect(language / "run", "--rows", 2, "--windows", 8000)
     line = "\n the cat sat on the mat ."
     assert "".join(recording.texts[0]) == (line * 4)[: len("".join(recording.texts[0]))]
     assert recording.text(1, 2, 0) == "\n the cat sat"  # tokens 8 to 11: a line has eight
@@ -150,6 +152,8 @@ def test_what_a_run_cannot_do_is_told(binding, tmp_path):
         (["--windows", "2"], "--windows: expected 1, since binding W=8"),
         (["--data-dir", "x"], "data_dir: expected none for BindingConfig"),
         (["--split", "tset"], "split: expected train, valid or test, got 'tset'"),
+        (["--html", "x", "--save", "./x"], "expected another path for each output, got --save x"),
+        (["--save", binding / "config.json"], "config.json: expected a recording to replace"),
     ):
         with pytest.raises(ValueError, match=complaint):
             inspect(binding, *options)

@@ -147,3 +147,7 @@ def test_the_command_measures_draws_and_records(tmp_path, capsys):
     (moved / "train.txt").write_text(" other words \n" * 60)
     assert main([*command, *out]) == 2
     assert "expected the text this run was trained on" in capsys.readouterr().err
+    taken = tmp_path / "taken.toml"
+    taken.write_text("[[stage]]\n")
+    assert main([*command, "--output", str(taken), "--data-dir", str(moved)]) == 2
+    assert "taken.toml: expected a study to add records to" in capsys.readouterr().err

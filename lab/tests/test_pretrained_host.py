@@ -346,6 +346,10 @@ def test_what_is_no_host_no_novel_or_no_plan_is_told(arguments, tmp_path, capsys
         study.main(
             ["tokens", "--host-dir", arguments[2], "--data-dir", str(tmp_path), "--output", "x"]
         )
+    (tmp_path / "torn").write_text("no safetensors")
+    for name in ("missing", "torn"):
+        with pytest.raises(SystemExit, match=f"{name}: expected novels in the safetensors that"):
+            study.main([*arguments, "--tokens", str(tmp_path / name)])
     for flag, value, told in (
         ("--segment", "10", "expected a multiple of --window 4"),
         ("--segment", "3", "expected 4 or more, got 3"),
@@ -393,6 +397,13 @@ def test_novels_become_tokens_of_their_splits(make_tokens):
 def test_tokens_above_65535_are_kept(make_tokens, tmp_path):
     (tmp_path / "train" / "1.txt").write_text("w1 many")
     assert make_tokens()["train/1"].tolist() == [2, 70_000]
+
+
+def test_a_host_without_a_tokenizer_is_told(make_tokens, tmp_path):
+    for file in (tmp_path / "host").iterdir():
+        file.unlink()
+    with pytest.raises(SystemExit, match=r"host: expected a host with its tokenizer, .*, got none"):
+        make_tokens()
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,7 @@ def test_a_wrong_flag_ends_with_status_2_and_what_to_do(capsys, flag, value, sai
         ("invented_runs:nothing", "expected a function 'nothing' in invented_runs, got None"),
         ("no_such_module:sign", "no module named 'no_such_module'; expected a Python file of the"),
         ("invented_runs:SignTaskConfig", "expected a function that returns a RunConfig, got one"),
+        ("invented_runs:SignTask", "got one that needs numbers, seed, waits; name one"),
         ("no_such.module:sign", "no_such.module: no module named 'no_such'; expected a Python"),
     ],
 )
@@ -133,4 +134,9 @@ def test_a_results_folder_that_cannot_be_is_refused_before_anything_is_trained(c
     Path("folder").mkdir()
     assert main(["run", SIGN, "--device", "cpu", "--results", "folder"]) == 2
     assert "folder: expected a file for results, got a folder" in capsys.readouterr().err
+    Path("plan.toml").write_text("[[stage]]\n")
+    for command in ("run", "sweep"):
+        assert main([command, SIGN, "--device", "cpu", "--results", "plan.toml"]) == 2
+        assert "plan.toml: expected a study to add records to" in capsys.readouterr().err
+    assert Path("plan.toml").read_text() == "[[stage]]\n"
     assert not list(Path().glob("runs/*"))

@@ -322,8 +322,9 @@ def test_the_report_as_markdown_and_as_a_figure(here, capsys):
     told = capsys.readouterr().out
     assert "## sign\n\n| method | seeds | accuracy |" in told
     assert "tensor" not in told
-    assert report_command(["signs", "--figure", "curves.svg", "--measure", "test.loss"]) == 0
-    assert "tensor" in Path("curves.svg").read_text()
+    drawn = Path("new", "curves.svg")
+    assert report_command(["signs", "--figure", str(drawn), "--measure", "test.loss"]) == 0
+    assert "tensor" in drawn.read_text()
     append("results/signs.jsonl", run(seed=3, budget=BudgetConfig(steps=8)) | {"settings": {}})
     assert report_command(["signs", "--figure", "curves.svg", "--by", "budget.steps"]) == 0
     with pytest.raises(ValueError, match=r"got test\.los; nearest are test\.loss"):
@@ -338,6 +339,7 @@ def test_the_report_as_markdown_and_as_a_figure(here, capsys):
         (["--split", "nope"], r"--split: expected a test split of sign \(test\), got nope"),
         (["--x", "steps"], "expected --figure FILE beside --x and --y, got none"),
         (["--y", "test.loss"], "expected --figure FILE beside --x and --y, got none"),
+        (["--figure", "a.xyz"], r"--figure: expected a file that ends in \.png, .*, got a\.xyz"),
     ],
 )
 def test_the_report_refuses_what_it_would_ignore(here, options, told):
@@ -522,6 +524,8 @@ def test_a_page_is_filled_and_checked(here, capsys):
     page.write_text("")
     with pytest.raises(ValueError, match="figure 'curves': unknown only; known are"):
         tables_command([*command, "--figures", "."])
+    with pytest.raises(FileNotFoundError, match=r"lab/tables\.toml: .* a clone .* --tables FILE"):
+        tables_command(["page.md"])
 
 
 def test_columns_may_be_less_each_of_some_methods_and_are_left_out_without_values(here):

@@ -17,9 +17,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 
+from tensor_memory_lab.commands.report import report_table
+from tensor_memory_lab.commands.run import print_outcome
+from tensor_memory_lab.commands.sweep_runs import _measures
+from tensor_memory_lab.records import read_result
+from tensor_memory_lab.records.figure import figure
+from tensor_memory_lab.records.store import frame
 from tensor_memory_lab.run_config import BudgetConfig, OptimizerConfig
 from tensor_memory_lab.train import RunOptions, load_run, train
 from tensor_memory_lab.train.batches import AHEAD, training_batches
+from tensor_memory_lab.train.checkpoint import RunFolder
 from tensor_memory_lab.train.compiling import one_compiles
 from tensor_memory_lab.train.loop import _Run
 from tensor_memory_lab.train.record import Journal, Stopwatch
@@ -166,6 +173,25 @@ def test_a_measure_of_which_a_split_has_no_case_is_left_out(tmp_path, monkeypatc
     monkeypatch.setattr(TinyTask, "measure", lambda *a: measure(*a) | {"rare": (none, none)})
     record = run(tmp_path / "run", tiny_run(budget={"steps": 2}))
     assert record["test"]["test"].keys() == {"accuracy", "error", "loss"}
+
+
+def test_a_metric_of_which_no_split_has_a_case_is_not_measured_and_chooses_no_weights(
+    tmp_path, monkeypatch, capsys
+):
+    measure, none = TinyTask.measure, torch.zeros(())
+    monkeypatch.setattr(TinyTask, "measure", lambda *a: measure(*a) | {"accuracy": (none, none)})
+    record = run(tmp_path / "run", tiny_run(budget={"steps": 2}))
+    print_outcome(record)
+    assert capsys.readouterr().out.splitlines()[-2].split()[:3] == ["test", "not", "measured"]
+    kept = read_result(tmp_path / "run" / "result.json")
+    assert _measures(kept).startswith("test accuracy not measured")
+    assert _measures({**kept, "test": {}}) == "valid accuracy not measured"
+    (line,) = report_table(frame([kept]))
+    assert line["test.accuracy"] == "–"
+    drawn = figure(frame([kept]), tmp_path / "curves.png", y="valid.accuracy")
+    assert drawn.stat().st_size
+    with pytest.raises(FileNotFoundError, match=r"the metric had no value on valid; choose 'last'"):
+        RunFolder(tmp_path / "run").weights("best")
 
 
 def test_the_best_weights_are_measured_and_the_last_ones_kept(tmp_path):

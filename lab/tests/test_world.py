@@ -377,11 +377,11 @@ def test_no_answer_depends_on_what_is_seen_with_it_or_later(method):
 
 @pytest.mark.filterwarnings("ignore::tensor_memory.ForgettingWarning")  # the published start
 @pytest.mark.parametrize("method", EVERY)
-def test_two_steps_of_every_method(birds, tmp_path, method):
+def test_two_steps_of_every_method(birds, tmp_path, capsys, method):
     config = world()
     config = replace(
         config,
-        task=config_for(birds),
+        task=config_for(birds, elsewhere=0.5 if method == "place" else 0.0),
         model=WorldModelConfig(**small(method)),
         budget=replace(config.budget, steps=2, batch_size=2, evaluate_every=2),
         precision="float32",
@@ -395,6 +395,10 @@ def test_two_steps_of_every_method(birds, tmp_path, method):
         drawn = ["--output", str(tmp_path / "world"), "--after", "3", "9"]
         assert study.main([str(tmp_path), *drawn]) == 0
         assert all((tmp_path / f"world-{theme}.png").stat().st_size for theme in ("light", "dark"))
+    if method == "window":
+        with pytest.raises(SystemExit):
+            study.main([str(tmp_path), "--output", str(tmp_path / "world")])
+        assert "for questions anywhere, got task.elsewhere 0" in capsys.readouterr().err
 
 
 @torch.no_grad()

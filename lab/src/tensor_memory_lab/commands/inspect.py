@@ -23,6 +23,7 @@ def inspect_command(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     if options.recipe is not None:
         config_dict(find_recipe(options.recipe)())  # which makes the classes in it known
+    _check_outputs(options)
     for path in filter(None, (options.save, options.html)):
         path.parent.mkdir(parents=True, exist_ok=True)  # now, and not after the model ran
     recording = record_run(
@@ -43,6 +44,23 @@ def inspect_command(arguments: Sequence[str]) -> int:
         recording.save_page(options.html, title=options.folder.name)
         print(f"page: {options.html}")
     return 0
+
+
+def _check_outputs(options: argparse.Namespace) -> None:
+    """Refuse to write two outputs to one place, or a recording over another file."""
+    given = {name: getattr(options, name) for name in ("save", "html", "figures")}
+    places = [path.resolve() for path in given.values() if path is not None]
+    if len(set(places)) < len(places):
+        told = " ".join(f"--{name} {path}" for name, path in given.items() if path is not None)
+        raise ValueError(f"expected another path for each output, got {told}; rename one")
+    if options.save is not None and options.save.is_file():
+        try:
+            Recording.load(options.save)
+        except ValueError as error:
+            raise ValueError(
+                f"--save {options.save}: expected a recording to replace, or no such file, got "
+                f"another file ({error}); name another"
+            ) from error
 
 
 def record_run(
@@ -70,8 +88,12 @@ def record_run(
         )
     if split is None:  # the split called test, or the first of several such as test@25%
         split = "test" if "test" in task.test_splits else task.test_splits[0]
-    given = range(min(windows, task.batches(split, rows)))
-    batches = [task.batch(split, index, rows) for index in given]
+    if windows > (there := task.batches(split, rows)):
+        raise ValueError(
+            f"--windows: expected {there} or fewer, as many as {split} has for {rows} rows, got "
+            f"{windows}; ask for fewer"
+        )
+    batches = [task.batch(split, index, rows) for index in range(windows)]
     carry = None
     ready = task.prepared(model, split) if isinstance(task, PreparesModel) else nullcontext()
     with torch.no_grad(), ready, record(model.eval()) as recording:

@@ -22,7 +22,7 @@ def positions_command(arguments: Sequence[str]) -> int:
     from tensor_memory_lab.language_runs import load_text_run, loss_by_position
     from tensor_memory_lab.records import append
     from tensor_memory_lab.records.figure import figure
-    from tensor_memory_lab.records.store import frame, parts
+    from tensor_memory_lab.records.store import check_study, frame, parts
     from tensor_memory_lab.records.table import column, table
     from tensor_memory_lab.train.processes import find_device
 
@@ -33,6 +33,7 @@ def positions_command(arguments: Sequence[str]) -> int:
             folder, options.which, device=device, carried=True
         )
         make_folder_of(options.output, "positions")  # now, not after everything is measured
+        check_study(options.output)
         given = config.task
         if options.data_dir is not None:
             given = replace(given, data_dir=str(options.data_dir))

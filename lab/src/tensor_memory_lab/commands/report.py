@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tensor_memory_lab.files import make_folder_of
 from tensor_memory_lab.records.figure import figure
 from tensor_memory_lab.records.store import frame, read_records
 from tensor_memory_lab.records.table import (
@@ -23,11 +24,16 @@ from tensor_memory_lab.records.text import bound_name, label_text, variant_text
 from tensor_memory_lab.terminal import print_table
 from tensor_memory_lab.wording import counted
 
+FIGURES = (".png", ".svg", ".pdf")
+"""What a figure's file may end in."""
+
 
 def report_command(arguments: Sequence[str]) -> int:
     """Print a table for every recipe among the runs, and draw the figure that is asked for."""
     options = _parser().parse_intermixed_args(arguments)
-    if options.figure is None and (options.x or options.y):
+    if options.figure is not None:
+        _check_figure(options.figure)
+    elif options.x or options.y:
         raise ValueError("report: expected --figure FILE beside --x and --y, got none; add it")
     chosen = _runs(options)
     tested = chosen["record"].map(lambda record: bool(record["test"]))
@@ -129,6 +135,15 @@ def unfinished_runs(paths: Sequence[Path]) -> list[Path]:
     ]
 
 
+def _check_figure(path: Path) -> None:
+    """Refuse a kind of file that cannot be drawn, and make the folder."""
+    if path.suffix.lower() not in FIGURES:
+        raise ValueError(
+            f"--figure: expected a file that ends in {', '.join(FIGURES)}, got {path}; rename it"
+        )
+    make_folder_of(path, "the figure")
+
+
 def _runs(options: argparse.Namespace) -> Frame:
     records = read_records(options.paths)
     runs = frame(one for one in records if one["kind"] == "run" and one["finished"])
@@ -181,7 +196,7 @@ def _short(value: str, shown: Sequence[str]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tensor-memory-lab report",
-        description="A table for every recipe: means over seeds with their 95 %% intervals, a row "
+        description="A table for every recipe: means over seeds with their 95 % intervals, a row "
         "for each setting and method.",
         epilog="example: tensor-memory-lab report results/diagnostics.jsonl "
         "--where recipe=windowed-binding --less base --figure curves.png",

@@ -38,12 +38,14 @@ def run_command(arguments: Sequence[str]) -> int:
     # Imported here, since torch takes seconds: a wrong name and --help are told at once.
     from tensor_memory_lab.commands.arguments import parse_run
     from tensor_memory_lab.records import append, declared, run_name
+    from tensor_memory_lab.records.store import check_study
     from tensor_memory_lab.train import RunOptions, train
 
     config, settings = parse_run(recipe, arguments[1:])
     folder = settings.output or RUNS / run_name(config)
     if settings.results is not None:
         make_folder_of(settings.results, "results")  # now, not after hours of training
+        check_study(settings.results)
     speaks = os.environ.get("RANK", "0") == "0"  # of the processes that a launcher started
     if speaks and not settings.quiet:
         _print_header(recipe, config, settings.device, folder)
@@ -93,7 +95,7 @@ def _print_header(recipe: Recipe, config: RunConfig[Any, Any], device: str, fold
 
 def print_outcome(record: Mapping[str, Any]) -> None:
     """Print what a run was, and a table of its measures with a row for each test split."""
-    from tensor_memory_lab.records.text import bound_name, bytes_text, measure_text
+    from tensor_memory_lab.records.text import bound_name, bytes_text, measure_text, split_text
 
     parts = [
         f"{record['parameters']:,} parameters",
@@ -111,7 +113,7 @@ def print_outcome(record: Mapping[str, Any]) -> None:
     rows = []
     for split, found in record["test"].items():
         row = {"split": split}
-        row |= {name: measure_text(found[name], name) if name in found else "" for name in measures}
+        row |= {name: split_text(found, name) if name in found else "" for name in measures}
         ceiling = record["ceiling"].get(split)
         if ceiling is not None:
             row[bound_name(record)] = measure_text(ceiling, record["metric"])

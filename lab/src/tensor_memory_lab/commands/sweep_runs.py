@@ -31,7 +31,8 @@ from tensor_memory_lab.records import (
     read_result,
     run_name,
 )
-from tensor_memory_lab.records.text import measure_text
+from tensor_memory_lab.records.store import check_study
+from tensor_memory_lab.records.text import split_text
 from tensor_memory_lab.terminal import print_table
 from tensor_memory_lab.train.processes import find_device
 from tensor_memory_lab.wording import counted
@@ -202,6 +203,8 @@ def _read_finished(folder: Path) -> dict[str, Any] | None:
 
 def _finished_records(results: Path | None) -> dict[str, dict[str, Any]]:
     """The finished runs of a study by the names that they have today."""
+    if results is not None:
+        check_study(results)
     found = {}
     for record in read_records([results]) if results is not None and results.exists() else []:
         if record["kind"] == "run" and record["finished"]:
@@ -273,8 +276,8 @@ def _outcome(
 
 def _measures(record: Mapping[str, Any]) -> str:
     metric = record["metric"]
-    found = record["test"] or {"valid": record.get("valid") or {}}
+    last = record["curve"][-1].get("valid") if record["curve"] else None  # where none was best
+    found = record["test"] or {"valid": record.get("valid") or last or {}}
     return ", ".join(
-        f"{split} {metric} {measure_text(measures.get(metric), metric)}"
-        for split, measures in found.items()
+        f"{split} {metric} {split_text(measures, metric)}" for split, measures in found.items()
     )

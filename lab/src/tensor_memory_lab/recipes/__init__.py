@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -129,9 +130,20 @@ def _own_recipe(name: str) -> Recipe:
         ) from error
     if isinstance(found, Recipe):
         return found
-    if not callable(found):
+    needed = _needed_arguments(found) if callable(found) else []
+    if needed or not callable(found):
+        got = f"one that needs {', '.join(needed)}" if needed else repr(found)
         raise ValueError(
-            f"recipe {name!r}: expected a function {function!r} in {module}, got {found!r}; "
+            f"recipe {name!r}: expected a function {function!r} in {module}, got {got}; "
             "name one that takes no arguments and returns a RunConfig"
         )
     return Recipe(name, cast(Any, found), (found.__doc__ or "").strip())
+
+
+def _needed_arguments(function: Callable[..., Any]) -> list[str]:
+    """The arguments that a function, or a class, cannot be called without."""
+    return [
+        one.name
+        for one in inspect.signature(function).parameters.values()
+        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    ]

@@ -3,8 +3,8 @@
     tensor-memory-lab run binding --model.method tensor
     tensor-memory-lab sweep --plan lab/plans/published.toml --jobs 6
 
-Expected on one H200: see `expected` of each recipe and docs/diagnostics.md. The paper reports
-90.8 / 91.0 / 90.4 / 94.8 % (base, wide, slots, tensor) for `binding`.
+Expected on one H200: see `expected` of each recipe and docs/evidence/diagnostics.md. The paper
+reports 90.8 / 91.0 / 90.4 / 94.8 % (base, wide, slots, tensor) for `binding`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,11 @@ def diagnostic(
     return RunConfig(name, task, model, optimizer, budget)
 
 
-@recipe("binding", expected="10 s on one H200, CPU 10 min", settings=("task.writes", "task.noise"))
+@recipe(
+    "binding",
+    expected="10 s on one H200; CPU: base 4 min, tensor 45 min",
+    settings=("task.writes", "task.noise"),
+)
 def binding() -> Toy:
     """Coordinate binding as published: W 20, σ 0.1, 2,000 steps of 128."""
     task = BindingConfig(writes=20, noise=0.1)

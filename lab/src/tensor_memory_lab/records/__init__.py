@@ -23,7 +23,8 @@ Kinds "benchmark" (benchmark, config, result), "positions" (loss against positio
 nested names are joined by dots: `task.writes` and `model.memory.grid` of the config, `test.loss`
 and `valid.loss`, `off.test.loss` without memory, `ceiling.test`, `facts.chance`. Added are `study`
 (the file's name), `label` (method and variant as text), `rate` (of learning) and `record` (all of
-it). `step_ms` is missing where the device was shared. A measure that is None diverged.
+it). `step_ms` is missing where the device was shared. A measure that is None diverged; one that
+is NaN had no case in its split, whose loss is a number.
 """
 
 from tensor_memory_lab.records.config import (

@@ -35,6 +35,11 @@ class Evidence:
     """Declarations, and the studies that they are made from, each read once."""
 
     def __init__(self, declarations: Path, results: Path) -> None:
+        if not declarations.is_file():
+            raise FileNotFoundError(
+                f"{declarations}: no such file; expected the declarations of tables. Run this in a "
+                "clone of the repository, or name pages, --tables FILE and --results FOLDER"
+            )
         with declarations.open("rb") as file:
             self.declared = tomllib.load(file)
         self.file, self.results = declarations, results

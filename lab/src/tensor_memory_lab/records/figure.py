@@ -217,7 +217,7 @@ def _points(runs: Frame, x: str, y: str, where: str) -> Frame:
     most = max((len(values) for values in found.values()), default=0)
     points = {at: interval(v) for at, v in found.items() if x != "step" or len(v) == most}
     rows = [(at, m, m - (half or 0.0), m + (half or 0.0)) for at, (m, half) in points.items()]
-    ends = pd.DataFrame(rows, columns=["x", "mean", "low", "high"]).sort_values("x")
+    ends = pd.DataFrame(rows, columns=["x", "mean", "low", "high"], dtype=float).sort_values("x")
     if is_percent(y):  # an interval of a share may leave what a share can be
         ends[["low", "high"]] = ends[["low", "high"]].clip(0, 100)
     return ends

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tensor_memory_lab.files import read_json, write_text
 from tensor_memory_lab.records.config import flatten, local_places, plain_hash
-from tensor_memory_lab.records.text import label_text, variant_text
+from tensor_memory_lab.records.text import label_text, not_measured, variant_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -80,6 +80,20 @@ def append(path: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
         before = path.read_text(encoding="utf-8") if path.exists() else ""
         end = "" if not before or before.endswith("\n") else "\n"
         write_text(path, f"{before}{end}{line}\n")
+
+
+def check_study(path: str | os.PathLike[str]) -> None:
+    """Refuse to append to a file that holds anything but records, a line each."""
+    path = Path(path)
+    if not path.is_file():
+        return
+    try:
+        list(_lines(path))
+    except ValueError as error:
+        raise ValueError(
+            f"{path}: expected a study to add records to, a line each, or no such file, got a file "
+            f"of other content ({error}); name another"
+        ) from error
 
 
 def write_result(path: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
@@ -152,7 +166,8 @@ def finite(value: Any) -> Any:
 
 
 def _row(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record as columns. A measure that is None diverged; what else is None is left out."""
+    """A record as columns. A measure that is None diverged, and one that is NaN was not measured;
+    what else is None is left out."""
     run = record["kind"] == "run"
     measures = {"valid": record.get("valid") or {}, **(record.get("test") or {})}
     nested = {"config", "settings", "variant", "curve", "valid", "test"}
@@ -169,7 +184,8 @@ def _row(record: Mapping[str, Any]) -> dict[str, Any]:
         for name in ("gate", "use"):
             row[f"memory.{name}"] = tuple(layer[name] for layer in record["memory"]["layers"])
     for split, values in measures.items():
-        row |= {f"{split}.{name}": value for name, value in values.items()}
+        for name, value in values.items():
+            row[f"{split}.{name}"] = math.nan if not_measured(values, name) else value
     if "method" in record:
         row |= {"variant": variant_text(record.get("variant", {})), "label": label_text(record)}
     hardware = record.get("hardware") or {}

@@ -38,6 +38,23 @@ def measure_text(value: float | None, name: str = "") -> str:
     return f"{value:.{decimals(value)}f}"
 
 
+def split_text(measures: Mapping[str, float | None], name: str) -> str:
+    """A measure of a split; "not measured" where the split had no case of it.
+
+    >>> split_text({"psnr": None, "loss": 0.5}, "psnr"), split_text({"psnr": None}, "psnr")
+    ('not measured', 'diverged')
+    """
+    if not_measured(measures, name):
+        return "not measured"
+    return measure_text(measures.get(name), name)
+
+
+def not_measured(measures: Mapping[str, float | None], name: str) -> bool:
+    """Whether a split had no case of a measure: it has no value, and the loss is a number."""
+    value, loss = measures.get(name), measures.get("loss")
+    return (value is None or math.isnan(value)) and loss is not None and math.isfinite(loss)
+
+
 def is_percent(name: str) -> bool:
     """Whether a measure, or a column of it, is shown in percent.
 

@@ -197,9 +197,10 @@ class RunFolder:
         if which == "best":
             step = json.loads(header["journal"])["best_step"]
             if step is None:
+                evaluated = json.loads(header["journal"])["curve"]
+                why = "the metric had no value on valid" if evaluated else "nothing was evaluated"
                 raise FileNotFoundError(
-                    f"{self.checkpoints}: no best weights, since nothing was evaluated yet; "
-                    "choose 'last'"
+                    f"{self.checkpoints}: no best weights, since {why}; choose 'last'"
                 )
             _, parts = self._read("best", step, remedy)
         return step, parts["model"]

@@ -342,7 +342,8 @@ class _Run:
         splits = self.task.test_splits if self.config.budget.test else ()
         test = {}
         for split in splits:
-            self._say(f"measuring {split} with the best weights")
+            which = "last" if self.journal.best_step is None else "best"
+            self._say(f"measuring {split} with the {which} weights")
             test[split] = self.evaluator.split(split)
             if self.asked and not self.several:
                 return self._interrupted()
