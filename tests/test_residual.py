@@ -65,9 +65,8 @@ def test_masks_documents_and_flushes_reach_the_memory():
 def test_an_option_of_the_other_memory_is_named(memory, name, takes, other):
     layer, x = MemoryResidual(memory), make_tokens(2, 7, DIM, dtype=torch.float32)
     match = (
-        f"^{name}: expected one of mask, reset, cu_seqlens, {takes} beside x and state, since the "
-        f"memory of this MemoryResidual is a {type(memory).__name__}, got {name}=, which only a "
-        f"{other} takes; leave {name} out, or give the MemoryResidual a {other}$"
+        f"^{name}: expected one of mask, reset, cu_seqlens, {takes}, since the memory is a "
+        f"{type(memory).__name__}, got {name}=, which only a {other} takes; leave it out$"
     )
     with pytest.raises(TypeError, match=match):
         layer(x, **{name: x[..., :2]})

@@ -157,24 +157,26 @@ class MemoryResidual(nn.Module):
         return x + (self.gate.sigmoid() * m).to(x.dtype), after
 
 
+OPTIONS: dict[type[Memory], tuple[str, ...]] = {
+    TensorMemory: ("flush",),
+    PlaceMemory: ("where", "group"),
+}
+"""What each memory of this library takes beside x, state, mask, reset and cu_seqlens."""
+
+
 def _check_options(memory: Memory, options: dict[str, Any]) -> None:
-    """Raise where a memory of this library does not take an option, before Python says less."""
-    forward = type(memory).forward  # type: ignore[attr-defined]  # of another class: its own names
-    if forward is TensorMemory.forward:
-        kind, known, other, of_other = "TensorMemory", ("flush",), "PlaceMemory", ("where", "group")
-    elif forward is PlaceMemory.forward:
-        kind, known, other, of_other = "PlaceMemory", ("where", "group"), "TensorMemory", ("flush",)
-    else:
-        return
-    for name in options:
-        if name not in known:
-            takes = ", ".join(("mask", "reset", "cu_seqlens", *known))
-            whose = f"which only a {other} takes" if name in of_other else "which no memory takes"
-            raise TypeError(
-                f"{name}: expected one of {takes} beside x and state, since the memory of this "
-                f"MemoryResidual is a {kind}, got {name}=, {whose}; leave {name} out"
-                + (f", or give the MemoryResidual a {other}" if name in of_other else "")
-            )
+    """Refuse what a memory does not take; one with a forward of its own takes what it likes."""
+    for kind, known in OPTIONS.items():
+        if type(memory).forward is not kind.forward:  # pyright: ignore[reportAttributeAccessIssue]
+            continue
+        for name in options:
+            if name not in known:
+                others = [other.__name__ for other, names in OPTIONS.items() if name in names]
+                whose = f"which only a {others[0]} takes" if others else "which no memory takes"
+                raise TypeError(
+                    f"{name}: expected one of mask, reset, cu_seqlens, {', '.join(known)}, since "
+                    f"the memory is a {kind.__name__}, got {name}=, {whose}; leave it out"
+                )
 
 
 def _is_number(value: object) -> bool:

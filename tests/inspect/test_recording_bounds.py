@@ -75,8 +75,8 @@ def test_bounds_that_make_no_sense_are_refused(options, complaint):
 @pytest.mark.parametrize(
     ("options", "error", "complaint"),
     [
-        ({"texts": 5}, TypeError, "texts: expected a list of token texts per row, got int"),
-        ({"texts": [iter(["a"])]}, TypeError, "texts: expected .* got list_iterator for a row"),
+        ({"texts": 5}, TypeError, "texts: expected a list of token texts per row, got 5; give"),
+        ({"texts": [iter(["a"])]}, TypeError, "texts: expected .* got .<list_iterator"),
         ({"frames": 5}, TypeError, "frames: expected a uint8 tensor"),
         (
             {"frames": torch.zeros(2, 3, 4, 4, dtype=torch.uint8)},

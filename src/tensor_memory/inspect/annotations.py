@@ -17,12 +17,11 @@ PICTURE = 512
 
 def checked_texts(texts: Sequence[Sequence[str]], rows: int) -> list[list[str]]:
     """A list of strings for each of `rows` rows."""
-    for given in (texts, *(texts if isinstance(texts, Collection) else ())):
-        if not isinstance(given, Collection):
-            raise TypeError(
-                "texts: expected a list of token texts per row, got "
-                f"{type(given).__name__} for a row or for all; give a list of lists of strings"
-            )
+    if not isinstance(texts, Collection) or any(not isinstance(row, Collection) for row in texts):
+        raise TypeError(
+            f"texts: expected a list of token texts per row, got {texts!r:.60}; give a list of "
+            "lists of strings"
+        )
     kept = [[*row] for row in texts]
     if isinstance(texts, str) or any(isinstance(row, str) for row in texts):
         raise TypeError(

@@ -90,25 +90,18 @@ def measure(config: PlaceConfig, dim: int, tokens: int, call: int, seed: int) ->
             rows = zip(held.values(), state.values.split(1), strict=True)
             state = state.with_values(torch.cat([back(values) for (_, back), values in rows]))
             advance(x.shape[1], "")
-    reads = [(sums[:-1] / sums[-1]).sqrt().tolist() for sums in tenth]
-    if not tenth[-1][-1]:  # no call begins there
-        reads[-1] = [None] * len(held)
+    reads = [(sums[:-1] / sums[-1]).sqrt() for sums in tenth]
     off = (state.values - state.values[:1]).flatten(1).norm(dim=1) / state.values[0].norm()
     return {
         way: {
             "bytes": size,
-            "read_error_first_tenth": reads[0][row],
-            "read_error_last_tenth": reads[-1][row],
+            "read_error_first_tenth": reads[0][row].item(),
+            "read_error_last_tenth": reads[-1][row].item(),
             "state_error": off[row].item(),
         }
         for row, (way, (size, _)) in enumerate(held.items())
         if row
     }
-
-
-def share(value: float | None) -> str:
-    """A number in percent, a dash where there is none."""
-    return "–" if value is None else f"{value:.2%}"
 
 
 def main(argv: list[str]) -> int:
@@ -150,7 +143,7 @@ def main(argv: list[str]) -> int:
                 "tokens per call": str(call),
                 "state": way,
                 "bytes": f"{row['bytes']:,}",
-                "error of reads": share(row["read_error_last_tenth"]),
+                "error of reads": f"{row['read_error_last_tenth']:.2%}".replace("nan%", "–"),
                 "error of the state": f"{row['state_error']:.2%}",
             }
             for way, row in found.items()

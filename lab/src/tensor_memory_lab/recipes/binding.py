@@ -53,7 +53,7 @@ def diagnostic(
 
 @recipe(
     "binding",
-    expected="10 s on one H200; CPU: base 4 min, tensor 45 min",
+    expected="10 s on one H200; CPU: base 2 min, tensor 30 min",
     settings=("task.writes", "task.noise"),
 )
 def binding() -> Toy:
