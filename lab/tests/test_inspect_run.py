@@ -152,7 +152,7 @@ def test_what_a_run_cannot_do_is_told(binding, tmp_path):
         (["--windows", "2"], "--windows: expected 1, since binding W=8"),
         (["--data-dir", "x"], "data_dir: expected none for BindingConfig"),
         (["--split", "tset"], "split: expected train, valid or test, got 'tset'"),
-        (["--html", "x", "--save", "./x"], "expected another path for each output, got --save x"),
+        (["--html", tmp_path, "--save", tmp_path], "expected another path for each output"),
         (["--save", binding / "config.json"], "config.json: expected a recording to replace"),
     ):
         with pytest.raises(ValueError, match=complaint):

@@ -651,7 +651,7 @@ def test_rows_are_selected_and_emptied():
         (
             lambda m, x: MemoryResidual(m)(x, where=x[..., :2], places=x[..., :2]),
             TypeError,
-            r"^places: expected one of mask, reset, cu_seqlens, where, group .* got places=, which "
+            r"^places: expected one of mask, reset, cu_seqlens, where, group.* got places=, which "
             "no memory takes; leave it out$",
         ),
         (lambda m, x: m([1]), TypeError, r"x: expected a tensor of shape \(B, N, 6\), got list"),
