@@ -198,6 +198,16 @@ def test_a_recurrence_goes_on_where_the_call_before_ended(delta, decay):
     assert_same(state, expected[1])
 
 
+def test_one_key_written_again_and_again_costs_float32_nothing():
+    """Where the powers of what a chunk solves grow to 10^18."""
+    q, k, v, _, _, state = (x.detach().double() for x in drawn(130, 1.0).values())
+    k = k[:, :1].expand_as(k)
+    expected = step_by_step(q, k, v, None, 0.99 * k, state)
+    found = gated_rule(*(x.float() for x in (q, k, v)), None, 0.99 * k.float(), state.float())
+    for low, high in zip(found, expected, strict=True):
+        assert_same_rms("float32", low, high, torch.float32)
+
+
 DIM = 12
 CONFIG = PeerConfig(state_bytes=4 * 160, heads=2)
 
