@@ -17,7 +17,6 @@ of a key, V of a value.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -59,7 +58,7 @@ def gated_rule(
     with torch.autocast(v.device.type, enabled=False):
         if N == 0:
             return v.new_zeros(B, 0, H, V, dtype=wide), state
-        L = min(CHUNK, max(BLOCK, 1 << (N - 1).bit_length()))  # a power of two
+        L = min(CHUNK, -(-N // BLOCK) * BLOCK)
         q, k, v = (_by_chunk(x.to(wide), L) for x in (q, k, v))  # (B, H, S, L, K or V)
         erase = None if erase is None else _by_chunk(erase.to(wide), L)
         reads, after = _over_chunks(q, k, v, _running_sum(decay, wide, L), erase, state.to(wide))
@@ -80,7 +79,9 @@ def _over_chunks(
         u = v
     else:
         held = erase if since is None else erase * since
-        solved = _Solve.apply(products(erase), torch.cat([v, held], -1))
+        solved = torch.linalg.solve_triangular(  # looks at what is below the diagonal alone
+            products(erase), torch.cat([v, held], -1), upper=False, unitriangular=True
+        )
         u, w = solved.split([v.shape[-1], k.shape[-1]], -1)
         eye = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
         move = (eye if kept is None else eye * kept) - to_end.mT @ w  # (B, H, S, K, K)
@@ -88,44 +89,6 @@ def _over_chunks(
         u = u - w @ before
     q_since = q if since is None else q * since
     return products(q).tril() @ u + q_since @ before, after
-
-
-class _Solve(torch.autograd.Function):
-    """x of (I + tril₋₁ T) x = y. PyTorch's own, `solve_triangular`, is slower on a GPU."""
-
-    @staticmethod
-    def forward(ctx: Any, t: Tensor, y: Tensor) -> Tensor:
-        inverse = _inverse(t)
-        x = inverse @ y
-        ctx.save_for_backward(inverse, x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        inverse, x = ctx.saved_tensors
-        grad = inverse.mT @ grad
-        return -(grad @ x.mT).tril(-1), grad
-
-
-def _inverse(t: Tensor) -> Tensor:
-    """(I + tril₋₁ T)⁻¹ of T (..., L, L), from blocks on the diagonal that double.
-
-    Where T has (A 0; B C) on its diagonal, the inverse has (A⁻¹ 0; −C⁻¹ B A⁻¹ C⁻¹).
-    """
-    inverse = torch.eye(2, dtype=t.dtype, device=t.device) - _diagonal(t, 2).tril(-1)
-    while (size := inverse.shape[-1]) < t.shape[-1]:
-        below = _diagonal(t, 2 * size)[..., size:, :size]
-        first, second = inverse.unflatten(-3, (-1, 2)).unbind(-3)
-        corner = -second @ below @ first
-        upper = torch.cat([first, torch.zeros_like(corner)], -1)
-        inverse = torch.cat([upper, torch.cat([corner, second], -1)], -2)
-    return inverse.squeeze(-3)
-
-
-def _diagonal(t: Tensor, size: int) -> Tensor:
-    """The blocks on the diagonal of T: (..., L, L) -> (..., L / size, size, size)."""
-    blocks = t.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))
-    return blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
 def _add(added: Tensor, kept: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
