@@ -56,7 +56,7 @@ from tensor_memory_lab.files import write_whole
 from tensor_memory_lab.provenance import provenance
 from tensor_memory_lab.records import append, read_records
 from tensor_memory_lab.records.config import flatten
-from tensor_memory_lab.records.store import finite, frame
+from tensor_memory_lab.records.store import check_study, finite, frame
 from tensor_memory_lab.records.table import Frame, Table, column, table
 from tensor_memory_lab.records.text import measure_text
 from tensor_memory_lab.terminal import print_table
@@ -699,6 +699,10 @@ def main(argv: list[str] | None = None) -> int:
             )
     if options.precision is None:
         options.precision = "bfloat16" if options.device.startswith("cuda") else "float32"
+    try:
+        check_study(options.record)
+    except ValueError as error:
+        parser.error(f"--record: {error}")
     study = Study(options)
     if options.command == "time":
         print_table(study.measure_times())

@@ -400,10 +400,16 @@ def test_a_bad_option_is_refused_before_any_work(
 
 
 def test_a_file_in_the_way_of_the_record_is_told_before_any_work(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(SystemExit):
-        bench.main(["scan", "--device", "cpu", "--output", str(tmp_path / "file" / "a.jsonl")])
-    assert "file: cannot be made a folder for records" in capsys.readouterr().err
+    taken = tmp_path / "file"
+    taken.write_text("notes")
+    for output, told in (
+        (taken / "a.jsonl", "file: cannot be made a folder for records"),
+        (taken, "file: expected a study to add records to"),
+    ):
+        with pytest.raises(SystemExit):
+            bench.main(["scan", "--device", "cpu", "--output", str(output)])
+        assert told in capsys.readouterr().err
+    assert taken.read_text() == "notes"
 
 
 def test_every_output_and_gradient_is_compared_and_blocks_of_rows_change_nothing(monkeypatch):

@@ -355,6 +355,7 @@ def test_what_is_no_host_no_novel_or_no_plan_is_told(arguments, tmp_path, capsys
         ("--segment", "3", "expected 4 or more, got 3"),
         ("--full-window", "0", "expected 1 or more, got 0"),
         ("--valid-tokens", "1", "expected 2 or more, got 1"),
+        ("--record", str(tmp_path / "torn"), f"{tmp_path}/torn: expected a study to add records"),
     ):
         with pytest.raises(SystemExit):
             study.main([*arguments, flag, value])

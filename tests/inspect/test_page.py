@@ -73,6 +73,17 @@ def test_a_page_over_the_limit_is_refused_and_the_advice_works(tmp_path):
     assert target.stat().st_size <= 0.15e6
 
 
+def test_a_page_is_written_over_nothing_but_a_page(tmp_path):
+    path, recording = tmp_path / "run", invented(1, chunks=2)
+    recording.save(path)
+    kept = path.read_bytes()
+    with pytest.raises(FileExistsError, match="run: expected a new file or an earlier page, got"):
+        Recording.load(path).save_page(path)
+    assert path.read_bytes() == kept
+    for page in (tmp_path / "page.html", tmp_path / "page.html"):
+        recording.save_page(page)
+
+
 def test_what_was_left_out_is_said_on_the_page(page):
     recording = invented(1, chunks=10, rows=3, every=5)
     recording.rows_left_out = 7

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tensor_memory.config import MemoryConfig, PlaceConfig
-from tensor_memory.files import load_tensors, save_tensors, write_text
+from tensor_memory.files import checked_path, load_tensors, save_tensors, write_text
 from tensor_memory.inspect.annotations import checked_texts, thumbnails
 from tensor_memory.inspect.chunk_history import ChunkHistory
 from tensor_memory.inspect.figure_files import write_figures
@@ -38,6 +38,8 @@ KIND = "tensor-memory recording"
 FORMAT = 1
 HISTORY = "history."
 """Before the names of a layer's history in a file."""
+
+PAGE_START = b"<!doctype html>"
 
 
 @dataclass(eq=False)
@@ -190,7 +192,7 @@ class Recording:
         """Write the interactive viewer: one HTML file that opens from disk, without a network.
 
         Args:
-            path: the file.
+            path: the file; one that is there must be an earlier page.
             title: heading of the page.
             every: put one recorded chunk in so many on the page, which then says so.
             rows: put only the first so many rows on the page, which then says so.
@@ -202,6 +204,7 @@ class Recording:
                 y = 1, its first column x = -1: y then grows downwards on the page, as in photos.
         """
         options: dict[str, Any] = {"title": title, "every": every, "rows": rows, "image": image}
+        _require_page(checked_path(path))
         write_text(path, self._page(beside, limit_mb=limit_mb, **options))
 
     def show(self, *, height: int = 800, **options: Any) -> InlinePage:
@@ -346,6 +349,18 @@ class InlinePage:
             '<iframe sandbox="allow-scripts allow-downloads" width="100%" '
             f'height="{int(self.height)}" style="border: 0" srcdoc="{escape(self.text)}"></iframe>'
         )
+
+
+def _require_page(path: Path) -> None:
+    """Refuse to write a page over what is none, such as the recording itself."""
+    if path.is_file():
+        with path.open("rb") as file:
+            start = file.read(len(PAGE_START))
+        if start not in (b"", PAGE_START):
+            raise FileExistsError(
+                f"{path}: expected a new file or an earlier page, got a file of other content; "
+                "name another, such as page.html"
+            )
 
 
 def _both(first: Recording, second: Recording) -> Recording:

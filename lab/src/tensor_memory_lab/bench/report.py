@@ -14,6 +14,7 @@ import torch
 from tensor_memory import backends
 from tensor_memory_lab.files import make_folder_of
 from tensor_memory_lab.provenance import cpu_model, write_record
+from tensor_memory_lab.records.store import check_study
 from tensor_memory_lab.terminal import print_table
 
 Rows = list[dict[str, str]]
@@ -69,7 +70,8 @@ def parse(
     if options.output is not None:
         try:
             make_folder_of(options.output, "records")
-        except OSError as error:
+            check_study(options.output)
+        except (OSError, ValueError) as error:
             parser.error(f"--output: {error}")
     return options, device
 
