@@ -113,6 +113,27 @@ def test_every_method_gets_the_same_tries_and_the_best_goes_on(capsys, monkeypat
     assert capsys.readouterr().out.endswith("8 runs, 8 of them finished\n")
 
 
+def test_a_run_that_is_still_the_best_of_more_tries_says_so(monkeypatch):
+    monkeypatch.setattr("tensor_memory_lab.commands.sweep_runs.do_jobs", do_jobs_here)
+    sweep = ["sweep", SIGN, "--over", "seed=1", "--device", "cpu", "--results", "kept.jsonl"]
+    sweep += ["--budget.steps", "6", "--tries"]
+
+    def told() -> list[str]:
+        (run,) = (r for r in read_records(["kept.jsonl"]) if "tries" in r)
+        assert len(run["tries"]["valid"]) == len(run["tries"]["optimizer.lr"])
+        return run["tries"]["optimizer.lr"]
+
+    assert main([*sweep, "optimizer.lr=1e-9,0.3"]) == 0
+    assert told() == ["1e-9", "0.3"]
+    before = Path("kept.jsonl").read_text().splitlines()
+    assert main([*sweep, "optimizer.lr=1e-9,0.3,1e-8"]) == 0
+    assert told() == ["1e-9", "0.3", "1e-8"]
+    after = Path("kept.jsonl").read_text().splitlines()
+    assert [line for line in before if "tries" not in line] == after[: len(before) - 1]
+    assert main([*sweep, "optimizer.lr=1e-9,0.3"]) == 0  # fewer tell less
+    assert told() == ["1e-9", "0.3", "1e-8"]
+
+
 def test_tries_may_be_made_in_another_setting(capsys, monkeypatch):
     monkeypatch.setattr("tensor_memory_lab.commands.sweep_runs.do_jobs", do_jobs_here)
     plain = TRIES.replace("[1, 2]", "[1]") + 'set = {"budget.steps" = 6}\n'

@@ -31,7 +31,7 @@ from tensor_memory_lab.records import (
     read_result,
     run_name,
 )
-from tensor_memory_lab.records.store import check_study
+from tensor_memory_lab.records.store import check_study, finite, replace_tries
 from tensor_memory_lab.records.text import split_text
 from tensor_memory_lab.terminal import print_table
 from tensor_memory_lab.train.processes import find_device
@@ -141,12 +141,19 @@ def _show(
 def _copy_finished(
     runs: Iterable[PlannedRun], options: argparse.Namespace, known: Mapping[str, Any]
 ) -> None:
-    """Add to the study what an earlier sweep may have left in the runs' folders alone."""
+    """Add to the study what an earlier sweep may have left in the runs' folders alone.
+
+    A run that is there gets the tries of today, unless it had more.
+    """
     if options.results is None:
         return
     for run in runs:
-        record = _read_finished(options.output / run.name)
-        if record is not None and run.name not in known:
+        there, now = known.get(run.name), finite(dict(run.told))
+        if there is not None:
+            before = there.get("tries", {})
+            if now and before != now and len(before.get("valid", ())) <= len(now.get("valid", ())):
+                replace_tries(options.results, there, now)
+        elif (record := _read_finished(options.output / run.name)) is not None:
             append(options.results, record | _told(run))
 
 

@@ -82,6 +82,20 @@ def append(path: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
         write_text(path, f"{before}{end}{line}\n")
 
 
+def replace_tries(
+    path: str | os.PathLike[str], record: Mapping[str, Any], tries: Mapping[str, Any]
+) -> None:
+    """Let the line of a run say other tries; its own record and all other lines stay."""
+    path = Path(path)
+    with _locked(path.parent):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        for number, line in enumerate(lines):
+            found = json.loads(line)
+            if [found.get("config"), found.get("seed")] == [record["config"], record["seed"]]:
+                lines[number] = _line(found | {"tries": tries})
+        write_text(path, "\n".join(lines) + "\n")
+
+
 def check_study(path: str | os.PathLike[str]) -> None:
     """Refuse to append to a file that holds anything but records, a line each."""
     path = Path(path)
