@@ -151,7 +151,9 @@ def _copy_finished(
         there, now = known.get(run.name), finite(dict(run.told))
         if there is not None:
             before = there.get("tries", {})
-            if now and before != now and len(before.get("valid", ())) <= len(now.get("valid", ())):
+            # Names of runs change with every field that a config gets.
+            new = any(before.get(key) != value for key, value in now.items() if key != "runs")
+            if new and len(before.get("valid", ())) <= len(now.get("valid", ())):
                 replace_tries(options.results, there, now)
         elif (record := _read_finished(options.output / run.name)) is not None:
             append(options.results, record | _told(run))
