@@ -71,6 +71,8 @@ def test_a_field_is_the_same_however_it_is_written(tmp_path):
         parse_over(["noise=0,0.1", "task.noise=0.2"])
     with pytest.raises(ValueError, match="noise: expected one value for all runs, or several"):
         expand([Stage(["binding"], {"noise": [0, 0.1]}, ["--task.noise", "0.2"])])
+    with pytest.raises(ValueError, match=r"budget.test: expected one value for all runs, or sev"):
+        expand([Stage(["binding"], {"budget.test": [False, True]}, ["--budget.no-test"])])
     plan = tmp_path / "plan.toml"
     plan.write_text('[[stage]]\nrecipes = ["binding"]\nover = { "budget.batch_size" = [8, 16] }\n')
     with pytest.raises(ValueError, match=r"plan.toml, stage 1: budget.batch_size: .* got both"):

@@ -134,6 +134,13 @@ def test_a_run_that_is_still_the_best_of_more_tries_says_so(monkeypatch):
     assert told() == ["1e-9", "0.3", "1e-8"]
 
 
+@pytest.mark.parametrize("flag", ["--budget.test", "--budget.no-test"])
+def test_tries_have_no_test_whatever_the_runs_that_count_have(capsys, flag):
+    tries = ["--over", "seed=1", "--tries", "optimizer.lr=0.1,0.2"]
+    assert main(["sweep", SIGN, *tries, flag, "--dry-run"]) == 0
+    assert capsys.readouterr().out.count("budget.test=False") == 2
+
+
 def test_tries_may_be_made_in_another_setting(capsys, monkeypatch):
     monkeypatch.setattr("tensor_memory_lab.commands.sweep_runs.do_jobs", do_jobs_here)
     plain = TRIES.replace("[1, 2]", "[1]") + 'set = {"budget.steps" = 6}\n'

@@ -111,10 +111,12 @@ def field_name(flag: str) -> str:
 
     The task's may go without its group.
 
-    >>> field_name("--data_dir=here"), field_name("task.data-dir")
-    ('data-dir', 'data-dir')
+    >>> field_name("--data_dir=here"), field_name("task.data-dir"), field_name("--budget.no-test")
+    ('data-dir', 'data-dir', 'budget.test')
     """
-    return flag.lstrip("-").partition("=")[0].replace("_", "-").removeprefix("task.")
+    name = flag.lstrip("-").partition("=")[0].replace("_", "-").removeprefix("task.")
+    group, dot, last = name.rpartition(".")
+    return f"{group}{dot}{last.removeprefix('no-')}"
 
 
 def expand(stages: Sequence[Stage]) -> list[PlannedRun]:

@@ -132,7 +132,8 @@ def _tried(stage: Stage) -> Stage:
     # then compiles different code, and later runs find theirs compiled.
     over = dict(stage.tries) | dict(stage.over) | {"seed": [SEED]}
     flags = stage.flags if stage.tried is None else stage.tried
-    over |= {"budget.test": ["False"]}
+    over |= {"budget.test": ["False"]}  # whatever the runs that count do
+    flags = [flag for flag in flags if field_name(flag) != "budget.test"]
     # Of a run that is dropped, the choice would take the next one's value.
     return replace(stage, over=over, flags=flags, tries={}, tried=None, seconds=None, distinct=True)
 
