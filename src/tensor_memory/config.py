@@ -295,7 +295,7 @@ class PlaceConfig(GridConfig):
         >>> PlaceConfig.map(axes=3).grid, PlaceConfig.map(grid=(4, 8, 8)).places
         ((8, 8, 8), 'given')
         """
-        if axes is not None and (not _is_int(axes) or not 1 <= axes <= MAX_AXES):
+        if axes is not None and (not is_int(axes) or not 1 <= axes <= MAX_AXES):
             raise ValueError(
                 f"axes: expected 1 to {MAX_AXES}, got {axes!r:.80}; grid= gives the voxels of each"
             )
@@ -338,13 +338,19 @@ class _EveryAxis(tuple[bool, ...]):
 _NUMBERS = ("sigma_scale", "spread_bias", "forget_bias", "input_bias", "feedback", "gain")
 
 
-def _is_int(value: object) -> bool:
+def is_int(value: object) -> bool:
+    """Whether a value is an integer; True and False are none here."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is an integer or a float; True and False are none here."""
+    return is_int(value) or isinstance(value, float)
 
 
 def _checked_grid(grid: Any) -> tuple[int, ...]:
     listed = isinstance(grid, Sequence) and not isinstance(grid, bytes | bytearray)
-    if not listed or not all(_is_int(size) for size in grid):
+    if not listed or not all(is_int(size) for size in grid):
         raise TypeError(
             f"grid: expected a tuple of integers, got {grid!r:.80}; "
             "write it as (8, 8, 8), or (8,) for one axis"
@@ -370,7 +376,7 @@ def _checked_grid(grid: Any) -> tuple[int, ...]:
 def _require_counts(config: GridConfig, names: Sequence[str]) -> None:
     for name in names:
         value = getattr(config, name)
-        if not _is_int(value):
+        if not is_int(value):
             raise TypeError(
                 f"{name}: expected an integer, got {value!r:.80}; convert it with int()"
             )
@@ -406,8 +412,7 @@ def _require_bool(config: GridConfig, name: str) -> None:
 def _require_numbers(config: GridConfig, names: Sequence[str]) -> None:
     for name in names:
         value = getattr(config, name)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not abs(value) <= MAX_NUMBER:  # which a NaN is not either
+        if not is_number(value) or not abs(value) <= MAX_NUMBER:  # which a NaN is not either
             raise ValueError(
                 f"{name}: expected a number from {-MAX_NUMBER:g} to {MAX_NUMBER:g}, got "
                 f"{value!r:.80}; leave it out for the default"

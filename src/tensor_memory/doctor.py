@@ -26,7 +26,7 @@ def run_doctor(_: argparse.Namespace | None = None) -> int:
         print(f"  {package:<14}{_version(package)}")
     healthy = True
     for device in _devices():
-        print(f"{_describe(device)}")
+        print(_describe(device))
         for backend, reason in backends(device).items():
             if reason is not None:
                 print(f"  {backend:<14}cannot serve: {reason}")
@@ -90,9 +90,8 @@ def _run(
 
 
 def _devices() -> list[torch.device]:
-    found = [torch.device("cpu")]
-    found += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    return found
+    cuda = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return [torch.device("cpu"), *cuda]
 
 
 def _describe(device: torch.device) -> str:

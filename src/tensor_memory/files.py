@@ -27,7 +27,7 @@ def checked_path(path: Any) -> Path:
     return Path(path)
 
 
-def write_whole(path: str | os.PathLike[str], write: Callable[[Path], None]) -> None:
+def write_whole(path: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary neighbour of `path`, then rename it into place.
 
     A crash, a full disk or a raising `write` leaves what stood at `path` untouched.
@@ -57,11 +57,7 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[Path], None]) -> 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write a text as UTF-8, whole or not at all."""
-
-    def write(at: Path) -> None:
-        at.write_text(text, encoding="utf-8")
-
-    write_whole(path, write)
+    write_whole(path, lambda at: at.write_text(text, encoding="utf-8"))
 
 
 def save_tensors(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -85,7 +85,6 @@ def _scan_layer(
     if len(calls) != 1:
         return None
     _, waiting, frame, flushed = calls[0]
-    assert isinstance(norm, nn.LayerNorm)
     if x.shape[1] == 1 and flush is False and not any(drop):
         done = _token(ops, memory, norm, gate, x, state, waiting)
         if done is not None:
@@ -223,7 +222,6 @@ def _token_on_cpu(
     for name, part in memory._modules.items():
         if part is not None and (part._parameters.get("bias") is None) is (name in _BIASED):
             return None
-    assert isinstance(norm, nn.LayerNorm)
     if isinstance(memory, PlaceMemory):
         if options.keys() - {"where"} or not touches_whole_grid(config):
             return None
@@ -376,7 +374,7 @@ def _weights(ops: Any, memory: TensorMemory, norm: nn.LayerNorm, gate: Tensor) -
     )
 
 
-def _is_plain_norm(norm: nn.Module, width: int) -> bool:
+def _is_plain_norm(norm: nn.Module, width: int) -> TypeGuard[nn.LayerNorm]:
     """Whether this is PyTorch's LayerNorm of single tokens with weight and bias, without hooks."""
     return (
         type(norm) is nn.LayerNorm

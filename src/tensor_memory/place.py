@@ -96,10 +96,9 @@ class PlaceMemory(nn.Module):
         self.keep.weight.zero_()
         self.keep.bias.fill_(self.config.keep_bias)
         if self.config.places == "offset":
-            for name, layer in self.named_children():
-                if name in ("write_place", "read_place"):
-                    assert isinstance(layer, nn.Linear)
-                    layer.weight.zero_()
+            self.write_place.weight.zero_()
+            if not self.config.share_places:
+                self.read_place.weight.zero_()
         if self.config.kernel == "gaussian":
             self.log_width.fill_(torch.tensor(START_WIDTH).log())
         if self.zero_init:

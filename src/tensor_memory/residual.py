@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tensor_memory.chunking import check_marks, check_tokens, packed_resets
-from tensor_memory.config import MAX_NUMBER
+from tensor_memory.config import MAX_NUMBER, is_number
 from tensor_memory.fused_layer import fused_layer
 from tensor_memory.place import PlaceMemory
 from tensor_memory.tensor import TensorMemory
@@ -80,11 +80,11 @@ class MemoryResidual(nn.Module):
                 "make one with TensorMemory(dim, config)"
             )
         for name, rate in (("dropout", dropout), ("drop_path", drop_path)):
-            if not _is_number(rate) or not 0 <= rate < 1:
+            if not is_number(rate) or not 0 <= rate < 1:
                 raise ValueError(
                     f"{name}: expected a probability in [0, 1), got {rate!r:.80}; 0 drops nothing"
                 )
-        if not _is_number(gate_init) or not abs(gate_init) <= MAX_NUMBER:
+        if not is_number(gate_init) or not abs(gate_init) <= MAX_NUMBER:
             raise ValueError(
                 f"gate_init: expected a finite number, got {gate_init!r:.80}; 0 opens the gate half"
             )
@@ -177,7 +177,3 @@ def _check_options(memory: Memory, options: dict[str, Any]) -> None:
                     f"{name}: expected one of mask, reset, cu_seqlens, {', '.join(known)}, since "
                     f"the memory is a {kind.__name__}, got {name}=, {whose}; leave it out"
                 )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from tensor_memory.config import MAX_COUNT, MemoryConfig
+from tensor_memory.config import MAX_COUNT, MemoryConfig, is_int
 from tensor_memory.files import load_tensors, save_tensors
 from tensor_memory.ops.autograd import can_ask
 from tensor_memory.ops.dispatch import BACKENDS
@@ -160,14 +160,13 @@ class MemoryState:
     ) -> MemoryState:
         """Read what `save` wrote; a file that holds no possible state is a `ValueError`."""
         onto = checked_device("MemoryState.load", device)
-        tensors = load_tensors(path, kind=_KIND)
+        tensors: dict[str, Any] = load_tensors(path, kind=_KIND)
         if set(tensors) != set(_TENSORS):
             raise ValueError(
                 f"{path}: expected the tensors {', '.join(_TENSORS)}, got "
                 f"{', '.join(tensors) or 'none'}; save the state again"
             )
-        hidden, cell, tokens, fill, readout = (tensors[name] for name in _TENSORS)
-        state = cls(hidden, cell, tokens, fill, readout)
+        state = cls(**tensors)
         try:
             state._require_possible()
         except ValueError as error:
@@ -200,7 +199,7 @@ class MemoryState:
                 f"{tuple(fill.shape)} of {fill.dtype} beside {tuple(slots.shape)}; {_REMEDY}"
             )
         K = slots.shape[1]
-        if aligned is not None and (not isinstance(aligned, int) or isinstance(aligned, bool)):
+        if aligned is not None and not is_int(aligned):
             raise TypeError(
                 f"state.aligned: expected None or an integer, got {aligned!r:.80}; leave it out"
             )

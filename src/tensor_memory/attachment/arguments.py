@@ -261,9 +261,7 @@ def changes(documents: Tensor, B: int, N: int) -> Tensor | None:
     if documents.shape[-1] != N:
         return None
     documents = documents.expand(B, N)
-    return torch.cat(
-        [torch.zeros_like(documents[:, :1], dtype=torch.bool), documents.diff(dim=1) != 0], dim=1
-    )
+    return documents.diff(dim=1, prepend=documents[:, :1]) != 0
 
 
 def length_starts(lengths: Tensor, B: int, N: int) -> Tensor | None:

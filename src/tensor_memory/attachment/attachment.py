@@ -23,6 +23,7 @@ from tensor_memory.attachment.overrides import (
 from tensor_memory.attachment.places import PlaceSource
 from tensor_memory.attachment.stream import Stream
 from tensor_memory.build import AnyConfig, AnyState, build_memory
+from tensor_memory.config import is_int
 from tensor_memory.residual import MemoryResidual
 from tensor_memory.wording import counted
 
@@ -119,7 +120,7 @@ class Attachment(nn.Module):
 
     @rollback.setter
     def rollback(self, tokens: int) -> None:
-        if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
+        if not is_int(tokens) or tokens < 0:
             raise ValueError(
                 f"rollback: expected a number of tokens, 0 or more, got {tokens!r}; 64 is enough "
                 "for drafts of about 20"

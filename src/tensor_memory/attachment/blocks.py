@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tensor_memory.config import is_int
+
 Layers = str | Sequence[str] | Callable[[str, nn.Module], bool]
 
 _FUSED = ("qkv", "wqkv", "c_attn", "in_proj", "query_key_value", "qkv_proj")
@@ -63,13 +65,13 @@ def find_blocks(
         ValueError: several rows of blocks, a width that cannot be inferred or is another one, or
             an order of axes that cannot be inferred.
     """
-    if not isinstance(every, int) or isinstance(every, bool):
+    if not is_int(every):
         raise TypeError(
             f"every: expected a whole number (every Nth block), got {every!r:.80}; 1 takes all"
         )
     if every < 1:
         raise ValueError(f"every: expected at least 1 (every Nth block), got {every}; 1 takes all")
-    if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool) or dim < 1):
+    if dim is not None and (not is_int(dim) or dim < 1):
         raise TypeError(
             f"dim: expected a positive whole number or None, got {dim!r:.80}; leave it out where "
             "the width can be inferred"
@@ -155,9 +157,8 @@ def _named(model: nn.Module, layers: Layers) -> list[tuple[str, nn.Module]]:
         found = [(path, module) for path, module in modules if layers(path, module)]
         asked = "the predicate given as layers="
     else:
-        patterns = _patterns(layers)
         found, asked = [], f"layers={layers!r}"
-        for pattern in patterns:
+        for pattern in _patterns(layers):
             matched = [(path, module) for path, module in modules if _matches(path, pattern)]
             if not matched:
                 raise NoBlocksFoundError(

@@ -128,7 +128,7 @@ class StaticCacheMemory(CacheMemory):
         if held is None or held.batch_size != state.batch_size:
             self.states[slot] = _fixed(state)
         else:
-            for old, new in zip(_tensors(held), _tensors(state), strict=True):
+            for old, new in zip(_tensors(held).values(), _tensors(state).values(), strict=True):
                 old.copy_(new)
         self.count(slot, tokens)
 
@@ -136,7 +136,7 @@ class StaticCacheMemory(CacheMemory):
         """A layer has seen so many more tokens."""
         if slot not in self.counts:
             held = self.states.get(slot)
-            device = None if held is None else next(iter(_tensors(held))).device
+            device = None if held is None else next(iter(_tensors(held).values())).device
             self.counts[slot] = _at_fixed_address(torch.zeros((), dtype=torch.long, device=device))
         self.counts[slot].add_(tokens)
 
@@ -152,7 +152,7 @@ class StaticCacheMemory(CacheMemory):
         """Start empty."""
         self.moments = {}
         for state in self.states.values():  # an empty memory is zero in all that it holds
-            for tensor in _tensors(state):
+            for tensor in _tensors(state).values():
                 tensor.zero_()
         for count in self.counts.values():
             count.zero_()
@@ -167,18 +167,17 @@ class StaticCacheMemory(CacheMemory):
         counting = [one for one in cache_layers(cache) if hasattr(one, "get_seq_length")]
         lengths = [layer.get_seq_length() for layer in counting]
         held = [length for length in lengths if isinstance(length, Tensor)]
-        for count in self.counts.values() if held else ():
+        if held and self.counts:
             torch.ops.aten._assert_async.msg(
-                count == held[0],
+                next(iter(self.counts.values())) == held[0],
                 "attach: the cache holds tokens that the memory has not seen; start from an empty "
                 "cache",
             )
-            break
 
 
-def _tensors(state: AnyState) -> list[Tensor]:
-    values = [getattr(state, name, None) for name in _NAMES]
-    return [value for value in values if value is not None]
+def _tensors(state: AnyState) -> dict[str, Tensor]:
+    values = {name: getattr(state, name, None) for name in _NAMES}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 _NAMES = ("hidden", "cell", "tokens", "fill", "readout", "values", "origin", "scale")
@@ -187,11 +186,8 @@ _NAMES = ("hidden", "cell", "tokens", "fill", "readout", "values", "origin", "sc
 
 def _fixed(state: AnyState) -> AnyState:
     """A copy in tensors of its own, whose rows may stand anywhere in their chunks."""
-    named = {name: getattr(state, name, None) for name in _NAMES}
-    copies = {
-        name: _at_fixed_address(tensor.clone())
-        for name, tensor in named.items()
-        if tensor is not None
+    copies: dict[str, Any] = {
+        name: _at_fixed_address(tensor.clone()) for name, tensor in _tensors(state).items()
     }
     if isinstance(state, MemoryState):
         return replace(state, **copies, aligned=None)

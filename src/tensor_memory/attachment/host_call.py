@@ -197,9 +197,11 @@ class HostCall:
         packed, shared = self._packed(path, x, of_block)
         found = [packed]
         positions, same = self._innermost("positions")
-        # The positions of several axes that a host makes itself are those of one document.
-        if positions is not None and same and (positions.ndim < 3 or self._caller_gave_positions):
-            found.append(document_starts(positions, mask, B, N))
+        if positions is not None and same:
+            by_caller = self.levels[0][1].positions is not None
+            # The positions of several axes that a host makes itself are those of one document.
+            if positions.ndim < 3 or by_caller:
+                found.append(document_starts(positions, mask, B, N))
         documents, same = self._innermost("documents")
         if documents is not None and same:
             found.append(changes(documents, B, N))
@@ -233,10 +235,6 @@ class HostCall:
                     "got none; give the host one image per call"
                 )
         return starts, starts is None
-
-    @property
-    def _caller_gave_positions(self) -> bool:
-        return bool(self.levels) and self.levels[0][1].positions is not None
 
     @property
     def _images(self) -> int:

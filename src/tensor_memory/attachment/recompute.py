@@ -126,6 +126,4 @@ def _is_same(one: Given, other: Given) -> bool:
 
 
 def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return one is other or torch.equal(one, other)
+    return one is other or (one is not None and other is not None and torch.equal(one, other))

@@ -94,10 +94,10 @@ def _left_out(history: ChunkHistory, row: int, stop: int) -> Iterator[_Step]:
 
 def trace_chunks(history: ChunkHistory, chunks: Sequence[int] | Tensor, row: int) -> ChunkTrace:
     """Where the reads of some chunks of a row came from."""
-    at = history.asked_for(chunks, row, "chunks", "chunk numbers")
     first = int(history.first[row])
-    stop = int(at.max()) - first + 1
-    wanted = {int(t) - first: index for index, t in enumerate(at.tolist())}
+    at = (history.asked_for(chunks, row, "chunks", "chunk numbers") - first).tolist()
+    stop = max(at) + 1
+    wanted = {t: index for index, t in enumerate(at)}
     writes = history.writes[:stop, row].nonzero().flatten()
     number = {w: index for index, w in enumerate(writes.tolist())}
     size = (history.read_at.shape[2], history.content.shape[3])
@@ -113,7 +113,7 @@ def trace_chunks(history: ChunkHistory, chunks: Sequence[int] | Tensor, row: int
         elif len(step.effect):
             rest[r] = step.effect[0]
     joint = read - effect.sum(1) - rest
-    same = torch.tensor([wanted[int(t) - first] for t in at.tolist()])  # a chunk may be asked twice
+    same = torch.tensor([wanted[t] for t in at])  # a chunk may be asked twice
     return ChunkTrace(effect[same], first + writes, rest[same], joint[same], read[same])
 
 

@@ -86,7 +86,7 @@ def moments(layer: GridRecording, row: int, count: int) -> list[int]:
     present = layer.present[:, row].nonzero().flatten()
     if len(present) > count:
         present = present[torch.linspace(0, len(present) - 1, count).round().long()]
-    return [int(chunk) for chunk in present]
+    return present.tolist()
 
 
 def _draw_tiles(
@@ -169,8 +169,7 @@ def _plane(volumes: Tensor, pair: tuple[int, int], at: list[int] | None) -> Tens
         return volumes[:, None]
     for axis in reversed(range(axes)):
         if axis not in pair:
-            cut = volumes.select(axis + 1, at[axis]) if at else volumes.amax(axis + 1)
-            volumes = cut
+            volumes = volumes.select(axis + 1, at[axis]) if at else volumes.amax(axis + 1)
     return volumes
 
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from tensor_memory.config import GridConfig, MemoryConfig
+from tensor_memory.config import GridConfig, MemoryConfig, is_int
 from tensor_memory.inspect.chunk_history import ChunkHistory
 from tensor_memory.inspect.chunk_trace import ChunkTrace, follow_chunks, follow_cost, trace_chunks
 from tensor_memory.inspect.history import LayerArrays
@@ -264,7 +264,7 @@ def _as_slice(at: Any, size: int, what: str) -> slice:
 
 def require_index(at: Any, size: int, what: str) -> None:
     """Raise unless `at` is one of `size`, counted from the end where it is negative."""
-    if not isinstance(at, int) or isinstance(at, bool):
+    if not is_int(at):
         other = "a name" if what == "layer" else "a slice"
         raise TypeError(f"{what}: expected an integer or {other}, got {at!r}")
     if not -size <= at < size:

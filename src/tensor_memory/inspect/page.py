@@ -257,14 +257,13 @@ def _encoded_sources(
     if not lives:
         return None
     T, B = layer.present.shape
-    none, nan = -1, float("nan")
     kinds = {"position": (SOURCES,), "share": (SOURCES,), "part": (SOURCES,), "others": ()}
     kinds |= dict.fromkeys(("rest", "joint", "half", "left", "taker", "taken"), ())
     whole = ("position", "half", "taker")
     arrays = {
-        name: torch.full((T, B, *shape), none, dtype=torch.int32)
+        name: torch.full((T, B, *shape), -1, dtype=torch.int32)
         if name in whole
-        else torch.full((T, B, *shape), nan)
+        else torch.full((T, B, *shape), torch.nan)
         for name, shape in kinds.items()
     }
     for row, life in lives.items():

@@ -93,8 +93,7 @@ def follow_writes(history: PlaceHistory, config: PlaceConfig, row: int, top: int
     lives = _Lives(T, H, first)
     empty = history.reset[:T, row].tolist()
     changed = {at for at, of in (*events.entries, *events.moves) if of == row}
-    edges = [t for t in range(T) if empty[t] or first + t in changed]
-    begins: list[int] = sorted({0, *edges})
+    begins = [t for t in range(T) if t == 0 or empty[t] or first + t in changed]
     for begin, end in pairwise([*begins, T]):
         at = first + begin, row
         if at in events.entries:
@@ -235,11 +234,9 @@ def _addresses(
     if history.width is None:
         return outer(factors(places, config.grid, None, config.wrap))[0].transpose(0, 1)
     width = history.width[:tokens, row].double()
-    _, length = torch.unique_consecutive(width, dim=0, return_counts=True)
-    start, found = 0, []
-    for count in length.tolist():
-        stop = start + count
-        parts = factors(places[:, start:stop], config.grid, width[start], config.wrap)
-        found.append(outer(parts)[0])
-        start = stop
+    widths, lengths = torch.unique_consecutive(width, dim=0, return_counts=True)
+    found = [
+        outer(factors(stretch, config.grid, its_width, config.wrap))[0]
+        for stretch, its_width in zip(places.split(lengths.tolist(), dim=1), widths, strict=True)
+    ]
     return torch.cat(found).transpose(0, 1)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from tensor_memory.config import PlaceConfig
+from tensor_memory.config import PlaceConfig, is_int
 from tensor_memory.inspect.history import Arrays
 from tensor_memory.inspect.place_history import Events, PlaceHistory, moved
 from tensor_memory.ops.places.inputs import PlaceInputs
@@ -63,7 +64,7 @@ def trace_history(
 ) -> RecordedTrace:
     """The shares of all writes, or of the `top` largest of each head, in reads of one row."""
     at = history.asked_for(reads, row, "positions", "token positions")
-    if top is not None and (not isinstance(top, int) or isinstance(top, bool) or top < 1):
+    if top is not None and (not is_int(top) or top < 1):
         raise ValueError(f"top: expected a number of writes, at least 1, or None, got {top!r}")
     R, H, C = len(at), config.heads, config.channels
     first, stop = int(history.first[row]), int(at.max()) + 1
@@ -125,8 +126,7 @@ def _blocks(
         width = history.width[: stop - first, row]
         changes = (width[1:] != width[:-1]).any(1).nonzero().flatten() + 1
         edges |= {first + at for at in changes.tolist()}
-    begins = sorted(edges | {first})
-    for begin, end in zip(reversed(begins), [stop, *reversed(begins[1:])], strict=True):
+    for begin, end in reversed([*pairwise(sorted({first, *edges, stop}))]):
         for at in reversed(range(begin, end, L)):
             yield at, min(at + L, end)
 

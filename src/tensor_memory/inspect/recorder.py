@@ -22,6 +22,7 @@ from tensor_memory.attachment import MemoryLayer, memory_inside, memory_layers
 from tensor_memory.attachment.recompute import in_backward
 from tensor_memory.build import AnyMemory, AnyState
 from tensor_memory.chunking import packed_resets
+from tensor_memory.config import is_int
 from tensor_memory.files import checked_path
 from tensor_memory.inspect.chunk_history import ChunkHistoryStore, steered_arrays
 from tensor_memory.inspect.layer_recording import LayerRecording, float_shapes
@@ -101,12 +102,12 @@ def record(
     [True, True, False]
     """
     for name, value in (("every", every), ("max_chunks", max_chunks), ("max_rows", max_rows)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not is_int(value) or value < 1:
             raise ValueError(
                 f"{name}: expected an integer of at least 1, got {value!r:.80}; leave it out for "
                 "the default"
             )
-    if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 0:
+    if not is_int(max_tokens) or max_tokens < 0:
         raise ValueError(
             f"max_tokens: expected an integer of at least 0, got {max_tokens!r:.80}; 0 keeps none"
         )

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tensor_memory.config import MemoryConfig, PlaceConfig
+from tensor_memory.config import MemoryConfig, PlaceConfig, is_int
 from tensor_memory.files import checked_path, load_tensors, save_tensors, write_text
 from tensor_memory.inspect.annotations import checked_texts, thumbnails
 from tensor_memory.inspect.chunk_history import ChunkHistory
@@ -128,8 +128,7 @@ class Recording:
             frames: (B, F, h, w, 3) uint8; kept at no more than 96 pixels a side.
             tokens_per_frame: positions one frame stands for.
         """
-        whole = isinstance(tokens_per_frame, int) and not isinstance(tokens_per_frame, bool)
-        if not whole or tokens_per_frame < 1:
+        if not is_int(tokens_per_frame) or tokens_per_frame < 1:
             raise ValueError(
                 f"tokens_per_frame: expected an integer of at least 1, got {tokens_per_frame!r:.80}"
                 "; leave it out for 1"

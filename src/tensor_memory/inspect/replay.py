@@ -46,7 +46,7 @@ class CallArguments:
         """From what `TensorMemory.forward` was given."""
         B, N, d = x.shape
         if state is None:
-            state = MemoryState.zeros(memory.config, d, B, dtype=x.dtype, device=x.device)
+            state = memory.empty_state(x)
         if N == 0:
             x, mask, reset = x.new_zeros(B, 1, d), x.new_zeros(B, 1, dtype=torch.bool), None
             flush = flush is True
