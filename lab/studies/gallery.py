@@ -107,9 +107,8 @@ def main(argv: list[str] | None = None) -> int:
     recordings, images = options.docs / "recordings", options.docs / "images" / "inspect"
     recordings.mkdir(parents=True, exist_ok=True)
     for name in RECIPES:
-        data, kept = None, recordings / f"{name}.safetensors"
-        if name == "language":
-            data = options.data_dir
+        data = options.data_dir if name == "language" else None
+        kept = recordings / f"{name}.safetensors"
         if not options.draw and (name != "language" or data is not None):
             folder = options.runs / name
             train(name, folder, data)

@@ -81,18 +81,13 @@ def remembered(
     """The image, the poses of the walk, and per column of the picture an image for each `after`."""
     c = task.config
     poses, seen = long_walk(task, image, max(after))
-    whole = whole_image(task, image)
+    whole = task.pixels("test", range(image, image + 1))[0] / 2 + 0.5  # in [0, 1]
     columns = {"seen so far": [seen_so_far(whole, poses[:n], c.patch) for n in after]}
     for name, model in models.items():
         model.eval()
         size = {"side": c.side, "patch": c.patch}
         columns[name] = [answers(model, poses[:n], seen[:n], **size) for n in after]
     return whole, poses, columns
-
-
-def whole_image(task: World, image: int) -> Tensor:
-    """The image of walk number `image` of the test split: (3, side, side) in [0, 1]."""
-    return task.pixels("test", range(image, image + 1))[0] / 2 + 0.5
 
 
 def draw(

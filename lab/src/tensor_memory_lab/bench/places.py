@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -236,10 +237,7 @@ def main(argv: list[str]) -> int:
         "places", "Time the place memory's recurrence, after comparing it with float64."
     )
     options, device = report.parse(parser, argv)
-    if device.type == "cpu":
-        with threads(2):
-            result = run(options, device)
-    else:
+    with threads(2) if device.type == "cpu" else nullcontext():
         result = run(options, device)
     parts = {**result["shapes"], **{f"{r} memory": row for r, row in result["memories"].items()}}
     config = {"autocast": "bfloat16" if device.type == "cuda" else None}

@@ -32,11 +32,6 @@ def by_library(state: PlaceState, dtype: torch.dtype, values: Tensor) -> Tensor:
     return state.with_values(values).quantized(dtype).dequantized().values
 
 
-def plain_bfloat16(values: Tensor) -> Tensor:
-    """To the nearest bfloat16, without a scale."""
-    return values.bfloat16().float()
-
-
 def int8_by(dims: tuple[int, ...], round_: Round, values: Tensor) -> Tensor:
     """In int8, with a scale over these dimensions of (1, H, *grid, C)."""
     scale = values.abs().amax(dims, keepdim=True).clamp(min=torch.finfo(values.dtype).tiny) / 127
@@ -60,7 +55,7 @@ def ways(config: PlaceConfig, seed: int) -> dict[str, tuple[int, Round]]:
     origin, size = state.origin.nbytes, state.values.numel()
     at_random = partial(int8_by, (-1,), partial(stochastic, noise))
     return found | {
-        "bfloat16 without a scale": (origin + 2 * size, plain_bfloat16),
+        "bfloat16 without a scale": (origin + 2 * size, lambda x: x.bfloat16().float()),
         "int8, a scale per head": (
             origin + size + 4 * config.heads,
             partial(int8_by, per_head, torch.round),

@@ -204,17 +204,13 @@ def work(shape: ScanShape) -> dict[str, int]:
     }
 
 
-WEIGHTS = ("taps", "mix", "bias")
-"""Arguments that all rows share."""
-
-
 @dataclass(frozen=True)
 class ScanInputs:
     """Arguments of a recurrence by name, and the gradients that its outputs will receive."""
 
     arguments: dict[str, Tensor]
     grads: list[Tensor]
-    shared: tuple[str, ...] = WEIGHTS
+    shared: tuple[str, ...] = ("taps", "mix", "bias")
     """Arguments that all rows share."""
 
     def leaves(self, *, dtype: torch.dtype | None = None, rows: slice = slice(None)) -> ScanInputs:

@@ -34,24 +34,10 @@ from tensor_memory_lab.models.stack import Stack, StackConfig
 from tensor_memory_lab.tasks import Batch, Task
 
 LanguageMethod = Literal[
-    "base",
-    "base-sln",
-    "wide",
-    "local",
-    "wide-local",
-    "linear",
-    "linear-local",
-    "conv-local",
-    "window+",
-    "xl",
-    "recurrent-slots",
-    "tensor",
-    "tensor-local",
-    "tensor-xl",
-    "tensor-depth",
-    "place",
-    "place-local",
-]
+    "base", "base-sln", "wide", "local", "wide-local", "linear", "linear-local", "conv-local",
+    "window+", "xl", "recurrent-slots", "tensor", "tensor-local", "tensor-xl", "tensor-depth",
+    "place", "place-local",
+]  # fmt: skip
 
 NARROW = 128
 """Width below which weights start from the larger values that narrow models need."""
@@ -156,15 +142,6 @@ class LanguageModelConfig(DecoderConfig):
 
 _window, _segment = attrgetter("window"), attrgetter("segment")
 
-
-def _cache(config: LanguageModelConfig) -> int:
-    return cache(config, config.cache_type)
-
-
-def _slot_segment(config: LanguageModelConfig) -> int:
-    return config.window if config.segment is None else config.segment
-
-
 METHODS: dict[str, Method] = {
     "base": {},
     "base-sln": {"attention_out_norm": True},
@@ -178,8 +155,15 @@ METHODS: dict[str, Method] = {
         "window": _window,
         "extra_keys": lambda config: extra_keys(config, config.cache_type),
     },
-    "xl": {"attention": "relative", "segment": _segment, "cache": _cache},
-    "recurrent-slots": {"segment": _slot_segment, "recurrent_slots": recurrent_slots},
+    "xl": {
+        "attention": "relative",
+        "segment": _segment,
+        "cache": lambda config: cache(config, config.cache_type),
+    },
+    "recurrent-slots": {
+        "segment": lambda config: config.window if config.segment is None else config.segment,
+        "recurrent_slots": recurrent_slots,
+    },
     "tensor": {"side": "tensor"},
     "tensor-local": {"window": _window, "side": "tensor"},
     "tensor-xl": {

@@ -140,16 +140,14 @@ class WalkModel(Model):
     @contextmanager
     def grids_scaled(self, scale: int) -> Iterator[None]:
         """Inside, the grids of place memories are those of a world so many times as wide."""
-        memories = [m for m in self.modules() if isinstance(m, PlaceMemory)]
-        before = [memory.config for memory in memories]
+        before = {m: m.config for m in self.modules() if isinstance(m, PlaceMemory)}
         try:
-            for memory, config in zip(memories, before, strict=True):
+            for memory, config in before.items():
                 # As `resized` does it; no weight depends on the grid.
-                grid = tuple(scale * size for size in config.grid)
-                memory.config = replace(config, grid=grid)
+                memory.config = replace(config, grid=tuple(scale * size for size in config.grid))
             yield
         finally:
-            for memory, config in zip(memories, before, strict=True):
+            for memory, config in before.items():
                 memory.config = config
 
     def state_bytes(self) -> int:

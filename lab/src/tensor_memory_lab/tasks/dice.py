@@ -12,15 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from tensor_memory_lab.tasks import Annotations, Batch, Outputs, Sums
+from tensor_memory_lab.tasks import Annotations, Batch
 from tensor_memory_lab.tasks.language import (
     PREFIX,
     WINDOW,
+    ScoredTokens,
     cut_after,
-    loss_sums,
-    mean_loss,
     places,
     scored_at_places,
 )
@@ -46,7 +44,7 @@ class DiceConfig(DrawnConfig):
         return Dice(self, seed)
 
 
-class Dice(DrawnTask):
+class Dice(ScoredTokens, DrawnTask):
     """Batches of the language task: ids (B, N), each the throw before, and targets (B, N).
 
     The first id of a row is `sides`, a start token. "score" is exp(loss).
@@ -89,14 +87,6 @@ class Dice(DrawnTask):
         """Batches of one pass."""
         cuts = len(places(self.length)) if split == PREFIX else 1
         return super().batches(split.partition("@")[0], size) * cuts
-
-    def loss(self, outputs: Outputs, batch: Batch) -> Tensor:
-        """Mean negative log-likelihood in nats per throw."""
-        return mean_loss(outputs, batch)
-
-    def measure(self, outputs: Outputs, batch: Batch) -> Sums:
-        """The loss over scored throws."""
-        return loss_sums(outputs, batch)
 
     def finish(self, means: dict[str, float]) -> dict[str, float]:
         """The score: the number of sides a die would have that is as hard to predict."""

@@ -75,7 +75,21 @@ class LanguageTaskConfig:
         return LanguageTask(self, corpus, seed)
 
 
-class LanguageTask(Task):
+class ScoredTokens(Task):
+    """What tasks share whose models give the loss of every token, of which some are scored."""
+
+    def loss(self, outputs: Outputs, batch: Batch) -> Tensor:
+        """Mean negative log-likelihood over scored tokens, in nats."""
+        scored = batch["scored"]
+        return (outputs["nll"] * scored).sum() / scored.sum()
+
+    def measure(self, outputs: Outputs, batch: Batch) -> Sums:
+        """The same as a sum and a count, in float64: WikiText-2 has 245,569 terms."""
+        scored = batch["scored"]
+        return {"loss": ((outputs["nll"].double() * scored).sum(), scored.sum())}
+
+
+class LanguageTask(ScoredTokens):
     """A corpus, its windows and their perplexity."""
 
     higher_is_better = False
@@ -129,14 +143,6 @@ class LanguageTask(Task):
             return self._windows(-(-count // size))
         cuts = len(places(self.config.length)) if split == PREFIX else 1
         return -(-self._windows(count) // size) * cuts
-
-    def loss(self, outputs: Outputs, batch: Batch) -> Tensor:
-        """Mean negative log-likelihood in nats per token."""
-        return mean_loss(outputs, batch)
-
-    def measure(self, outputs: Outputs, batch: Batch) -> Sums:
-        """The loss over scored tokens."""
-        return loss_sums(outputs, batch)
 
     def finish(self, means: dict[str, float]) -> dict[str, float]:
         """Perplexity (or a score, see `leak`), and bits per byte where bytes are predicted."""
@@ -210,10 +216,8 @@ class LanguageTask(Task):
         if streams:
             starts = torch.arange(size) * stream + offset + place * N
             return starts, torch.full((size,), place == 0 or not self.carries)
-        order = torch.randperm(windows, generator=draw)
-        return order[place * size : (place + 1) * size] * N + offset, torch.ones(
-            size, dtype=torch.bool
-        )
+        chosen = torch.randperm(windows, generator=draw)[place * size : (place + 1) * size]
+        return chosen * N + offset, torch.ones(size, dtype=torch.bool)
 
     def _stream_starts(self, count: int, index: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
         """The same place in each of `size` streams, and where each stream ends."""
@@ -269,15 +273,3 @@ def cut_after(batch: Batch, place: int) -> Batch:
     last = torch.zeros_like(cut["scored"])
     last[:, -1] = True
     return cut | {"scored": cut["scored"] & last}
-
-
-def mean_loss(outputs: Outputs, batch: Batch) -> Tensor:
-    """Mean negative log-likelihood over scored tokens, in nats."""
-    scored = batch["scored"]
-    return (outputs["nll"] * scored).sum() / scored.sum()
-
-
-def loss_sums(outputs: Outputs, batch: Batch) -> Sums:
-    """The same as a sum and a count, in float64: WikiText-2 has 245,569 terms."""
-    scored = batch["scored"]
-    return {"loss": ((outputs["nll"].double() * scored).sum(), scored.sum())}

@@ -112,7 +112,7 @@ def read_corpus(
         level: words split at blanks, or bytes.
         wikitext: the text must be WikiText-2, whole: its counts are compared.
     """
-    files = () if folder is None else tuple(f.absolute() for f in _files(Path(folder)).values())
+    files = () if folder is None else tuple(file.absolute() for file in _files(Path(folder)))
     stamps = tuple((file.stat().st_mtime_ns, file.stat().st_size) for file in files)
     return _read_corpus(folder, files, stamps, protocol, level, wikitext)
 
@@ -158,13 +158,14 @@ def _split(text: str, *, end: bool) -> list[str]:
     return [token for line in text.splitlines() for token in (*line.split(), END)]
 
 
-def _files(folder: Path) -> dict[str, Path]:
+def _files(folder: Path) -> list[Path]:
+    """The file of each split, in the order of `SPLITS`."""
     layout = "train.txt, valid.txt and test.txt (or wiki.train.tokens, wiki.valid.tokens and so on)"
     if not folder.is_dir():
         raise FileNotFoundError(
             f"{folder}: no such folder; expected one with {layout}. Name it with --data-dir"
         )
-    files = {}
+    files = []
     for split in SPLITS:
         names = (f"{split}.txt", f"wiki.{split}.tokens", f"wiki.{split}.raw")
         found = [folder / name for name in names if (folder / name).is_file()]
@@ -173,7 +174,7 @@ def _files(folder: Path) -> dict[str, Path]:
             raise FileNotFoundError(
                 f"{folder}: the {split} part is missing; expected {layout}, found {present}"
             )
-        files[split] = found[0]
+        files.append(found[0])
     return files
 
 

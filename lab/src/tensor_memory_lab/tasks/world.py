@@ -246,7 +246,11 @@ class World(Task):
             later = range(rows.start + shift, rows.stop + shift)
             return self.pixels(split, later, crop, flip)
 
-        return self._walked(self.setting(split), drawn, images) | self._own(split, index, drawn)
+        batch = self._walked(self.setting(split), drawn, images)
+        if split == "train" and self.config.own:
+            share = self.config.own * min(1.0, index / self.config.own_steps)
+            batch["own"] = drawn["own"] < share
+        return batch
 
     def pixels(
         self, split: str, rows: range, crop: Tensor | None = None, flip: Tensor | None = None
@@ -272,7 +276,8 @@ class World(Task):
         """What an agent sees on its walks."""
         c, patch = self.config, self.config.patch
         start, heading = 2 * drawn["uniform"][:, :2] - 1, 2 * math.pi * drawn["uniform"][:, 2]
-        unit = self._unit(setting)
+        # Half a width of training's images over that of the setting's.
+        unit = (c.side - patch) / (setting.scale * c.side - patch)
         poses = walk(start, heading, c.turn * drawn["turn"], c.step * unit)
         asked = poses
         if c.elsewhere:
@@ -300,13 +305,6 @@ class World(Task):
             batch["target"] = batch["seen"]
             batch["seen"] = batch["seen"][:, : -setting.blind]
         return batch
-
-    def _own(self, split: str, index: int, drawn: Batch) -> Batch:
-        """In training with scheduled sampling, which glimpses the model's own answers stand for."""
-        if split != "train" or not self.config.own:
-            return {}
-        share = self.config.own * min(1.0, index / self.config.own_steps)
-        return {"own": drawn["own"] < share}
 
     def batches(self, split: str, size: int) -> int:
         """Batches of one pass."""
@@ -377,11 +375,6 @@ class World(Task):
         if split == "valid":
             return self.config.valid_rows
         return max(1, self.config.test_rows // (8 if setting.blind else setting.times))
-
-    def _unit(self, setting: Setting) -> float:
-        """Half a width of training's images over that of a setting's."""
-        c = self.config
-        return (c.side - c.patch) / (setting.scale * c.side - c.patch)
 
     def _fixed(self, split: str) -> Batch:
         """What is drawn for an evaluation split, which no seed changes."""

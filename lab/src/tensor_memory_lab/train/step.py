@@ -7,7 +7,6 @@ draws what the uninterrupted one would have drawn.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -20,6 +19,7 @@ from tensor_memory import PlaceMemory, TensorMemory
 from tensor_memory_lab.models import Carry
 from tensor_memory_lab.run_config import OptimizerConfig, RunConfig
 from tensor_memory_lab.tasks import Batch, Task
+from tensor_memory_lab.tasks.synthetic import generator
 from tensor_memory_lab.train.batches import rows_in, rows_of
 from tensor_memory_lab.train.compiling import compiled, one_compiles
 from tensor_memory_lab.train.graph import Graphed, refuse_graph, shapes_of, why_not_graph
@@ -110,8 +110,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 def seed_step(seed: int, process: int, step: int, device: torch.device) -> None:
     """Seed this process's generators for one step."""
-    text = f"{seed}/{process}/{step}".encode()
-    number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") % 2**63
+    number = generator(seed, process, step).initial_seed()
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(number)
@@ -155,9 +154,7 @@ class Step:
         self.loss_sum = torch.zeros((), device=self.device)
         self._number = 0
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._loss = self.loss
-        if config.speed == "compile":
-            self._loss = compiled(self.loss, task)
+        self._loss = compiled(self.loss, task) if config.speed == "compile" else self.loss
         self._met: set[tuple[torch.Size, ...]] = set()  # shapes of batches
         self._graphed: Graphed | None = None
         self._reason = why_not_graph(self.device, accelerator.num_processes)
