@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memories import DIM, OPTIONS, make_marks, make_memory, make_state, make_tokens
+from memories import DIM, OPTIONS, make_marks, make_memory, make_tokens
 from tensor_memory import MemoryConfig, TensorMemory
 from tensor_memory import tensor as module_under_test
 from tensor_memory_lab.train.graph import no_waiting
@@ -95,14 +95,6 @@ def test_an_empty_memory_reads_exactly_zero(option):
     memory = make_memory(OPTIONS[option])
     first_chunk = make_tokens(2, memory.config.chunk_size, DIM)
     assert memory(first_chunk)[0].eq(0).all()
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_a_memory_is_read_once_it_has_been_written(option):
-    memory = make_memory(OPTIONS[option])
-    K = memory.config.chunk_size
-    m, _ = memory(make_tokens(2, 3 * K, DIM))
-    assert m[:, K:].abs().amin(-1).gt(0).all()
 
 
 def test_zero_init_reads_zero_and_learns_from_the_first_step():
@@ -260,12 +252,3 @@ def test_no_call_waits_for_a_gpu_without_documents(masked, flush):
         m, state = memory(x, mask=mask, flush=flush)
         m, state = memory(x, state, mask=mask, flush=flush)
     assert m.isfinite().all()
-
-
-def test_states_of_rows_that_stand_apart_need_no_marks():
-    memory = make_memory(OPTIONS["paper"])
-    state = make_state(OPTIONS["paper"], 3)
-    assert len(set(state.fill.tolist())) > 1
-    x = make_tokens(3, 5, DIM)
-    everything = torch.ones(3, 5, dtype=torch.bool)
-    assert torch.equal(memory(x, state)[0], memory(x, state, mask=everything)[0])

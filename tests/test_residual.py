@@ -36,13 +36,6 @@ def test_the_residual_is_its_formula(gate, norm):
     assert_identical_state(end, expected_end)
 
 
-def test_the_gate_starts_half_open_and_learns():
-    layer = make_layer()
-    assert layer.gate.tolist() == [0.0]
-    layer(make_tokens(2, 7, DIM))[0].square().sum().backward()
-    assert layer.gate.grad.abs() > 0
-
-
 def test_masks_documents_and_flushes_reach_the_memory():
     layer = make_layer(norm=False)
     x, place = make_tokens(2, 7, DIM), torch.arange(7).expand(2, 7)
@@ -155,13 +148,6 @@ def test_layers_may_share_one_memory_and_keep_their_own_states_and_gates():
     stack[1](stack[0](x)[0])[0].sum().backward()
     for shared, *own in zip(memory.parameters(), *(m.parameters() for m in apart), strict=True):
         assert_same(shared.grad, own[0].grad + own[1].grad)
-
-
-def test_a_memory_may_be_kept_by_reference_alone():
-    memory = make_memory(OPTIONS["paper"])
-    layer = MemoryResidual(memory, own_memory=False)
-    assert sorted(layer.state_dict()) == ["gate", "norm.bias", "norm.weight"]
-    assert layer.memory is memory
 
 
 @pytest.mark.parametrize("own", [True, False])

@@ -45,10 +45,6 @@ def test_an_empty_state_is_zero_everywhere():
     assert state.batch_size == 3
 
 
-def test_states_of_token_reads_keep_no_readout():
-    assert MemoryState.zeros(OPTIONS["token reads"], DIM, 2).readout.shape == (2, 0)
-
-
 def test_hidden_and_cell_of_an_empty_state_share_nothing():
     state = MemoryState.zeros(OPTIONS["paper"], DIM, 1)
     assert state.hidden.data_ptr() != state.cell.data_ptr()

@@ -114,8 +114,8 @@ def test_map_patches_show_one_grid_and_the_answer_is_its_cell(gap):
 def test_the_map_ceiling_is_what_a_simulation_gives(observations, published):
     ceiling = MapConfig(observations=observations).build(0).ceiling("test")
     rng = np.random.default_rng(0)
-    corners = rng.integers(7, size=(40_000, observations, 2))
-    cells = rng.integers(8, size=(40_000, 1, 2))
+    corners = rng.integers(7, size=(40_000, observations, 2), dtype=np.int8)
+    cells = rng.integers(8, size=(40_000, 1, 2), dtype=np.int8)
     seen = ((cells - corners >= 0) & (cells - corners <= 1)).all(-1).any(-1)
     assert ceiling == pytest.approx(1 - (~seen).mean() / 2, abs=0.005)
     assert ceiling == pytest.approx(published, abs=0.002)

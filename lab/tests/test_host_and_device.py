@@ -121,8 +121,13 @@ def test_text_is_sent_without_waiting(split, carried):
     assert sendings.waited == 0
 
 
-@pytest.mark.parametrize("method", ["base", "local", "registers", "spatial", "wide"])
-@pytest.mark.parametrize("scope", ["layer", "depth"])
+def in_scopes(*methods):
+    """Every method in one scope, and a memory in both: to the others they are the same."""
+    cases = [(method, "layer") for method in methods] + [("spatial", "depth")]
+    return pytest.mark.parametrize(("method", "scope"), cases)
+
+
+@in_scopes("base", "local", "registers", "spatial", "wide")
 def test_masked_images_never_wait_for_the_host(birds, method, scope):
     model = ImageModelConfig(
         dim=16, heads=2, layers=3, decoder_dim=8, decoder_heads=2, memory=MEMORY
@@ -130,8 +135,7 @@ def test_masked_images_never_wait_for_the_host(birds, method, scope):
     assert passages(birds, replace(model, method=method, scope=scope)) == []
 
 
-@pytest.mark.parametrize("method", ["joint", "frames", "registers", "spatial", "wide"])
-@pytest.mark.parametrize("scope", ["layer", "depth"])
+@in_scopes("joint", "frames", "registers", "spatial", "wide")
 def test_clips_never_wait_for_the_host(actions, method, scope):
     model = VideoModelConfig(dim=16, heads=2, layers=2, memory=MEMORY)
     assert passages(actions, replace(model, method=method, scope=scope)) == []

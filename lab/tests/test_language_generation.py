@@ -28,6 +28,7 @@ from tolerances import assert_same
 
 METHODS = get_args(LanguageMethod)
 CAUSAL = [method for method in METHODS if method != "tensor-depth"]
+NOTHING_CARRIED = ("base", "base-sln", "wide", "local", "wide-local")
 SAMPLE = ("base", "tensor-local", "place-local", "linear", "xl", "recurrent-slots", "tensor-depth")
 SAMPLED = exhaustive_but(SAMPLE, METHODS)
 """A method of each kind of state; what the others make of it they share."""
@@ -66,17 +67,13 @@ def teacher_forced(model, ids):
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("method", CAUSAL)
+@pytest.mark.parametrize("method", [m for m in CAUSAL if m not in NOTHING_CARRIED])
 def test_greedy_text_is_what_whole_windows_predict(method):
     model = decoder(method, carried=True)
     prompt = torch.randint(WORDS, (13,)).tolist()
-    stream = TextStream(model)
-    made = list(itertools.islice(generate(stream, prompt, temperature=0), 20))
-    if stream.carries:
-        logits = teacher_forced(model, [*prompt, *made])
-        assert logits.argmax(-1)[len(prompt) - 1 : -1].tolist() == made
-    else:
-        assert method in ("base", "base-sln", "wide", "local", "wide-local")
+    made = list(itertools.islice(generate(TextStream(model), prompt, temperature=0), 20))
+    logits = teacher_forced(model, [*prompt, *made])
+    assert logits.argmax(-1)[len(prompt) - 1 : -1].tolist() == made
 
 
 @pytest.mark.parametrize(
@@ -210,9 +207,8 @@ def test_unknown_words_are_named_and_read_as_unknown(run, tmp_path, capsys):
     assert "1 word of the prompt not in the vocabulary, read as <unk>: zebra" in told
 
 
-@pytest.mark.parametrize(("which", "status"), [("best", 0), ("last", 0)])
-def test_either_checkpoint_can_be_asked_for(run, which, status, capsys):
-    assert main(["generate", str(run), "--which", which, "--tokens", "1"]) == status
+def test_the_last_checkpoint_can_be_asked_for(run):
+    assert main(["generate", str(run), "--which", "last", "--tokens", "1"]) == 0
 
 
 def test_mistakes_are_told(run, tmp_path, capsys, monkeypatch):

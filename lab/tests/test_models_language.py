@@ -197,9 +197,8 @@ def test_dropout_is_for_training_alone(method):
     assert not torch.allclose(dropped.train()(given)[0]["nll"], plain(given)[0]["nll"])
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_losses_are_those_of_the_logits(method):
-    model, given = tiny(method).double().eval(), batch()
+def test_losses_are_those_of_the_logits():
+    model, given = tiny("base").double().eval(), batch()
     losses = model(given)[0]["nll"]
     logits = model(given, need_logits=True)[0]["logits"]
     expected = F.cross_entropy(logits.flatten(0, 1), given["targets"].flatten(), reduction="none")

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 
 from tensor_memory import MemoryConfig
 from tensor_memory_lab.models.language import LanguageModel, LanguageModelConfig
-from tensor_memory_lab.train import RunOptions, load_run, train
+from tensor_memory_lab.train import load_run
 from tensor_memory_lab.train.evaluation import (
     Evaluator,
     memory_backend,
@@ -17,7 +17,7 @@ from tensor_memory_lab.train.evaluation import (
     memory_off,
     memory_use,
 )
-from tiny_runs import tiny_run
+from tiny_runs import run, tiny_run
 from tolerances import assert_same
 
 MEMORY = MemoryConfig(channels=2, grid=(2, 2), chunk_size=2)
@@ -82,7 +82,7 @@ def test_processes_count_every_row_once_and_none_where_they_have_none(size):
 
 
 def test_the_record_says_how_much_the_memory_adds_and_what_is_lost_without_it(tmp_path):
-    record = train(with_memory(), RunOptions(tmp_path / "run", device="cpu", quiet=True))
+    record = run(tmp_path / "run", with_memory())
     (layer,) = record["memory"]["layers"]
     assert layer["name"] == "side"
     assert record["backend"] == "torch"

@@ -24,7 +24,7 @@ from tensor_memory_lab.records import read_result
 from tensor_memory_lab.records.figure import figure
 from tensor_memory_lab.records.store import frame
 from tensor_memory_lab.run_config import BudgetConfig, OptimizerConfig
-from tensor_memory_lab.train import RunOptions, load_run, train
+from tensor_memory_lab.train import load_run
 from tensor_memory_lab.train.batches import AHEAD, training_batches
 from tensor_memory_lab.train.checkpoint import RunFolder
 from tensor_memory_lab.train.compiling import one_compiles
@@ -36,18 +36,8 @@ from tensor_memory_lab.train.step import (
     seed_step,
     set_learning_rate,
 )
-from tiny_runs import TinyModelConfig, TinyTask, TinyTaskConfig, tiny_run
+from tiny_runs import TinyModelConfig, TinyTask, TinyTaskConfig, lines, run, tiny_run
 from tolerances import TOLERANCE, assert_same
-
-
-def run(folder, config=None, **options):
-    return train(
-        config or tiny_run(), RunOptions(folder, device="cpu", **{"quiet": True, **options})
-    )
-
-
-def lines(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_run_learns_and_its_record_says_everything_a_table_needs(tmp_path):

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 
 import forked
 from tensor_memory_lab.cli import main
-from tensor_memory_lab.train import RunOptions, load_run, step, train
+from tensor_memory_lab.train import load_run, step
 from tensor_memory_lab.train.checkpoint import RunFolder
-from tiny_runs import long_run, shared_run
+from tiny_runs import lines, long_run, run, shared_run
 from tolerances import assert_same
 
 LAUNCHERS = {
@@ -46,12 +46,8 @@ def joined(command, folder, count=2):
     return "".join((folder / str(rank) / "out").read_text() for rank in range(count))
 
 
-def lines(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_two_processes_give_the_loss_curve_of_one(tmp_path):
-    alone = train(shared_run(), RunOptions(tmp_path / "one", device="cpu", quiet=True))
+    alone = run(tmp_path / "one", shared_run())
     told = joined(command("shared_run", tmp_path / "two"), tmp_path / "each")
     assert told.count("result.json") == 1  # one process speaks
     one, two = lines(tmp_path / "one"), lines(tmp_path / "two")
@@ -107,7 +103,7 @@ def test_an_interrupted_run_is_resumed_to_the_end_of_an_uninterrupted_one(
     tmp_path, monkeypatch, capsys
 ):
     config = replace(long_run(), budget=shared_run().budget)
-    whole = train(config, RunOptions(tmp_path / "whole", device="cpu", quiet=True))
+    whole = run(tmp_path / "whole", config)
     before, seed_step = signal.getsignal(signal.SIGTERM), step.seed_step
 
     def interrupt(seed, process, number, device):
@@ -117,11 +113,11 @@ def test_an_interrupted_run_is_resumed_to_the_end_of_an_uninterrupted_one(
 
     with monkeypatch.context() as patch:
         patch.setattr(step, "seed_step", interrupt)
-        cut = train(config, RunOptions(tmp_path / "cut", device="cpu", quiet=True))
+        cut = run(tmp_path / "cut", config)
     assert signal.getsignal(signal.SIGTERM) is before
     assert "SIGTERM: saved step 7 of 20" in capsys.readouterr().err
     assert not cut["finished"]
     assert cut["test"] == {}
-    resumed = train(config, RunOptions(tmp_path / "cut", device="cpu", quiet=True, resume=True))
+    resumed = run(tmp_path / "cut", config, resume=True)
     assert resumed["curve"] == whole["curve"]
     assert resumed["test"] == whole["test"]

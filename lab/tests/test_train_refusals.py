@@ -1,7 +1,6 @@
 """What the loop refuses, and in which words; what a full disk leaves standing."""
 
 import errno
-import json
 import math
 import os
 import resource
@@ -18,11 +17,7 @@ from tensor_memory_lab.records import read_result
 from tensor_memory_lab.run_config import BudgetConfig, OptimizerConfig
 from tensor_memory_lab.train import RunOptions, checkpoint, load_run, train
 from tensor_memory_lab.train.checkpoint import RunFolder
-from tiny_runs import TinyTask, tiny_run
-
-
-def run(folder, config=None, **options):
-    return train(config or tiny_run(), RunOptions(folder, device="cpu", quiet=True, **options))
+from tiny_runs import TinyTask, lines, run, tiny_run
 
 
 @pytest.fixture(scope="module")
@@ -136,8 +131,7 @@ def test_a_broken_checkpoint_is_refused_and_the_one_before_used_when_asked(
     )
     record = run(unfinished, resume=True, from_previous=True)
     assert record["curve"] == trained[1]["curve"]
-    lines = (unfinished / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == list(range(1, 21))
+    assert [line["step"] for line in lines(unfinished)] == list(range(1, 21))
 
 
 def test_from_previous_without_one_is_refused(tmp_path):

@@ -10,25 +10,16 @@ from safetensors import safe_open
 import forked
 from killed_runs import CONFIG, killed_again_and_again, train_or_die
 from tensor_memory_lab.records import config_dict
-from tensor_memory_lab.train import RunOptions, load_run, step, train
+from tensor_memory_lab.train import load_run, step
 from tensor_memory_lab.train.checkpoint import RunFolder
-from tiny_runs import TinyTask, tiny_run
+from tiny_runs import TinyTask, lines, run, tiny_run
 
 TIMES = ("seconds", "wall_seconds", "steps_per_second", "step_ms", "peak_memory_bytes")
 PLACES = ("date", "commit", "dirty")  # somebody may commit between two runs
 
 
-def run(folder, config=None, **options):
-    return train(config or tiny_run(), RunOptions(folder, device="cpu", quiet=True, **options))
-
-
 def timeless(record):
     return {name: value for name, value in record.items() if name not in TIMES + PLACES}
-
-
-def lines(folder):
-    text = (folder / "metrics.jsonl").read_text()
-    return [timeless(json.loads(line)) for line in text.splitlines()]
 
 
 def checkpoints(folder):
@@ -41,7 +32,8 @@ def checkpoints(folder):
 
 
 def assert_same_runs(one, other):
-    assert lines(one) == lines(other)
+    told = [[timeless(line) for line in lines(folder)] for folder in (one, other)]
+    assert told[0] == told[1]
     results = [json.loads((folder / "result.json").read_text()) for folder in (one, other)]
     assert timeless(results[0]) == timeless(results[1])
     ours, theirs = checkpoints(one), checkpoints(other)

@@ -6,6 +6,7 @@ with dropout, a memory or a carried state where asked.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,6 +17,7 @@ from tensor_memory import MemoryConfig, MemoryResidual, TensorMemory
 from tensor_memory_lab.models import Model
 from tensor_memory_lab.records import register_config
 from tensor_memory_lab.run_config import BudgetConfig, OptimizerConfig, RunConfig
+from tensor_memory_lab.train import RunOptions, train
 
 N = 4
 
@@ -130,6 +132,17 @@ def tiny_run(*, task=None, model=None, optimizer=None, budget=None, **fields):
         budget=BudgetConfig(**budget),
         **fields,
     )
+
+
+def run(folder, config=None, **options):
+    """Train on a CPU in a folder; the record."""
+    options = {"device": "cpu", "quiet": True} | options
+    return train(config or tiny_run(), RunOptions(folder, **options))
+
+
+def lines(folder):
+    """What a run has told of itself during training."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def shared_run():

@@ -576,14 +576,11 @@ def test_a_file_that_holds_no_possible_state_is_refused(tmp_path, values, scale,
         PlaceState.load(path)
 
 
-def test_a_state_follows_a_float_tensor_and_refuses_the_rest():
+def test_a_state_follows_a_float_tensor():
     state = PlaceState(torch.randn(3, 1, 4, 2), torch.rand(3, 1), (False,))
     assert state.to(torch.zeros((), dtype=torch.float64)).values.dtype == torch.float64
     assert state.to(torch.zeros((), dtype=torch.bfloat16)).values.dtype == torch.float32
     assert state.to(torch.zeros((), device="meta")).origin.is_meta
-    for wrong in (torch.zeros(2).long(), torch.int8, 2.5, "nowhere"):
-        with pytest.raises((TypeError, ValueError), match=r"^PlaceState.to: expected .*; "):
-            state.to(wrong)
 
 
 @pytest.mark.parametrize(
@@ -666,14 +663,6 @@ def test_rows_are_selected_and_emptied():
             ValueError,
             "state.values: expected shape",
         ),
-        (
-            lambda m, x: m(x, 3, where=x[..., :2]),
-            TypeError,
-            "state: expected a PlaceState, got int",
-        ),
-        (lambda m, x: PlaceMemory(6, {}), TypeError, "config: expected a PlaceConfig, got dict"),
-        (lambda m, x: PlaceConfig(wrap=(True,)), ValueError, "wrap: expected one value per axis"),
-        (lambda m, x: PlaceConfig(rule="other"), ValueError, "rule: expected one of linear, delta"),
         (
             lambda m, x: PlaceMemory(6)(x, where=x),
             ValueError,

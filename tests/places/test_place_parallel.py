@@ -30,8 +30,3 @@ def test_a_group_of_one_process_changes_nothing(rule, tmp_path):
     torch.distributed.destroy_process_group()
     assert torch.equal(m, alone)
     assert torch.equal(after.values, state.values)
-
-
-def test_what_is_no_group_is_refused():
-    with pytest.raises(TypeError, match=r"group: expected .* got str; torch"):
-        PlaceMemory(4)(torch.randn(1, 3, 4), group="gloo")
