@@ -207,8 +207,14 @@ def test_unknown_words_are_named_and_read_as_unknown(run, tmp_path, capsys):
     assert "1 word of the prompt not in the vocabulary, read as <unk>: zebra" in told
 
 
-def test_the_last_checkpoint_can_be_asked_for(run):
-    assert main(["generate", str(run), "--which", "last", "--tokens", "1"]) == 0
+def test_the_checkpoint_that_is_asked_for_is_read(run, tmp_path, capsys):
+    folder = shutil.copytree(run, tmp_path / "run")
+    (best,) = folder.glob("checkpoints/best-*.safetensors")
+    best.unlink()
+    asked = ["generate", str(folder), "--tokens", "1", "--device", "cpu"]
+    assert main([*asked, "--which", "last"]) == 0
+    assert main([*asked, "--which", "best"]) == 2
+    assert best.name in capsys.readouterr().err
 
 
 def test_mistakes_are_told(run, tmp_path, capsys, monkeypatch):
