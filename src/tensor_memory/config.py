@@ -277,12 +277,12 @@ class PlaceConfig(GridConfig):
 
     @classmethod
     def recall(cls, **changes: Any) -> PlaceConfig:
-        """For key-value recall: places learned apart for reads and writes, 4 heads of 8 × 8 × 32.
+        """For key-value recall: places learned apart for reads and writes, 4 heads of 4 × 4 × 4 × 32.
 
         Args:
             **changes: fields to change.
         """
-        return replace(cls(grid=(8, 8), channels=32, heads=4, share_places=False), **changes)
+        return replace(cls(grid=(4, 4, 4), channels=32, heads=4, share_places=False), **changes)
 
     @classmethod
     def map(cls, axes: int | None = None, **changes: Any) -> PlaceConfig:
