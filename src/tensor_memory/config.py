@@ -277,7 +277,7 @@ class PlaceConfig(GridConfig):
 
     @classmethod
     def recall(cls, **changes: Any) -> PlaceConfig:
-        """For key-value recall: places learned apart for reads and writes, 4 heads of 4 × 4 × 4 × 32.
+        """For key-value recall: reads and writes learn places apart, 4 heads of 4 × 4 × 4 × 32.
 
         Args:
             **changes: fields to change.
