@@ -152,6 +152,10 @@ def test_tries_may_be_made_in_another_setting(capsys, monkeypatch):
     assert main(sweep) == 0
     assert "2 runs done, 4 skipped, 0 failed" in capsys.readouterr().out
     found = {(r["method"], r["steps"]): r for r in read_records(["kept.jsonl"]) if "tries" in r}
+    text = Path("kept.jsonl").read_text().replace(found["base", 8]["tries"]["runs"][0], "of-old")
+    Path("kept.jsonl").write_text(text)
+    assert main(sweep) == 0
+    assert Path("kept.jsonl").read_text() == text  # names alone are no news
     for method in ("base", "tensor"):
         short, long = (dict(found[method, steps]["tries"]) for steps in (6, 8))
         assert len(long.pop("runs")) == 2

@@ -15,7 +15,7 @@ SMALL = PlaceConfig(grid=(4, 3), channels=3, heads=2, keep_bias=2.0)
 
 
 def recorded(config, *, given=False, resets=False, max_tokens=1000):
-    """Three calls of one row; the state moves before the second."""
+    """Three calls of one row: the state moves before the second, widths grow before the third."""
     torch.manual_seed(1)
     memory = PlaceMemory(8, config).double()
     state = None
@@ -29,6 +29,7 @@ def recorded(config, *, given=False, resets=False, max_tokens=1000):
     with record(memory, max_tokens=max_tokens) as recording:
         _, state = memory(torch.randn(1, 20, 8).double(), state, reset=reset, mask=mask)
         _, state = memory(torch.randn(1, 7, 8).double(), state.moved([0.7, 0.0]))
+        memory.log_width.data += 0.4
         memory(torch.randn(1, 6, 8).double(), state)
     return recording[0]
 

@@ -286,6 +286,18 @@ def test_a_padded_row_gives_what_the_row_gives_alone(call, left):
     assert all(p.grad is None or torch.isfinite(p.grad).all() for p in memory.parameters())
 
 
+@pytest.mark.parametrize("share_places", [True, False])
+def test_an_offset_starts_at_the_given_places(share_places):
+    config = PlaceConfig(
+        grid=(3, 4), channels=2, heads=2, places="offset", share_places=share_places
+    )
+    memory = PlaceMemory(DIM, config)
+    given = PlaceMemory(DIM, replace(config, places="given", share_places=True))
+    given.load_state_dict(memory.state_dict(), strict=False)
+    x, where = torch.randn(2, 5, DIM), torch.rand(2, 5, 2)
+    assert torch.equal(memory(x, where=where)[0], given(x, where=where)[0])
+
+
 @pytest.mark.parametrize("by_head", [False, True])
 @pytest.mark.parametrize("places", ["given", "offset"])
 def test_a_masked_place_may_be_anything(places, by_head):

@@ -86,7 +86,7 @@ def do_sweep(recipes: Sequence[str], flags: Sequence[str], options: argparse.Nam
                     runs = [run for run in runs if run.name not in names]
                     names |= {run.name for run in runs}
                     todo = [run for run in runs if _state(run, options.output, known) != "finished"]
-                    _copy_finished(runs, options, known)
+                    _complete_study(runs, options, known)
                     skipped += len(runs) - len(todo)
                     if runs:
                         _print_header(todo, len(runs) - len(todo), how)
@@ -138,12 +138,12 @@ def _show(
     print(f"{counted(len(runs), 'run')}, {states.count('finished')} of them finished")
 
 
-def _copy_finished(
+def _complete_study(
     runs: Iterable[PlannedRun], options: argparse.Namespace, known: Mapping[str, Any]
 ) -> None:
     """Add to the study what an earlier sweep may have left in the runs' folders alone.
 
-    A run that is there gets the tries of today, unless it had more.
+    The line of a run that is there says the tries of today, unless it says more of them.
     """
     if options.results is None:
         return
@@ -151,7 +151,7 @@ def _copy_finished(
         there, now = known.get(run.name), finite(dict(run.told))
         if there is not None:
             before = there.get("tries", {})
-            # Names of runs change with every field that a config gets.
+            # What the tries' runs are called changes with every field that a config gets.
             new = any(before.get(key) != value for key, value in now.items() if key != "runs")
             if new and len(before.get("valid", ())) <= len(now.get("valid", ())):
                 replace_tries(options.results, there, now)
