@@ -205,6 +205,9 @@ def test_a_question_elsewhere_is_answered_for_its_place_and_before_its_glimpse()
 def test_a_large_world_is_walked_in_steps_of_the_same_pixels(birds):
     task = config_for(birds, tests=("test", "test@large", "test@large-same-grid")).build(0)
     large = task.batch("test@large", 0, 1)
+    stride = (large["poses"][:, 1:] - large["poses"][:, :-1]).norm(dim=-1)
+    whole = (2 * 32 - 4) / 2 * stride.amax()  # in pixels; one at a wall is folded
+    assert float(whole) == pytest.approx(0.16 * (32 - 4) / 2, abs=1e-4)
     stride = (large["at"][:, 1:] - large["at"][:, :-1]).norm(dim=-1)
     assert stride.max().item() == pytest.approx(0.16, abs=1e-4)
     assert large["poses"].abs().max() <= 1 < large["at"].abs().max() <= 60 / 28

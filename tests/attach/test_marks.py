@@ -309,6 +309,36 @@ def test_packed_rows_of_three_axes_do_not_see_each_other() -> None:
     assert [reset for _, reset in seen] == [None, None]
 
 
+def test_positions_of_three_axes_that_a_host_makes_are_those_of_one_document() -> None:
+    """Between the sound and the pictures of a video they fall."""
+    falling = torch.tensor([[0, 1, 1, 1], [0, 1, 5, 3], [0, 1, 1, 2]])[:, None]
+
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = encoder().layers
+
+        def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    class Host(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.decoder = Decoder()
+
+        def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
+            return self.decoder(x, falling if position_ids is None else position_ids)
+
+    model, x = Host().double(), torch.randn(1, 4, WIDTH, dtype=torch.float64)
+    seen = watch(attach(model, SMALL))
+    model(x)
+    assert [reset for _, reset in seen] == [None] * len(seen)
+    with pytest.raises(ValueError, match="that fall to another value"):
+        model(x, position_ids=falling)
+
+
 def test_the_first_real_token_of_a_call_starts_no_document() -> None:
     """Whatever stands in the padding before it."""
     model: Any = mistral(window=1).double().eval()
