@@ -186,6 +186,10 @@ def test_columns_may_be_repeated_across_values_and_rows_sorted_by_a_measure():
         {"method": "base", "numbers 2": "90.0 %", "numbers 16": "80.0 %"},
         {"method": "tensor", "numbers 2": "–", "numbers 16": "70.0 %"},
     ]
+    (line,) = cells(
+        records[:2], "test.accuracy", across="task.numbers", names={"2": "two", "16": "sixteen"}
+    )
+    assert line == {"method": "base", "two": "90.0 %", "sixteen": "80.0 %"}
     rows = cells(records, "test.accuracy", rows=["task.numbers", "label"], sort="test.accuracy")
     assert [line["accuracy"] for line in rows] == ["70.0 %", "80.0 %", "90.0 %"]
 

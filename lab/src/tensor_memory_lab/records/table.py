@@ -209,9 +209,9 @@ def table(
         others: the studies that columns take values from.
         lent: filled with the runs of those studies whose values were taken, for `caption`.
         titles: headings for `rows`.
-        names: what to write in `rows` for a value.
+        names: what to write for a value of `rows` or `across`.
     """
-    by = [*rows, *([across] if across else [])]
+    by, names = [*rows, *([across] if across else [])], names or {}
     check_columns(runs, [*by, *([sort] if sort else [])])
     texts = [runs[name].map(partial(field_text, name)) for name in by]
     ranks = [
@@ -239,13 +239,15 @@ def table(
     lines = []
     for key in dict.fromkeys(key[: len(rows)] for key in kept):
         line = {
-            (titles or {}).get(name, heading(name)): (names or {}).get(part, part)
+            (titles or {}).get(name, heading(name)): names.get(part, part)
             for name, part in zip(rows, key, strict=True)
         }
         for place in places:
             group = found.get((*key, place) if across else key)
             for one in columns:
-                title = one.heading if not across else _heading_across(one, columns, across, place)
+                title = one.heading
+                if across:
+                    title = _heading_across(one, columns, across, names.get(place, place))
                 line[title] = NOTHING if group is None else cells.text(one, group)
         lines.append(line)
     return lines
