@@ -25,7 +25,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tensor_memory import MemoryConfig, MemoryResidual, Recording, TensorMemory, record
+from tensor_memory import (
+    MemoryConfig,
+    MemoryResidual,
+    Recording,
+    TensorMemory,
+    memory_disabled,
+    record,
+)
 
 VALUES, WRITES, PAUSE, QUERIES = 8, 8, 2, 4
 LENGTH = WRITES + PAUSE + QUERIES
@@ -159,9 +166,9 @@ def table(trained: dict[str, Trained]) -> str:
     for model, _, seconds in trained.values():
         off, state = "-", 0
         if model.memory is not None:
-            memory, model.memory = model.memory, None
-            off, state = f"{accuracy(model, test):.1%}", memory(torch.zeros(1, 0, DIM))[1].nbytes
-            model.memory = memory
+            state = model.memory(torch.zeros(1, 0, DIM))[1].nbytes
+            with memory_disabled(model):
+                off = f"{accuracy(model, test):.1%}"
         size = sum(parameter.numel() for parameter in model.parameters())
         cells = (f"{accuracy(model, test):.1%}", off, f"{1 / VALUES:.1%}")
         columns.append([*cells, f"{size:,}", f"{state:,} B", f"{seconds:.0f} s"])

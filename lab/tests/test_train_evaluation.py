@@ -7,14 +7,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from tensor_memory import MemoryConfig
+from tensor_memory import MemoryConfig, memory_disabled
 from tensor_memory_lab.models.language import LanguageModel, LanguageModelConfig
 from tensor_memory_lab.train import load_run
 from tensor_memory_lab.train.evaluation import (
     Evaluator,
     memory_backend,
     memory_layers,
-    memory_off,
     memory_use,
 )
 from tiny_runs import run, tiny_run
@@ -153,7 +152,7 @@ def test_switched_off_a_carried_memory_adds_nothing_and_is_on_again_afterwards()
     before = losses()
     assert all(added)
     added.clear()
-    with memory_off(model):
+    with memory_disabled(model):
         off = losses()
     assert not any(added)
     assert not torch.allclose(off, before)

@@ -231,7 +231,8 @@ def test_bytes_carried_over_frames():
     assert video_model(method="spatial", scope="depth").state_bytes() == 2 * 4 * 27 * 4
     assert video_model(method="place-given").state_bytes() == 2 * (2 * 4 * 27 + 3) * 4
     spatial, place = (
-        VideoModelConfig(method=method).state_bytes() for method in ("spatial", "place-given")
+        VideoModel(VideoModelConfig(method=method), (2, 2), 2, 2, 3).state_bytes()
+        for method in ("spatial", "place-given")
     )
     assert place == spatial + 6 * 3 * 4  # and where a frame of reference stands, in six layers
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tensor_memory.attachment.rollback import Call, History, Run, select_rows
 from tensor_memory.attachment.stream import Moment
@@ -128,7 +129,7 @@ class StaticCacheMemory(CacheMemory):
         if held is None or held.batch_size != state.batch_size:
             self.states[slot] = _fixed(state)
         else:
-            for old, new in zip(_tensors(held).values(), _tensors(state).values(), strict=True):
+            for old, new in zip(tree_leaves(held), tree_leaves(state), strict=True):
                 old.copy_(new)
         self.count(slot, tokens)
 
@@ -136,7 +137,7 @@ class StaticCacheMemory(CacheMemory):
         """A layer has seen so many more tokens."""
         if slot not in self.counts:
             held = self.states.get(slot)
-            device = None if held is None else next(iter(_tensors(held).values())).device
+            device = None if held is None else tree_leaves(held)[0].device
             self.counts[slot] = _at_fixed_address(torch.zeros((), dtype=torch.long, device=device))
         self.counts[slot].add_(tokens)
 
@@ -151,11 +152,8 @@ class StaticCacheMemory(CacheMemory):
     def reset(self) -> None:
         """Start empty."""
         self.moments = {}
-        for state in self.states.values():  # an empty memory is zero in all that it holds
-            for tensor in _tensors(state).values():
-                tensor.zero_()
-        for count in self.counts.values():
-            count.zero_()
+        for tensor in tree_leaves((self.states, self.counts)):  # an empty memory holds zeros alone
+            tensor.zero_()
 
     def select(self, rows: Callable[[int], Tensor]) -> None:
         """Keep these rows: indices (B,) of the number of rows there are."""
@@ -175,23 +173,10 @@ class StaticCacheMemory(CacheMemory):
             )
 
 
-def _tensors(state: AnyState) -> dict[str, Tensor]:
-    values = {name: getattr(state, name, None) for name in _NAMES}
-    return {name: value for name, value in values.items() if value is not None}
-
-
-_NAMES = ("hidden", "cell", "tokens", "fill", "readout", "values", "origin", "scale")
-"""The tensors of a `MemoryState` or a `PlaceState`."""
-
-
 def _fixed(state: AnyState) -> AnyState:
     """A copy in tensors of its own, whose rows may stand anywhere in their chunks."""
-    copies: dict[str, Any] = {
-        name: _at_fixed_address(tensor.clone()) for name, tensor in _tensors(state).items()
-    }
-    if isinstance(state, MemoryState):
-        return replace(state, **copies, aligned=None)
-    return replace(state, **copies)
+    copied = tree_map(lambda tensor: _at_fixed_address(tensor.clone()), state)
+    return replace(copied, aligned=None) if isinstance(copied, MemoryState) else copied
 
 
 def _at_fixed_address(tensor: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tensor_memory import MemoryState, PlaceConfig, PlaceMemory, PlaceState, TensorMemory
+from tensor_memory import PlaceConfig, PlaceMemory, TensorMemory
 from tensor_memory_lab.bench import report
 from tensor_memory_lab.bench.hosts import (
     Host,
@@ -62,7 +62,7 @@ class Decoder:
         size = (batch, heads, WINDOW, weight.shape[1] // heads)
         self.keys = [weight.new_zeros(size) for _ in self.blocks]
         self.values = [weight.new_zeros(size) for _ in self.blocks]
-        self.states: dict[int, MemoryState | PlaceState | None] = {
+        self.states: dict[int, Any] = {
             index: None for index, block in enumerate(self.blocks) if block.side is not None
         }
         self.ids = torch.zeros(batch, 1, dtype=torch.long, device=weight.device)
@@ -84,11 +84,6 @@ class Decoder:
             if index in self.states:
                 x, self.states[index] = block.remember(x, self.states[index])
         self.ids = model.logits(x).argmax(-1)
-
-    @property
-    def state_bytes(self) -> int:
-        """What the memory's states hold, all layers and rows together."""
-        return sum(state.nbytes for state in self.states.values() if state is not None)
 
 
 class AttachedDecoder:
@@ -116,11 +111,6 @@ class AttachedDecoder:
         """The memory's states by layer."""
         attachment = getattr(self.model, "tensor_memory", None)
         return {} if attachment is None else attachment.state_on(self.cache)
-
-    @property
-    def state_bytes(self) -> int:
-        """What the memory's states hold, all layers and rows together."""
-        return sum(state.nbytes for state in self.states.values())
 
 
 def build(host: Host, device: torch.device, seed: int, *, memory: bool) -> Any:
@@ -189,7 +179,7 @@ def measure_batch(
         for name in (WITHOUT, WITH)
     }
     row |= _latency(decoders, memory, device, budget)
-    row["state_bytes"] = decoders[WITH].state_bytes
+    row["state_bytes"] = sum(state.nbytes for state in decoders[WITH].states.values())
     per_token = 2 * host.layers * host.dim * batch * _dtype(device).itemsize
     row["key_value_bytes"] = {str(length): per_token * length for length in LENGTHS}
     row["errors"] = {}

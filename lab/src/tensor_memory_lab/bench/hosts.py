@@ -1,7 +1,7 @@
 """The compared models at their published sizes, with and without memory, and a batch for each.
 
-These are the models of `experiments`: fused attention, one product for q, k and v, a loss that
-never holds the logits of the whole batch in float32. A slow host would flatter the memory.
+These are the models of the recipes: fused attention, one product for q, k and v, a loss that never
+holds the logits of the whole batch in float32. A slow host would flatter the memory.
 
 Letters: B batch, N tokens, T frames.
 """

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tensor_memory import MemoryState, PlaceMemory, PlaceState, TensorMemory
+from tensor_memory import PlaceMemory, TensorMemory
 from tensor_memory_lab.bench import report
 from tensor_memory_lab.bench.hosts import MEMORIES, add_memory_options, memory_changes
 from tensor_memory_lab.commands.option_types import count
@@ -46,11 +46,7 @@ def run_stream(memory: TensorMemory | PlaceMemory, options: argparse.Namespace) 
     weight = memory.output.weight
     like = {"dtype": weight.dtype, "device": weight.device}
     generator = torch.Generator(weight.device).manual_seed(options.seed)
-    state: Any  # the memory's own kind
-    if isinstance(memory, PlaceMemory):
-        state = PlaceState.zeros(memory.config, options.batch, **like)
-    else:
-        state = MemoryState.zeros(memory.config, memory.dim, options.batch, **like)
+    state: Any = memory.empty_state(torch.empty(options.batch, 0, memory.dim, **like))
     first, done, began = state.nbytes, 0, 0.0
     held: list[int] = []  # after the warm-up and after every block since
     with progress("stream", options.tokens, unit="tokens") as advance:

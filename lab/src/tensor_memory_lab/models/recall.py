@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tensor_memory import MemoryConfig, PlaceConfig, PlaceMemory, PlaceState, TensorMemory
+from tensor_memory import MemoryConfig, PlaceConfig, PlaceMemory, TensorMemory
 from tensor_memory_lab.choices import check_choices, check_unread
 from tensor_memory_lab.models import Carry, Model
 from tensor_memory_lab.models.attention import SelfAttention
 from tensor_memory_lab.models.block import initialise
 from tensor_memory_lab.models.peers import PEERS, DeltaNet, GatedLinearAttention, PeerConfig
-from tensor_memory_lab.models.side import FLOAT_BYTES, memory_bytes
+from tensor_memory_lab.models.side import FLOAT_BYTES, carried_bytes
 from tensor_memory_lab.tasks import Batch
 
 RecallMethod = Literal[
@@ -187,14 +187,10 @@ class RecallModel(Model):
         return sum(self._bytes_of(layer) for layer in self.layers)
 
     def _bytes_of(self, mixer: Any) -> int:
-        if isinstance(mixer, PlaceMemory):
-            return PlaceState.zeros(mixer.config, 1, device="meta").nbytes
-        if isinstance(mixer, TensorMemory):
-            return memory_bytes(mixer.config, 1)
         if isinstance(mixer, SelfAttention):
             kept = self.length if mixer.window is None else mixer.window - 1
             return FLOAT_BYTES * 2 * kept * self.config.dim
-        return mixer.state_bytes()
+        return carried_bytes(mixer)
 
     @torch.no_grad()
     def _draw_linear_layers(self) -> None:

@@ -79,10 +79,6 @@ class SideResidual(nn.Module):
         """An empty state."""
         return self.memory.zeros(rows, like)
 
-    def state_bytes(self) -> int:
-        """Bytes that one row carries."""
-        return self.memory.state_bytes()
-
     def to_tensors(self, state: State, tokens: int, before: State) -> State:
         """The state as what is carried."""
         return state
@@ -97,14 +93,7 @@ class TensorResidual(MemoryResidual):
 
     def zeros(self, rows: int, like: Tensor) -> MemoryState:
         """An empty state."""
-        memory = self.memory
-        return MemoryState.zeros(
-            memory.config, memory.dim, rows, dtype=like.dtype, device=like.device
-        )
-
-    def state_bytes(self) -> int:
-        """Bytes of hidden and cell that one row carries."""
-        return memory_bytes(self.memory.config, 1)
+        return self.memory.empty_state(like.new_empty(rows, 0, self.memory.dim))
 
     def to_tensors(self, state: MemoryState, tokens: int, before: State) -> State:
         """The state after `tokens` more than what `before` held.
@@ -130,11 +119,7 @@ class PlaceResidual(MemoryResidual):
 
     def zeros(self, rows: int, like: Tensor) -> PlaceState:
         """An empty state."""
-        return PlaceState.zeros(self.memory.config, rows, dtype=like.dtype, device=like.device)
-
-    def state_bytes(self) -> int:
-        """Bytes of voxels and origin that one row carries."""
-        return self.zeros(1, torch.empty(0, device="meta")).nbytes
+        return self.memory.empty_state(like.new_empty(rows, 0, self.memory.dim))
 
     def to_tensors(self, state: PlaceState, tokens: int, before: State) -> State:
         """The state as what is carried."""
@@ -183,6 +168,15 @@ def side_residual(memory: TensorMemory | PlaceMemory | SideMemory, **options: An
     """The gated residual around a memory; the options are those of `SideResidual`."""
     kinds: dict[type, Any] = {TensorMemory: TensorResidual, PlaceMemory: PlaceResidual}
     return kinds.get(type(memory), SideResidual)(memory, **options)
+
+
+def carried_bytes(memory: Any) -> int:
+    """Bytes of what one row carries: of a tensor memory hidden and cell, of the others all."""
+    if isinstance(memory, TensorMemory):
+        return memory_bytes(memory.config, 1)
+    if isinstance(memory, PlaceMemory):
+        return memory.empty_state(torch.empty(1, 0, memory.dim, device="meta")).nbytes
+    return memory.state_bytes()
 
 
 def memory_bytes(memory: MemoryConfig, layers: int) -> int:

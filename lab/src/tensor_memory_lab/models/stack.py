@@ -1,7 +1,7 @@
 """The layers of a decoder, whatever the method: blocks, their side paths, their state.
 
 A method is a choice of attention, of side path and of slots. Attention and side path are modules
-`forward(x, state) -> (x, state)` with `zeros(rows, like)` for an empty state and `state_bytes()`.
+`forward(x, state) -> (x, state)` with `zeros(rows, like)` for an empty state.
 What a method carries from one call to the next is flat, `"3.side.hidden"`, so that a training loop
 can keep it without knowing what it is.
 
@@ -29,7 +29,13 @@ from tensor_memory_lab.models.relative_attention import (
     PositionBias,
     RelativeAttention,
 )
-from tensor_memory_lab.models.side import FLOAT_BYTES, ShortConvolution, SideMemory, side_residual
+from tensor_memory_lab.models.side import (
+    FLOAT_BYTES,
+    ShortConvolution,
+    SideMemory,
+    carried_bytes,
+    side_residual,
+)
 from tensor_memory_lab.models.slots import RecurrentSlots, Registers
 from tensor_memory_lab.models.window_attention import WindowAttention
 
@@ -227,10 +233,8 @@ class Stack(nn.Module):
         config = self.config
         # Each layer holds its own view of the registers; the slots are beside the layers.
         tokens = config.layers * config.registers + config.recurrent_slots
-        attention, side = (
-            [part.state_bytes() for part in parts if part is not None]
-            for parts in zip(*self._mechanisms(), strict=True)
-        )
+        attention = [part.state_bytes() for part, _ in self._mechanisms()]
+        side = [carried_bytes(part.memory) for _, part in self._mechanisms() if part is not None]
         if config.thread_depth:
             side = side[:1]  # one state goes through all layers
         if config.extra_keys and not config.carried:

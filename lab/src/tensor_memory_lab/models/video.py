@@ -22,7 +22,6 @@ from tensor_memory import (
     MemoryState,
     PlaceConfig,
     PlaceMemory,
-    PlaceState,
     TensorMemory,
 )
 from tensor_memory_lab.models import Carry
@@ -79,13 +78,6 @@ class VideoModelConfig(VisionConfig):
     def has_places(self) -> bool:
         """Whether the method is one of the place memory's."""
         return self.method in PLACE_METHODS
-
-    def state_bytes(self) -> int:
-        """Bytes of the memory, or of the registers, of one row."""
-        if not self.has_places:
-            return super().state_bytes()
-        state = PlaceState.zeros(self.place, 1, device="meta")
-        return len(self.with_memory) * state.nbytes
 
     def build(self, task: Any) -> VideoModel:
         """The model for a task of clips."""

@@ -17,7 +17,7 @@ from tensor_memory import MemoryResidual, PlaceMemory, TensorMemory
 from tensor_memory_lab.models import Model
 from tensor_memory_lab.models.block import Block
 from tensor_memory_lab.models.config import TransformerConfig
-from tensor_memory_lab.models.side import FLOAT_BYTES, memory_bytes
+from tensor_memory_lab.models.side import FLOAT_BYTES, carried_bytes
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,6 @@ class VisionConfig(TransformerConfig):
     """layer: every memory layer has a state of its own. depth: one state goes through the layers,
     as published; a bidirectional encoder may, a causal one would see the future."""
     gate_init: float = -2.0
-
-    def state_bytes(self) -> int:
-        """Bytes of the memory, or of the registers, of one row."""
-        if self.method == "spatial":
-            return memory_bytes(self.memory, 1 if self.scope == "depth" else len(self.with_memory))
-        return FLOAT_BYTES * self.registers * self.dim if self.method == "registers" else 0
 
 
 C = TypeVar("C", bound=VisionConfig)
@@ -94,7 +88,11 @@ class VisionModel(Model, Generic[C]):
 
     def state_bytes(self) -> int:
         """Bytes of the memory, or of the registers, of one row."""
-        return self.config.state_bytes()
+        c = self.config
+        if c.method == "registers":
+            return FLOAT_BYTES * c.registers * c.dim
+        memories = [layer.memory for layer in self.modules() if isinstance(layer, MemoryResidual)]
+        return sum(map(carried_bytes, memories[:1] if c.scope == "depth" else memories))
 
 
 def waves(rows: int, columns: int, dim: int) -> Tensor:

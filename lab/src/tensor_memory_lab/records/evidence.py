@@ -25,9 +25,8 @@ REGION = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- /table -->)", re.DOTAL
 """A place in a page that a table is written into."""
 
 RUNS = {"study", "where", "except", "each", "like"}
-TABLE = {
-    "rows", "only", "columns", "across", "sort", "titles", "names", "caption", "less",
-}  # fmt: skip
+LAID_OUT = {"rows", "only", "across", "sort", "titles", "names"}
+TABLE = LAID_OUT | {"columns", "caption", "less"}
 DRAWN = {"x", "y", "by", "panels", "x_title", "y_title", "names", "even"}
 
 
@@ -54,18 +53,9 @@ class Evidence:
         own = [value for one in columns if not one.study for value in one.values]
         check_columns(runs, [value for value in own if value != "seeds"])
         lent: dict[str, list[Frame]] = {}
-        lines = table(
-            runs,
-            columns,
-            rows=spec.get("rows", ["label"]),
-            only=spec.get("only"),
-            across=spec.get("across", ""),
-            sort=spec.get("sort", ""),
-            others={one.study: self._study(one.study) for one in columns if one.study},
-            lent=lent,
-            titles=spec.get("titles"),
-            names=spec.get("names"),
-        )
+        others = {one.study: self._study(one.study) for one in columns if one.study}
+        options = {key: spec[key] for key in LAID_OUT & spec.keys()}
+        lines = table(runs, columns, **options, others=others, lent=lent)
         filled = {key for line in lines for key, text in line.items() if text != NOTHING}
         lines = [{key: text for key, text in line.items() if key in filled} for line in lines]
         below = f"\n{caption(runs, lent)}\n" if spec.get("caption", True) else ""

@@ -8,14 +8,13 @@ nothing is added.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from tensor_memory import MemoryResidual, PlaceMemory, TensorMemory
+from tensor_memory import MemoryResidual, PlaceMemory, TensorMemory, memory_disabled
 from tensor_memory_lab.models import Carry
 from tensor_memory_lab.run_config import RunConfig
 from tensor_memory_lab.tasks import Batch, PreparesModel, Sums, Task
@@ -121,7 +120,7 @@ def measure_memory(
         return None
     evaluator.close()  # a captured graph has the memory in it
     layers = memory_use(model, evaluator)
-    with memory_off(model):
+    with memory_disabled(model):
         without = {split: evaluator.split(split) for split in splits[:1]}
     return {"layers": layers, "test_without_memory": without}
 
@@ -159,20 +158,6 @@ def memory_use(model: nn.Module, evaluator: Evaluator) -> list[dict[str, Any]]:
         }
         for name, layer in layers.items()
     ]
-
-
-@contextmanager
-def memory_off(model: nn.Module) -> Iterator[None]:
-    """Inside, the gate of every `MemoryResidual` is shut: σ(γ) = 0 and nothing is added."""
-    gates = [layer.gate for layer in memory_layers(model).values()]
-    before = [gate.detach().clone() for gate in gates]
-    try:
-        for gate in gates:
-            gate.data.fill_(-math.inf)
-        yield
-    finally:
-        for gate, value in zip(gates, before, strict=True):
-            gate.data.copy_(value)
 
 
 def memory_backend(model: nn.Module) -> str | None:
