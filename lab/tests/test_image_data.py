@@ -7,6 +7,9 @@ import pytest
 import torch
 from PIL import Image
 
+from tensor_memory_lab.cli import main
+from tensor_memory_lab.commands.run import run_command
+from tensor_memory_lab.records import read_records
 from tensor_memory_lab.tasks.images import (
     Source,
     chosen_by_hash,
@@ -15,6 +18,7 @@ from tensor_memory_lab.tasks.images import (
     folder_images,
     from_patches,
     load_images,
+    open_images,
     split_images,
     to_patches,
 )
@@ -184,6 +188,59 @@ def test_a_broken_image_is_an_error_that_leaves_no_cache(tmp_path):
     with pytest.raises(ValueError, match=r"Bird_0002\.jpg: expected an image, but it cannot be"):
         load_images(source, cub_images(source), side=32, cache=cache)
     assert list(cache.iterdir()) == []
+
+
+def grey_folder(path, shade):
+    path.mkdir(parents=True)
+    for number in range(8):
+        Image.new("RGB", (32, 32), (shade, number, 0)).save(path / f"{number}.bmp")
+    return path
+
+
+def test_folders_of_like_names_and_sizes_have_pixels_of_their_own(tmp_path):
+    paths = [grey_folder(tmp_path / of / "photos", shade) for of, shade in (("a", 10), ("b", 200))]
+    one, other = (open_images(path, "folder", side=16, cache=tmp_path / "c") for path in paths)
+    assert one.name == other.name == "photos@16px"
+    assert (int(one.store.pixels[0, 0]), int(other.store.pixels[0, 0])) == (10, 200)
+    assert one.assets() != other.assets()
+    again = open_images(paths[0], "folder", side=16, cache=tmp_path / "c")
+    assert again.assets() == one.assets()
+
+
+def test_a_run_is_not_continued_on_other_images_of_the_same_name(tmp_path):
+    def arguments(of):
+        data = ["--task.layout", "folder", "--task.data-dir", str(tmp_path / of / "photos")]
+        data += ["--task.cache-dir", str(tmp_path / "c"), "--task.side", "16", "--task.crop", "8"]
+        data += ["--task.patch", "4", "--model.dim", "8", "--model.heads", "1"]
+        data += ["--model.layers", "1", "--model.memory-layers", "0", "--model.method", "base"]
+        data += ["--budget.steps", "1", "--budget.batch-size", "2", "--quiet", "--device", "cpu"]
+        return ["run", "images", *data, "--output", str(tmp_path / "run")]
+
+    for of, shade in (("a", 10), ("b", 200)):
+        grey_folder(tmp_path / of / "photos", shade)
+    assert main(arguments("a")) == 0
+    (tmp_path / "run" / "result.json").unlink()
+    with pytest.raises(ValueError, match=r"images\.txt: expected what this run's data makes"):
+        run_command([*arguments("b")[1:], "--resume"])
+    assert main([*arguments("a"), "--resume"]) == 0
+    (record,) = read_records([tmp_path / "run"])
+    checksum = record["facts"]["images_checksum"]
+    assert checksum in (tmp_path / "run" / "images.txt").read_text()
+
+
+def test_more_than_8_bits_are_refused_and_a_picture_lying_on_its_side_is_turned(
+    tmp_path, monkeypatch
+):
+    Image.fromarray(np.full((8, 8), 40_000, dtype=np.uint16)).save(tmp_path / "deep.png")
+    with pytest.raises(ValueError, match=r"deep\.png: expected 8 bits per channel, got .* I;16"):
+        decode_image(Source(tmp_path), "deep.png", 8)
+    turned = Image.Exif()
+    turned[274] = 6  # its right side is up
+    Image.new("RGB", (16, 8)).save(tmp_path / "phone.jpg", exif=turned)
+    assert decode_image(Source(tmp_path), "phone.jpg", 8).shape == (16, 8, 3)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+    with pytest.raises(ValueError, match=r"phone\.jpg: expected an image, .* exceeds limit"):
+        decode_image(Source(tmp_path), "phone.jpg", 8)
 
 
 def test_patches_are_cut_in_raster_order_and_put_back():

@@ -46,6 +46,22 @@ def test_a_run_takes_values_by_flag_and_leaves_its_result(capsys):
     assert shown.err == ""
 
 
+def test_a_run_that_diverges_is_in_the_study():
+    arguments = [
+        SIGN,
+        "--optimizer.lr",
+        "1e38",
+        "--budget.steps",
+        "6",
+        "--device",
+        "cpu",
+        "--quiet",
+    ]
+    assert main(["run", *arguments, "--results", "kept.jsonl"]) == 2
+    (record,) = read_records(["kept.jsonl"])
+    assert record["test"] == {"test": {"accuracy": None}}
+
+
 def test_a_run_says_at_its_start_what_to_expect_and_where_to_look(capsys):
     assert main(["run", SIGN, "--device", "cpu", "--output", "here"]) == 0
     header = capsys.readouterr().err.splitlines()

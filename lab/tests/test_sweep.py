@@ -177,7 +177,8 @@ def do_timed_jobs(found: Any, **_: Any) -> Any:
 
 def test_runs_of_equal_time_get_the_steps_that_take_it(monkeypatch):
     monkeypatch.setattr("tensor_memory_lab.commands.sweep_runs.do_jobs", do_timed_jobs)
-    Path("plan.toml").write_text(TRIES + "seconds = 10\n")
+    usual = "set = { 'budget.evaluate-every' = 50, 'budget.test' = true }\n"
+    Path("plan.toml").write_text(TRIES + usual + "seconds = 10\n")
     sweep = ["sweep", "--plan", "plan.toml", "--device", "cpu", "--results", "kept.jsonl"]
     assert main([*sweep, "--jobs", "3"]) == 0
     found = read_records(["kept.jsonl"])

@@ -17,6 +17,7 @@ from tensor_memory import MemoryConfig
 from tensor_memory_lab.commands.report import report_command, report_table
 from tensor_memory_lab.commands.tables import pages_with_tables, tables_command
 from tensor_memory_lab.records import append, write_result
+from tensor_memory_lab.records import figure as figures
 from tensor_memory_lab.records.evidence import Evidence
 from tensor_memory_lab.records.figure import figure
 from tensor_memory_lab.records.store import frame, parts
@@ -416,6 +417,35 @@ def test_the_same_records_draw_the_same_figure(tmp_path, x):
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
+def points(monkeypatch, records, **axes):
+    """What a figure draws of each line: places on the axis, and means."""
+    seen = []
+    monkeypatch.setattr(figures, "_draw", lambda axis, points, *_: seen.append(points))
+    figure(frame(records), "a.svg", **axes)
+    return [(list(one["x"]), list(one["mean"])) for one in seen]
+
+
+def test_a_run_that_diverged_takes_its_point_out_of_a_figure(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    failed = run(seed=2, test={"test": {"accuracy": None}}, curve=[])
+    across = {"x": "parameters", "y": "test.accuracy"}
+    assert points(monkeypatch, seeds(), **across) == [([10.0], [pytest.approx(93)])]
+    assert points(monkeypatch, [*seeds()[:2], failed], **across) == [([], [])]
+    assert points(monkeypatch, seeds(), y="valid.accuracy")[0][0]
+    assert points(monkeypatch, [*seeds()[:2], failed], y="valid.accuracy") == [([], [])]
+
+
+def test_an_axis_of_no_measure_or_no_number_is_refused(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"expected a measure of the learning curves.* valid\.nope"
+    ):
+        figure(frame(seeds()), tmp_path / "a.svg", y="valid.nope")
+    with pytest.raises(ValueError, match=r"model\.method: expected a column of numbers"):
+        figure(frame(seeds()), tmp_path / "a.svg", x="model.method", y="test.accuracy")
+    with pytest.raises(ValueError, match="expected a column of the records, got nothere"):
+        figure(frame(seeds()), tmp_path / "a.svg", x="nothere", y="test.accuracy")
+
+
 @pytest.mark.parametrize("x", ["step", "parameters"])
 def test_a_point_of_a_figure_is_of_runs_that_differ_in_their_seed_alone(tmp_path, x):
     records = [run(seed=seed, task=SignTaskConfig(numbers=2 + seed)) for seed in (0, 1)]
@@ -500,12 +530,12 @@ def test_a_page_is_filled_and_checked(here, capsys):
     command = ["page.md", "--tables", "tables.toml"]
     assert tables_command([*command, "--check"]) == 1
     assert "page.md: the table base is not what the records give" in capsys.readouterr().err
-    assert tables_command([*command, "--figures", "."]) == 0
+    assert tables_command([*command, "--figures", "drawn"]) == 0
     assert page.read_text() == (
         "A\n\n<!-- table: base -->\n\n| method | accuracy |\n| :-- | --: |\n"
         "| base | 93.0 ± 4.3 % |\n\n<!-- /table -->\n\nB\n"
     )
-    assert sorted(path.name for path in Path().glob("curves*")) == [
+    assert sorted(path.name for path in Path("drawn").iterdir()) == [
         "curves-dark.png",
         "curves-light.png",
     ]
@@ -528,7 +558,13 @@ def test_a_page_is_filled_and_checked(here, capsys):
     declared.write_text('[figure.curves]\nstudy = "signs"\nonly = { method = "base" }\n')
     page.write_text("")
     with pytest.raises(ValueError, match="figure 'curves': unknown only; known are"):
-        tables_command([*command, "--figures", "."])
+        tables_command([*command, "--figures", "drawn"])
+    declared.write_text('[figure.curves]\nstudy = "signs"\n')
+    with pytest.raises(ValueError, match="figure 'curves': expected y in it"):
+        tables_command([*command, "--figures", "drawn"])
+    declared.write_text("[figure.curves\n")
+    with pytest.raises(ValueError, match=r"tables\.toml: expected TOML \(.*; mend it there"):
+        tables_command(command)
     with pytest.raises(FileNotFoundError, match=r"lab/tables\.toml: .* a clone .* --tables FILE"):
         tables_command(["page.md"])
 

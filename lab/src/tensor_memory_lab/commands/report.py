@@ -62,7 +62,6 @@ def report_command(arguments: Sequence[str]) -> int:
         metric = str(runs["metric"].iloc[0])
         x = options.x or "step"
         y = options.y or f"{'valid' if x == 'step' else options.split or 'test'}.{metric}"
-        check_columns(runs, [] if x == "step" else [x, y])
         several = [*options.by, *_settings(runs)]
         several += ["recipe"] if runs["recipe"].nunique() > 1 else []
         panels = [name for name in dict.fromkeys(several) if name != x]

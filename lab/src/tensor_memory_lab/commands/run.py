@@ -37,9 +37,10 @@ def run_command(arguments: Sequence[str]) -> int:
     recipe = find_recipe(arguments[0])
     # Imported here, since torch takes seconds: a wrong name and --help are told at once.
     from tensor_memory_lab.commands.arguments import parse_run
-    from tensor_memory_lab.records import append, declared, run_name
+    from tensor_memory_lab.records import append, declared, read_result, run_name
     from tensor_memory_lab.records.store import check_study
     from tensor_memory_lab.train import RunOptions, train
+    from tensor_memory_lab.train.record import DivergedError
 
     config, settings = parse_run(recipe, arguments[1:])
     folder = settings.output or RUNS / run_name(config)
@@ -49,20 +50,23 @@ def run_command(arguments: Sequence[str]) -> int:
     speaks = os.environ.get("RANK", "0") == "0"  # of the processes that a launcher started
     if speaks and not settings.quiet:
         _print_header(recipe, config, settings.device, folder)
-    record = train(
-        config,
-        RunOptions(
-            output=folder,
-            resume=settings.resume,
-            from_previous=settings.from_previous,
-            trackers=settings.tracker,
-            device=settings.device,
-            shared_device=settings.shared_device,
-            keep_checkpoints=settings.keep_checkpoints,
-            quiet=settings.quiet,
-            declared=declared(config, recipe(), recipe.settings, recipe.method),
-        ),
+    options = RunOptions(
+        output=folder,
+        resume=settings.resume,
+        from_previous=settings.from_previous,
+        trackers=settings.tracker,
+        device=settings.device,
+        shared_device=settings.shared_device,
+        keep_checkpoints=settings.keep_checkpoints,
+        quiet=settings.quiet,
+        declared=declared(config, recipe(), recipe.settings, recipe.method),
     )
+    try:
+        record = train(config, options)
+    except DivergedError:  # it counts among its seeds
+        if speaks and settings.results is not None:
+            append(settings.results, read_result(folder / "result.json"))
+        raise
     if not record["finished"]:  # the loop has said how to go on
         return 130
     if speaks:

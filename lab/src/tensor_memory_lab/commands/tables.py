@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tensor_memory_lab.files import write_text
+from tensor_memory_lab.files import make_folder, write_text
 from tensor_memory_lab.records.evidence import REGION, Evidence
 
 
@@ -27,6 +27,7 @@ def tables_command(argv: Sequence[str]) -> int:
             print(f"{page}: {len(pairs)} tables, {len(changed)} of them changed")
         stale += [f"{page}: the table {name} is not what the records give" for name in changed]
     if options.figures is not None:
+        make_folder(options.figures, "figures")
         for path in evidence.figures(options.figures):
             print(path)
     if options.check and stale:
@@ -40,7 +41,8 @@ def tables_command(argv: Sequence[str]) -> int:
 def pages_with_tables(root: Path) -> list[Path]:
     """The README and the pages below docs that have tables."""
     pages = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
-    return [page for page in pages if REGION.search(page.read_text(encoding="utf-8"))]
+    there = [page for page in pages if page.is_file()]
+    return [page for page in there if REGION.search(page.read_text(encoding="utf-8"))]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -133,15 +133,26 @@ def _tried(stage: Stage) -> Stage:
     over = dict(stage.tries) | dict(stage.over) | {"seed": [SEED]}
     flags = stage.flags if stage.tried is None else stage.tried
     over |= {"budget.test": ["False"]}  # whatever the runs that count do
-    flags = [flag for flag in flags if field_name(flag) != "budget.test"]
+    flags = _without(flags, {"budget.test"})
     # Of a run that is dropped, the choice would take the next one's value.
     return replace(stage, over=over, flags=flags, tries={}, tried=None, seconds=None, distinct=True)
 
 
 def _timed(stage: Stage) -> Stage:
     short = {"budget.steps": [TIMED_STEPS], "budget.evaluate-every": [TIMED_STEPS]}
-    over = dict(stage.over) | short | {"seed": [SEED], "budget.test": ["False"]}
-    return replace(stage, over=over, tries={}, seconds=None)
+    short |= {"seed": [SEED], "budget.test": ["False"]}
+    flags = _without(stage.flags, short)
+    return replace(stage, over=dict(stage.over) | short, flags=flags, tries={}, seconds=None)
+
+
+def _without(flags: Sequence[str], fields: Collection[str]) -> list[str]:
+    """Flags but those of these fields, the words of their values among them."""
+    kept, dropped = [], False
+    for word in flags:
+        if word.startswith("--"):
+            dropped = field_name(word) in fields
+        kept += [] if dropped else [word]
+    return kept
 
 
 def _choose(stage: Stage, find: Find) -> Stage:

@@ -135,10 +135,9 @@ class GatedConvolution(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.dim = dim
-        bound = KERNEL_SIZE**-0.5  # as `nn.Conv1d` starts
-        # A token's own comes last.
-        self.taps = nn.Parameter(torch.empty(KERNEL_SIZE, dim).uniform_(-bound, bound))
-        self.bias = nn.Parameter(torch.empty(dim).uniform_(-bound, bound))
+        # A token's own comes last. `initialise` draws them, as every weight of the model.
+        self.taps = nn.Parameter(torch.zeros(KERNEL_SIZE, dim))
+        self.bias = nn.Parameter(torch.zeros(dim))
         self.project = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:

@@ -9,6 +9,7 @@ rates from 1e-3 to 10^-1.5 are tried for every method. What differs from zoology
 - the rate falls at every step, there once an epoch;
 - matrices alone have weight decay, there all weights;
 - rates and weights are chosen on rows of their own, there on the test set, and no run stops early;
+- the convolution's weights start from N(0, 0.02²) and 0, there as those of `nn.Conv1d`;
 - the last batch of a part is filled up with its first rows, there it is smaller;
 - the bytes of the state are chosen apart from the width.
 """

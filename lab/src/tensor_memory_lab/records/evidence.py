@@ -39,8 +39,10 @@ class Evidence:
                 f"{declarations}: no such file; expected the declarations of tables. Run this in a "
                 "clone of the repository, or name pages, --tables FILE and --results FOLDER"
             )
-        with declarations.open("rb") as file:
-            self.declared = tomllib.load(file)
+        try:
+            self.declared = tomllib.loads(declarations.read_text(encoding="utf-8"))
+        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ValueError(f"{declarations}: expected TOML ({error}); mend it there") from error
         self.file, self.results = declarations, results
         self._studies: dict[tuple[str, str], Frame] = {}
 
@@ -96,6 +98,11 @@ class Evidence:
             raise ValueError(
                 f"{self.file}, {kind} {name!r}: unknown {', '.join(unknown)}; known are "
                 f"{', '.join(sorted(known))}"
+            )
+        if missing := {"study", "columns" if kind == "table" else "y"} - spec.keys():
+            raise ValueError(
+                f"{self.file}, {kind} {name!r}: expected {' and '.join(sorted(missing))} in it, or "
+                "in one that it is `like`"
             )
         return spec
 

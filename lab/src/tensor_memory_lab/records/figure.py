@@ -16,7 +16,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from tensor_memory_lab.files import write_whole
-from tensor_memory_lab.records.table import Frame, check_alike, interval
+from tensor_memory_lab.records.table import Frame, check_alike, check_columns, interval
 from tensor_memory_lab.records.text import bytes_text, is_percent, order_key, short_name, value_text
 
 COLOURS = (
@@ -83,6 +83,7 @@ def figure(
         even: lines of one width, where none covers another.
         theme: "light", on white, or "dark".
     """
+    check_columns(runs, [by, *panels, *([] if x == "step" else [x, y])])
     keys = [tuple(value_text(run[name]) for name in panels) for _, run in runs.iterrows()]
     order = sorted(dict.fromkeys(keys), key=lambda key: [order_key(part) for part in key])
     looks = _looks(runs, by, theme)
@@ -196,11 +197,14 @@ def spread(wanted: Sequence[float], apart: float) -> list[float]:
 
 
 def _points(runs: Frame, x: str, y: str, where: str) -> Frame:
-    """Mean, lower and upper end at every place on the axis that all seeds have come to."""
+    """Mean, lower and upper end at every place on the axis that all seeds have come to.
+
+    One that diverged has come to none: a mean of the others would hide it.
+    """
     if x == "step":
         check_alike(where, runs)
     else:
-        runs = runs[runs[y].notna()]
+        runs = runs[runs[y].notna().groupby(runs[x]).transform("all")]
         for at, some in runs.groupby(x):
             check_alike(f"{where}, {x} {value_text(at)}", some)
     scale = 100.0 if is_percent(y) else 1.0
@@ -213,14 +217,23 @@ def _points(runs: Frame, x: str, y: str, where: str) -> Frame:
                 if measures.get(measure) is not None:
                     found.setdefault(entry["step"], []).append(scale * measures[measure])
         else:
-            found.setdefault(float(run[x]), []).append(scale * float(run[y]))
-    most = max((len(values) for values in found.values()), default=0)
-    points = {at: interval(v) for at, v in found.items() if x != "step" or len(v) == most}
+            found.setdefault(_number(run, x), []).append(scale * _number(run, y))
+    if x == "step" and runs["curve"].astype(bool).any() and not found:
+        raise ValueError(
+            f"{where}: expected a measure of the learning curves, such as valid.loss, got {y}"
+        )
+    points = {at: interval(v) for at, v in found.items() if x != "step" or len(v) == len(runs)}
     rows = [(at, m, m - (half or 0.0), m + (half or 0.0)) for at, (m, half) in points.items()]
     ends = pd.DataFrame(rows, columns=["x", "mean", "low", "high"], dtype=float).sort_values("x")
     if is_percent(y):  # an interval of a share may leave what a share can be
         ends[["low", "high"]] = ends[["low", "high"]].clip(0, 100)
     return ends
+
+
+def _number(run: Any, name: str) -> float:
+    if isinstance(run[name], str | bool):
+        raise ValueError(f"{name}: expected a column of numbers for an axis, got {run[name]!r}")
+    return float(run[name])
 
 
 def _draw(

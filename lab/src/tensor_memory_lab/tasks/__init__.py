@@ -82,7 +82,7 @@ class Task(Protocol):
 
 @runtime_checkable
 class KeepsAssets(Protocol):
-    """A task whose runs are of no use without something of its own, such as a vocabulary."""
+    """A task whose runs keep something of its own, such as a vocabulary; others' is refused."""
 
     def assets(self) -> dict[str, str]:
         """Text files by name, written into the run's folder."""

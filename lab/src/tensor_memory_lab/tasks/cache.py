@@ -36,7 +36,7 @@ def cached_array(
     sizes: Mapping[str, int],
     make: Callable[[Path], dict[str, Any]],
 ) -> tuple[np.ndarray, dict[str, Any]]:
-    """The array for a key and its facts, from `folder` or made now.
+    """The array for a key, and its facts with its checksum, from `folder` or made now.
 
     Of several processes that want the same array, one makes it and the others wait.
 
@@ -127,7 +127,9 @@ def _open(
     if found != expected:
         raise ValueError(f"{array}: expected the checksum {expected}, got {found}; {remedy}")
     # Copy on write: torch warns about arrays that it may not write to, and nobody writes here.
-    return np.load(array, mmap_mode="c", allow_pickle=False), description["facts"]
+    return np.load(array, mmap_mode="c", allow_pickle=False), description["facts"] | {
+        "checksum": found
+    }
 
 
 def _checksum(path: Path) -> str:

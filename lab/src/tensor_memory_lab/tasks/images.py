@@ -213,11 +213,13 @@ class ImageStore:
     width: Tensor
     row: dict[str, int]
     """Image id to its place."""
+    checksum: str
+    """Of the decoded pixels."""
 
     def to(self, device: torch.device) -> ImageStore:
         """The same images on a device."""
         moved = (t.to(device) for t in (self.pixels, self.start, self.height, self.width))
-        return ImageStore(*moved, row=self.row)
+        return ImageStore(*moved, row=self.row, checksum=self.checksum)
 
     def crops(self, rows: Tensor, size: int, at: Tensor, flip: Tensor) -> Tensor:
         """Square crops (B, 3, size, size) uint8.
@@ -239,9 +241,17 @@ class ImageStore:
 
 
 def load_images(
-    source: Source, images: Sequence[ImageFile], *, side: int, cache: str | os.PathLike[str]
+    source: Source,
+    images: Sequence[ImageFile],
+    *,
+    side: int,
+    cache: str | os.PathLike[str],
+    apart: bool = False,
 ) -> ImageStore:
-    """All images of a source with their short side at `side`, decoded now or found in `cache`."""
+    """All images of a source with their short side at `side`, decoded now or found in `cache`.
+
+    `apart`: not taken from another path's, whose files may have the same names.
+    """
     files = [image.path for image in images]
 
     def make(path: Path) -> dict[str, Any]:
@@ -256,7 +266,9 @@ def load_images(
         }
 
     sizes = {name: source.sizes[name] for name in files}
-    key = {"short_side": side, "files": files}
+    key: dict[str, Any] = {"short_side": side, "files": files}
+    if apart:
+        key["source"] = str(source.path.resolve())
     pixels, facts = cached_array(cache, "images", key, sizes, make)
     height, width = torch.tensor(facts["heights"]), torch.tensor(facts["widths"])
     area = height * width
@@ -266,6 +278,7 @@ def load_images(
         height=height,
         width=width,
         row={image.id: i for i, image in enumerate(images)},
+        checksum=facts["checksum"],
     )
 
 
@@ -292,6 +305,10 @@ class Images:
         """The same images on a device."""
         return replace(self, store=self.store.to(device))
 
+    def assets(self) -> dict[str, str]:
+        """For the folder of a run, which is resumed with the same images alone."""
+        return {"images.txt": f"{self.name}, checksum of the pixels {self.store.checksum}\n"}
+
 
 def open_images(
     path: str | os.PathLike[str],
@@ -314,7 +331,7 @@ def open_images(
         source = Source(path)
         images = folder_images(source, test_fraction=test_fraction)
         name = source.path.stem.lower()
-    store = load_images(source, images, side=side, cache=cache)
+    store = load_images(source, images, side=side, cache=cache, apart=layout != "cub")
     splits = split_images(images, valid_fraction=valid_fraction)
     ids = {split: [image.id for image in part] for split, part in splits.items()}
     return Images(f"{name}@{side}px", store, ids)
@@ -322,12 +339,17 @@ def open_images(
 
 def decode_image(source: Source, name: str, side: int) -> np.ndarray:
     """One image as (H, W, 3) uint8 with min(H, W) = side; a broken file is an error."""
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     try:
         with source.open(name) as file, Image.open(file) as image:
-            image = image.convert("RGB")
-    except (OSError, SyntaxError) as error:  # Pillow's names for what it cannot read
+            if image.mode[:1] in "IF":  # Pillow would cut them off at 255
+                raise ValueError(
+                    f"{source.path / name}: expected 8 bits per channel, got Pillow's mode "
+                    f"{image.mode}; convert it, as with ImageMagick's `-depth 8`"
+                )
+            image = ImageOps.exif_transpose(image).convert("RGB")
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:  # what Pillow refuses
         raise ValueError(
             f"{source.path / name}: expected an image, but it cannot be decoded ({error}); "
             "take the file from the original archive again"

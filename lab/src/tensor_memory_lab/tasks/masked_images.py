@@ -179,10 +179,15 @@ class MaskedImages(Task):
         loss = self.loss(outputs, batch) * rows
         return {"loss": (loss, rows)} | {k: (v.double().sum(), rows) for k, v in found.items()}
 
+    def assets(self) -> dict[str, str]:
+        """Which images it was trained on."""
+        return self.source.assets()
+
     def facts(self) -> dict[str, Any]:
         """Sizes and what the measures are over."""
         return {
             "images": {split: len(part) for split, part in self.ids.items()},
+            "images_checksum": self.store.checksum,
             "crop": self.config.crop,
             "patch": self.config.patch,
             "patches": self.patches,

@@ -360,6 +360,7 @@ class World(Task):
         c = self.config
         return {
             "images": {split: len(ids) for split, ids in self.images[1].ids.items()},
+            "images_checksum": self.images[1].store.checksum,
             "resident_bytes": self.images[1].store.pixels.numel(),
             "glimpses": c.glimpses,
             "far": f"last seen more than {FAR} glimpses ago, very far {VERY_FAR}",
@@ -368,6 +369,10 @@ class World(Task):
             "psnr": "dB of the error averaged over all glimpses of a kind",
             "lookup": "copies the nearest earlier glimpse, moved by the pixels between",
         }
+
+    def assets(self) -> dict[str, str]:
+        """Which images it was trained on."""
+        return self.images[1].assets()
 
     def _rows(self, split: str) -> int:
         """Walks of an evaluation split: fewer of those that take longer."""
