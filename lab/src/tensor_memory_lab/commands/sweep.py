@@ -46,8 +46,8 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="FIELD=A,B",
         help="values of which every combination gets the best, tried with seed 0 and chosen on "
-        "the validation split; needs other seeds (--over seed=1,2,3). The records of the runs say "
-        "what was tried",
+        "the validation split; needs other seeds (--over seed=1,2,3). Their records in "
+        "--results say what was tried",
     )
     parser.add_argument("--plan", type=Path, help="a TOML file with stages of grids")
     parser.add_argument(
