@@ -7,7 +7,14 @@ import torch
 from torch import nn
 
 from memories import DIM, OPTIONS, make_marks, make_memory, make_state, make_tokens
-from tensor_memory import LeakReport, MemoryConfig, MemoryResidual, TensorMemory, find_leak
+from tensor_memory import (
+    LeakReport,
+    MemoryConfig,
+    MemoryResidual,
+    PlaceMemory,
+    TensorMemory,
+    find_leak,
+)
 
 WIDTH, IDS, LENGTH = 8, 11, 13
 CONFIG = MemoryConfig(channels=4, grid=(3, 3), chunk_size=2)
@@ -199,6 +206,21 @@ def test_a_model_that_draws_random_numbers_draws_the_same_each_time():
     assert not report
     assert report.noise == 0
     assert find_leak(lambda x: x + torch.randn_like(x) + 1e-9 * x.mean(1, keepdim=True), x)
+
+
+def test_a_model_that_keeps_a_state_between_calls_is_judged_from_one_state():
+    class Agent(nn.Module):
+        def __init__(self, ahead):
+            super().__init__()
+            self.memory, self.state, self.ahead = MemoryResidual(PlaceMemory(8)), None, ahead
+
+        def forward(self, x):
+            m, self.state = self.memory(x, self.state)
+            return m + 1e-3 * self.ahead * x.flip(1).cumsum(1).flip(1)
+
+    x = make_tokens(1, 16, 8)
+    assert not find_leak(Agent(0), x)
+    assert find_leak(Agent(1), x)
 
 
 def test_dropout_is_off_and_every_mode_and_random_state_is_given_back(ids):

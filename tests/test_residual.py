@@ -88,6 +88,19 @@ def test_garbage_under_the_mask_reaches_no_gradient():
     assert all(torch.equal(clean, dirty) for clean, dirty in zip(*grads, strict=True))
 
 
+def test_a_layer_made_on_meta_is_drawn_by_reset_parameters():
+    with torch.device("meta"):
+        layer = MemoryResidual(TensorMemory(DIM, OPTIONS["paper"]), gate_init=-2.0)
+    layer.to_empty(device="cpu")
+    for parameter in layer.parameters():
+        parameter.data.fill_(float("nan"))
+    for module in layer.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    assert not any(parameter.isnan().any() for parameter in layer.parameters())
+    assert layer.gate.item() == -2
+
+
 def test_zero_init_is_the_identity_at_first():
     layer = MemoryResidual(TensorMemory(DIM, OPTIONS["paper"], zero_init=True), dropout=0.3)
     x = make_tokens(2, 7, DIM, dtype=torch.float32)

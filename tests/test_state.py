@@ -143,9 +143,10 @@ def test_reset_empties_the_rows_named_and_no_other(rows):
     [
         (torch.tensor([0.0, 1.0, 0.0]), TypeError, r"got torch.float32; .* marks .* \.bool\("),
         (torch.tensor([0, 1, 0]), ValueError, r"got \[0, 1, 0\]; convert marks .* \.bool\(\)"),
+        (torch.tensor([0], dtype=torch.uint8), TypeError, r"got torch.uint8; .* \.bool\("),
         ([2, 2], ValueError, r"got \[2, 2\]; convert marks"),
     ],
-    ids=["floats", "whole numbers", "a row twice"],
+    ids=["floats", "whole numbers", "bytes", "a row twice"],
 )
 def test_marks_of_ended_episodes_are_not_taken_for_row_indices(rows, error, message):
     with pytest.raises(error, match=rf"^MemoryState.reset: expected .*{message}"):

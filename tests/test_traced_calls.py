@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 from memories import OPTIONS
 from tensor_memory import MemoryConfig, MemoryResidual, PlaceConfig, PlaceMemory, TensorMemory
@@ -102,6 +103,34 @@ def test_one_graph_takes_every_mark(name, number):
     (m, after, grads), (expected, end, right) = run(compiled), run(layer)
     assert_same(m, expected)
     for mine, theirs in zip((*grads, *leaves(after)), (*right, *leaves(end)), strict=True):
+        assert_same(mine, theirs, torch.float32)
+
+
+def test_one_graph_takes_calls_of_every_length_in_one_chunk():
+    torch.compiler.reset()
+    graphs = CompileCounter()
+    layer = MemoryResidual(PlaceMemory(DIM, PlaceConfig(channels=4, heads=2)))
+    compiled = torch.compile(layer, backend=graphs)
+    with torch.no_grad():
+        for tokens in (2, 4, 6, 8, 12, 20):
+            x = torch.randn(2, tokens, DIM)
+            assert_same(compiled(x)[0], layer(x)[0], torch.float32)
+    assert graphs.frame_count <= 2  # of one length, and then of any
+
+
+@pytest.mark.parametrize("name", ["paper", "gaussian places"])
+def test_an_exported_layer_is_saved_loaded_and_called_with_its_state(name, tmp_path):
+    layer = MemoryResidual(build(name)).eval().requires_grad_(False)
+    x = torch.randn(2, 1, DIM)
+    _, state = layer(x)
+    program = torch.export.export(layer, (x, state))
+    program.example_inputs = None  # would be pickled
+    torch.export.save(program, tmp_path / "step.pt2")
+    loaded = torch.export.load(tmp_path / "step.pt2").module()
+    m, after = loaded(x, state)
+    expected, end = layer(x, state)
+    assert_same(m, expected, torch.float32)
+    for mine, theirs in zip(leaves(after), leaves(end), strict=True):
         assert_same(mine, theirs, torch.float32)
 
 

@@ -396,5 +396,7 @@ pytree.register_pytree_node(
     _children,
     _from_children,
     serialized_type_name="tensor_memory.PlaceState",
+    to_dumpable_context=list,
+    from_dumpable_context=tuple,
     flatten_with_keys_fn=_named_children,
 )

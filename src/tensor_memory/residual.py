@@ -98,7 +98,8 @@ class MemoryResidual(nn.Module):
         else:
             self.__dict__["memory"] = memory  # nn.Module registers what it is given by name
         self.norm = nn.LayerNorm(memory.dim) if norm else nn.Identity()
-        self.gate = nn.Parameter(torch.tensor([float(gate_init)]))
+        self.gate_init = float(gate_init)
+        self.gate = nn.Parameter(torch.tensor([self.gate_init]))
         self.dropout, self.drop_path = dropout, drop_path
         self.disabled = False  # inside `memory_disabled`
 
@@ -108,6 +109,10 @@ class MemoryResidual(nn.Module):
             self.__dict__[name] = value
         else:
             super().__setattr__(name, value)
+
+    def reset_parameters(self) -> None:
+        """Set the gate to its start; memory and norm have methods of their own."""
+        nn.init.constant_(self.gate, self.gate_init)
 
     def extra_repr(self) -> str:  # noqa: D102
         return f"dropout={self.dropout}, drop_path={self.drop_path}"

@@ -379,7 +379,7 @@ def chosen_rows(method: str, rows: Tensor | Sequence[int], state: Tensor) -> Ten
     """
     B, chosen = state.shape[0], _as_tensor(method, rows, state, "row")
     if chosen.dtype != torch.bool:
-        if chosen.numel() and chosen.is_floating_point():
+        if chosen.numel() and (chosen.is_floating_point() or chosen.dtype == torch.uint8):
             raise TypeError(
                 f"{method}: expected row indices or a (B,) bool mask, got {chosen.dtype}; "
                 "convert marks per row with .bool(), indices with .long()"

@@ -339,6 +339,46 @@ def test_positions_of_three_axes_that_a_host_makes_are_those_of_one_document() -
         model(x, position_ids=falling)
 
 
+def test_one_position_for_all_tokens_that_a_host_makes_starts_no_document() -> None:
+    """A Decision Transformer hands its GPT-2 zeros: tokens know the time by other means."""
+    config = transformers.DecisionTransformerConfig(
+        state_dim=2, act_dim=2, hidden_size=WIDTH, n_layer=1, n_head=2
+    )
+    model: Any = transformers.DecisionTransformerModel(config)
+    seen = watch(attach(model, SMALL))
+    model(
+        states=torch.randn(1, 4, 2), actions=torch.randn(1, 4, 2), rewards=torch.randn(1, 4, 1),
+        returns_to_go=torch.randn(1, 4, 1), timesteps=torch.arange(4)[None],
+    )  # fmt: skip
+    assert seen
+    assert not any(reset is not None and reset.any() for _, reset in seen)
+
+
+def test_the_padding_mask_of_an_attention_of_torch_nn_is_found() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+        def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+            return x + self.attention(x, x, x, key_padding_mask, need_weights=False)[0]
+
+    class Host(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Block() for _ in range(2))
+
+        def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+            for layer in self.layers:
+                x = layer(x, key_padding_mask=key_padding_mask)
+            return x
+
+    model, x = Host().double(), torch.randn(1, 6, WIDTH, dtype=torch.float64)
+    attach(model, SMALL, layers="layers.*")
+    padding = torch.tensor([[True, True, False, False, False, False]])
+    assert_same(model(x, key_padding_mask=padding)[:, 2:], model(x[:, 2:]))
+
+
 def test_the_first_real_token_of_a_call_starts_no_document() -> None:
     """Whatever stands in the padding before it."""
     model: Any = mistral(window=1).double().eval()

@@ -312,8 +312,8 @@ def _tokens(values: Iterable[Any]) -> tuple[int, ...] | None:
 
 
 def _padding(given: ArgumentOf) -> Tensor | None:
-    """The mask of an encoder of torch.nn, or of a decoder, or XLNet's."""
-    names = ("src_key_padding_mask", "tgt_key_padding_mask", "input_mask")
+    """The mask of an encoder of torch.nn, of a decoder, of its attention, or XLNet's."""
+    names = ("src_key_padding_mask", "tgt_key_padding_mask", "key_padding_mask", "input_mask")
     return next((mask for mask in map(given, names) if _tensor(mask, (1, 2)) is not None), None)
 
 

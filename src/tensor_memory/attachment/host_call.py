@@ -201,7 +201,10 @@ class HostCall:
             by_caller = self.levels[0][1].positions is not None
             # The positions of several axes that a host makes itself are those of one document.
             if positions.ndim < 3 or by_caller:
-                found.append(document_starts(positions, mask, B, N))
+                starts = document_starts(positions, mask, B, N)
+                if starts is not None and not by_caller:  # nor does one place for all pack any
+                    starts = starts & (positions.diff() > 0).any(-1, keepdim=True)
+                found.append(starts)
         documents, same = self._innermost("documents")
         if documents is not None and same:
             found.append(changes(documents, B, N))

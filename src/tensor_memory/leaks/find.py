@@ -80,20 +80,25 @@ def find_leak(
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices=devices), torch.inference_mode(False), _eval_mode(model):
         subject, given, precision = _choose_precision(model, example)
-        gradients, gradient_note = _gradients(subject, given, places, seed)
+
+        def fresh() -> Callable[..., Any]:
+            """What a call leaves in a copy, such as a state, the next one does not see."""
+            return subject if subject is model else copy.deepcopy(subject)
+
+        gradients, gradient_note = _gradients(fresh(), given, places, seed)
         with torch.no_grad():
-            base = _run(subject, given, seed)
+            base = _run(fresh(), given, seed)
             if base.isnan().any():
                 raise ValueError(
                     "model: expected outputs that are numbers, got NaN, which cannot be seen to "
                     "move; give an example on which the model works"
                 )
             noise = max(
-                _change(_run(subject, given, seed), base).max().item() for _ in range(REPEATS)
+                _change(_run(fresh(), given, seed), base).max().item() for _ in range(REPEATS)
             )
             generator = torch.Generator().manual_seed(seed)
             changes = [
-                _change(_run(subject, _replaced(given, cut, ids, generator), seed), base)
+                _change(_run(fresh(), _replaced(given, cut, ids, generator), seed), base)
                 for cut in places
             ]
     reports = map(_report, places, changes, gradients, [noise] * len(places))
@@ -136,7 +141,7 @@ def _choose_precision(
     try:
         subject = copy.deepcopy(model).double()
         with torch.no_grad():
-            subject(double)
+            copy.deepcopy(subject)(double)
     except Exception as error:  # kernels refuse a type in many ways, by an assertion too
         # What fails for another reason fails again below, on the model as it came.
         reason = str(error).partition("\n")[0]

@@ -75,6 +75,9 @@ def scan(inputs: PlaceInputs) -> tuple[Tensor, Tensor]:
     sparse = is_sparse(inputs)
     reads = [inputs.content.new_zeros(inputs.content[:, :0].shape)]
     step, at_once = (_sparse_block if sparse else _dense_block), _at_once(inputs, sparse)
+    if 0 < N <= at_once:  # without a loop: a compiled graph then serves any such N
+        read, state = step(inputs, state)
+        return read, state.view(inputs.state.shape)
     for start in range(0, N, at_once):
         read, state = step(inputs.tokens(start, min(N, start + at_once)), state)
         reads.append(read)
