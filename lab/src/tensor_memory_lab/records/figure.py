@@ -209,16 +209,18 @@ def _points(runs: Frame, x: str, y: str, where: str) -> Frame:
             check_alike(f"{where}, {x} {value_text(at)}", some)
     scale = 100.0 if is_percent(y) else 1.0
     found: dict[float, list[float]] = {}
+    known = x != "step" or not runs["curve"].astype(bool).any()
     for _, run in runs.iterrows():
         if x == "step":
             split, _, measure = y.rpartition(".")
             for entry in run["curve"]:
                 measures = entry if not split else entry.get(split) or {}
+                known |= measure in measures
                 if measures.get(measure) is not None:
                     found.setdefault(entry["step"], []).append(scale * measures[measure])
         else:
             found.setdefault(_number(run, x), []).append(scale * _number(run, y))
-    if x == "step" and runs["curve"].astype(bool).any() and not found:
+    if not known:
         raise ValueError(
             f"{where}: expected a measure of the learning curves, such as valid.loss, got {y}"
         )
