@@ -108,6 +108,16 @@ def test_a_memory_without_a_residual_is_saved_too(tmp_path: Path):
     assert torch.equal(first["m"](X)[0], second["m"](X)[0])  # type: ignore[operator]
 
 
+def test_another_grid_of_built_in_places_is_told_how_to_get_there(tmp_path: Path):
+    small, large = (
+        nn.ModuleDict({"m": PlaceMemory(DIM, PlaceConfig(grid=(n, n)))}) for n in (4, 8)
+    )
+    save_memory(small, tmp_path)
+    remedy = r"build the model with the config .* take memory\.resized\(\[8, 8\]\)"
+    with pytest.raises(ValueError, match=remedy):
+        load_memory(large, tmp_path)
+
+
 @pytest.mark.parametrize("kind", [TensorMemory, PlaceMemory])
 def test_a_memory_and_a_residual_around_one_are_told_apart(tmp_path: Path, kind: Any):
     config = CONFIG if kind is TensorMemory else PLACES

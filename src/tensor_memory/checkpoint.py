@@ -15,6 +15,7 @@ from tensor_memory.attachment import Attachment, memory_inside, memory_layers
 from tensor_memory.attachment.hooks import NAME
 from tensor_memory.attachment.overrides import FILES, MEMORY_FILE
 from tensor_memory.build import AnyConfig
+from tensor_memory.config import PlaceConfig
 from tensor_memory.files import checked_path, load_tensors, read_json, save_tensors, write_text
 from tensor_memory.residual import MemoryResidual
 from tensor_memory.wording import counted
@@ -246,12 +247,16 @@ def _require_same(
         config = _config(values, kind, folder / DESCRIPTION).to_dict()
         differing = [n for n in expected if n not in _HOW and config[n] != expected[n]]
         if differing:
-            places = " and where=, which names its places"
+            how = "attach" if attached else "build the model"
+            remedy = f"{how} with the config it was saved with"
+            if attached and config.get("places") in ("given", "offset"):
+                remedy += " and where=, which names its places"
+            if differing == ["grid"] and kind is PlaceConfig and not attached:
+                remedy += f", and then take memory.resized({expected['grid']})"
             raise ValueError(
                 f"{folder}: expected a memory of this model's config, got one with "
                 + ", ".join(f"{n} {config[n]!r} (here {expected[n]!r})" for n in differing)
-                + "; attach with the config it was saved with"
-                + (places if config.get("places") in ("given", "offset") else "")
+                + f"; {remedy}"
             )
 
 
