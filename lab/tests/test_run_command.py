@@ -47,17 +47,8 @@ def test_a_run_takes_values_by_flag_and_leaves_its_result(capsys):
 
 
 def test_a_run_that_diverges_is_in_the_study():
-    arguments = [
-        SIGN,
-        "--optimizer.lr",
-        "1e38",
-        "--budget.steps",
-        "6",
-        "--device",
-        "cpu",
-        "--quiet",
-    ]
-    assert main(["run", *arguments, "--results", "kept.jsonl"]) == 2
+    arguments = ["run", SIGN, "--optimizer.lr", "1e38", "--budget.steps", "6", "--quiet"]
+    assert main([*arguments, "--device", "cpu", "--results", "kept.jsonl"]) == 2
     (record,) = read_records(["kept.jsonl"])
     assert record["test"] == {"test": {"accuracy": None}}
 

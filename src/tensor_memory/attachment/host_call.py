@@ -202,7 +202,7 @@ class HostCall:
             # The positions of several axes that a host makes itself are those of one document.
             if positions.ndim < 3 or by_caller:
                 starts = document_starts(positions, mask, B, N)
-                if starts is not None and not by_caller:  # nor does one place for all pack any
+                if starts is not None and not by_caller:  # one position for all packs nothing
                     starts = starts & (positions.diff() > 0).any(-1, keepdim=True)
                 found.append(starts)
         documents, same = self._innermost("documents")

@@ -82,7 +82,7 @@ def find_leak(
         subject, given, precision = _choose_precision(model, example)
 
         def fresh() -> Callable[..., Any]:
-            """What a call leaves in a copy, such as a state, the next one does not see."""
+            """A copy for one call: a state that the call leaves in it reaches no other call."""
             return subject if subject is model else copy.deepcopy(subject)
 
         gradients, gradient_note = _gradients(fresh(), given, places, seed)
