@@ -565,6 +565,7 @@ def test_a_page_is_filled_and_checked(here, capsys):
     declared.write_text("[figure.curves\n")
     with pytest.raises(ValueError, match=r"tables\.toml: expected TOML \(.*; mend it there"):
         tables_command(command)
+    assert pages_with_tables(Path("drawn")) == []
     with pytest.raises(FileNotFoundError, match=r"lab/tables\.toml: .* a clone .* --tables FILE"):
         tables_command(["page.md"])
 
