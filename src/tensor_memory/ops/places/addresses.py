@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tensor_memory.ops.border import moved_to_border
 from tensor_memory.ops.products import product
 
 
@@ -38,8 +39,10 @@ def voxel_coordinate(place: Tensor, size: int, wraps: bool) -> Tensor:
     A place outside is moved to the border; on an axis that wraps, to where it comes round again:
     G voxels in a circle, so that the last is the neighbour of the first.
     """
+    if not wraps:
+        place = moved_to_border(place)
     at = (place + 1) * ((size - 1) / 2)
-    return at.remainder(size) if wraps else at.clamp(0, size - 1)
+    return at.remainder(size) if wraps else at
 
 
 def axis_distance(at: Tensor, size: int, wraps: bool) -> Tensor:

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tensor_memory.ops.border import moved_to_border
+
 EPSILON = 1e-6  # the paper's ε under the Gaussian
 
 
@@ -26,7 +28,7 @@ def axis_points(size: int, like: Tensor) -> Tensor:
 
 def voxel_position(coordinate: Tensor, size: int) -> Tensor:
     """A coordinate in [-1, 1] measured in voxels; what lies outside is moved to the border."""
-    return (coordinate.clamp(-1, 1) + 1) * (0.5 * (size - 1))
+    return (moved_to_border(coordinate) + 1) * (0.5 * (size - 1))
 
 
 def sample(hidden: Tensor, at: Tensor) -> Tensor:

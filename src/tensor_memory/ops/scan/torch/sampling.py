@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tensor_memory.ops.border import moved_to_border
 from tensor_memory.ops.products import outer
 
 
@@ -51,7 +52,7 @@ def sample(hidden: Tensor, at: Tensor) -> Tensor:
 
 def _split(at: Tensor, grid: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """The voxel below a point, and how far towards the next it lies, in [0, 1]: grid order."""
-    position = (at.flip(-1).clamp(-1, 1) + 1) * _voxels_per_unit(at, grid)
+    position = (moved_to_border(at).flip(-1) + 1) * _voxels_per_unit(at, grid)
     most = _sizes(at, grid) - 2
     # Nowhere (NaN) has no index, yet must read NaN rather than somebody else's memory.
     lower = position.detach().floor().nan_to_num(0).minimum(most)
