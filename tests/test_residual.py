@@ -88,16 +88,35 @@ def test_garbage_under_the_mask_reaches_no_gradient():
     assert all(torch.equal(clean, dirty) for clean, dirty in zip(*grads, strict=True))
 
 
-def test_a_layer_made_on_meta_is_drawn_by_reset_parameters():
+@pytest.mark.parametrize(
+    "memory",
+    [
+        lambda: TensorMemory(DIM, MemoryConfig.long_gap(grid=(3, 3)), zero_init=True),
+        lambda: PlaceMemory(DIM, PlaceConfig.map(axes=2), zero_init=True),
+    ],
+    ids=["tensor", "place"],
+)
+def test_a_layer_made_on_meta_is_drawn_by_reset_parameters(memory):
     with torch.device("meta"):
-        layer = MemoryResidual(TensorMemory(DIM, OPTIONS["paper"]), gate_init=-2.0)
+        layer = MemoryResidual(memory(), gate_init=-2.0)
     layer.to_empty(device="cpu")
     for parameter in layer.parameters():
         parameter.data.fill_(float("nan"))
-    for module in layer.modules():
+
+    def draw(module):
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
-    assert not any(parameter.isnan().any() for parameter in layer.parameters())
+
+    torch.manual_seed(1)
+    layer.apply(draw)
+    torch.manual_seed(1)
+    expected = MemoryResidual(memory(), gate_init=-2.0)
+    for name, start in expected.memory.named_parameters():
+        found = layer.memory.get_parameter(name)
+        assert not found.isnan().any()
+        if name.endswith("bias") or not start.any():  # what is not drawn
+            assert torch.equal(found, start), name
+    assert not layer.memory.output.weight.any()
     assert layer.gate.item() == -2
 
 

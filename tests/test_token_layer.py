@@ -168,6 +168,30 @@ def test_a_state_with_a_graph_keeps_it(taken: list[str]) -> None:
     assert taken == []
 
 
+def test_a_frozen_layer_hands_a_gradient_on_that_waits_in_its_chunk() -> None:
+    made = layer(TensorMemory(DIM, MemoryConfig(**TENSOR["paper"]))).requires_grad_(False)
+    prompt = torch.randn(ROWS, 1, DIM, dtype=torch.float64, requires_grad=True)
+    after = torch.randn(ROWS, 4, DIM, dtype=torch.float64)
+
+    def gradient(*parts: Tensor) -> Tensor:
+        y, state = made(prompt)
+        for part in parts:
+            y, state = made(part, state)
+        return torch.autograd.grad(y[:, -1].sum(), prompt)[0]
+
+    assert_same(gradient(*after.split(1, dim=1)), gradient(after))
+
+
+def test_a_token_is_made_where_it_is_whatever_device_is_the_default(taken: list[str]) -> None:
+    made = layer(PlaceMemory(DIM, PlaceConfig(grid=(11, 11), channels=3)))
+    x = torch.randn(ROWS, 1, DIM, dtype=torch.float64)
+    with torch.no_grad(), torch.device("meta"):
+        y, _ = made(x)
+    assert taken == ["place_token"]
+    with torch.no_grad():
+        assert_same(y, made(x)[0])
+
+
 @pytest.mark.parametrize("given", ["where", "shift"])
 def test_a_frozen_layer_tells_where_a_single_token_should_have_been(
     given: str, taken: list[str]

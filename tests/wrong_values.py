@@ -94,7 +94,8 @@ is_float_type = is_type(torch.float16, torch.bfloat16, torch.float32, torch.floa
 
 
 def is_device(v: Any) -> bool:
-    return isinstance(v, torch.device) or (isinstance(v, str) and v in ("cpu", "meta"))
+    index = type(v) is int and torch.backends.cuda.is_built()  # a GPU's, if there is one
+    return index or isinstance(v, torch.device) or (isinstance(v, str) and v in ("cpu", "meta"))
 
 
 def is_grid(v: Any) -> bool:

@@ -237,7 +237,9 @@ def _token_on_cpu(
         return None
     memory.check(x, state)
     state = memory.empty_state(x) if state is None else state
-    if state.aligned is None or config.write != "gaussian" or _has_grad(state.hidden):
+    if state.aligned is None or config.write != "gaussian":
+        return None
+    if any(map(_has_grad, (state.hidden, state.cell, state.tokens, state.readout))):
         return None
     return tensor_token(memory, norm, gate, x, state)
 

@@ -183,13 +183,13 @@ def _weights(memory: nn.Module) -> dict[str, Tensor]:
 @functools.lru_cache(maxsize=32)
 def _voxels(size: int, dtype: torch.dtype) -> Tensor:
     """(G,) numbers of the voxels along an axis."""
-    return torch.arange(size, dtype=dtype)
+    return torch.arange(size, dtype=dtype, device="cpu")
 
 
 @functools.lru_cache(maxsize=32)
 def _points(size: int, dtype: torch.dtype) -> Tensor:
     """(G,) where the voxels of an axis lie in [-1, 1]."""
-    return torch.linspace(-1, 1, size, dtype=dtype)
+    return torch.linspace(-1, 1, size, dtype=dtype, device="cpu")
 
 
 def touches_whole_grid(config: PlaceConfig) -> bool:

@@ -203,7 +203,6 @@ def every_check() -> Iterator[Any]:
             yield pytest.param(family, check, id=f"{family.name}-{check}", marks=marks)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # of two hosts
 @pytest.mark.parametrize(("family", "check"), list(every_check()))
 def test_family(case: Case, check: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if check in case.family.own_fault:

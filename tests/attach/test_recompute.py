@@ -11,6 +11,8 @@ import pytest
 import torch
 from hosts import SMALL, WIDTH, encoder
 from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from tensor_memory import MemoryState, attach
@@ -155,3 +157,37 @@ def test_a_whole_call_is_not_repeated_inside_a_stream_that_it_was_not_part_of() 
     loss: Any = checkpoint(model, tokens(), use_reentrant=False)
     with attachment.stream(), pytest.raises(RuntimeError, match="runs again in the backward pass"):
         loss.sum().backward()
+
+
+def test_a_reentrant_checkpoint_repeats_its_own_run_in_eval_mode_too() -> None:
+    """Its first run has gradients off, so only the input tells that it will run again."""
+    model, x = host(), tokens()
+    memory = model.tensor_memory.memory.content.weight
+
+    def gradient(reentrant: bool) -> Tensor:
+        memory.grad = None
+        loss: Any = checkpoint(model.block, x, use_reentrant=reentrant)
+        loss.square().sum().backward()
+        return memory.grad
+
+    assert_same(gradient(True), gradient(False), torch.float64)
+
+
+def test_torch_func_sees_through_an_attached_host() -> None:
+    model = encoder().double().eval()
+    x = torch.randn(3, 9, WIDTH, dtype=torch.float64)
+    attach(model, SMALL, gate_init=3.0)
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+
+    def loss(weights: dict[str, Tensor], row: Tensor, hidden: Tensor) -> Tensor:
+        said = dict(src_key_padding_mask=hidden[None])
+        return functional_call(model, weights, (row[None],), said).square().sum()
+
+    hidden = torch.zeros(3, 9, dtype=torch.bool)
+    hidden[1, :2] = True
+    with sdpa_kernel(SDPBackend.MATH):  # others have no rule for a batch of batches
+        found = vmap(grad(loss), in_dims=(None, 0, 0))(weights, x, hidden)
+    for row in range(3):
+        expected = grad(loss)(weights, x[row], hidden[row])
+        for name, value in expected.items():
+            assert_same(found[name][row], value, torch.float64)

@@ -91,6 +91,7 @@ def pretend_hopper() -> dict[int, tuple[Any, str]]:
     plan.Shape.of = lambda *of: shape_of(*of)._replace(device=DEVICE)
     properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
     torch.cuda.get_device_properties = lambda device: properties
+    torch._C._cuda_getDevice = lambda: 0  # which a PyTorch with CUDA would look for
 
     compiled, options = {}, {"sanitize_overflow": False}  # or each sum is made a second time
 

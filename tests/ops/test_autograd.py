@@ -121,7 +121,6 @@ COMPILERS = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # inductor's own
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_a_compiled_memory_is_the_memory(compiler):
     memory = TensorMemory(6, CONFIG)
@@ -187,7 +186,6 @@ def test_eager_code_gets_what_the_operator_gives(backend, checkpoint_every, monk
         assert torch.equal(direct_results[name], value), name
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # forward mode's own
 def test_compilers_tracers_and_transforms_get_the_operator():
     inputs = Case(B=1, S=2).make()
     assert autograd.is_plain_eager(inputs)
@@ -227,7 +225,6 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # forward mode's own
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transforms_see_through_what_auto_chooses(name):
     x = torch.randn(2, 6, 6, dtype=torch.float64)
@@ -237,7 +234,6 @@ def test_transforms_see_through_what_auto_chooses(name):
     assert_same(got, by_reference(TRANSFORMS[name], x))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # forward mode's own
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_backend_that_transforms_cannot_see_through_is_refused_by_name(name):
     memory = TensorMemory(6, replace(CONFIG, backend="torch"))

@@ -122,7 +122,6 @@ def test_a_layer_of_real_size_is_the_plain_one(monkeypatch):
 
 
 # Both are inductor's own: what it imports, and that products stay in float32 as they should here.
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores for float32:UserWarning")
 def test_a_compiled_module_gives_what_an_eager_one_gives():
     memory, x = memory_and_tokens()

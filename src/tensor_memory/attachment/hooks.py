@@ -22,7 +22,13 @@ from tensor_memory.attachment.host_call import (
     tokens_before,
 )
 from tensor_memory.attachment.overrides import virtual_tokens, warn_if_frozen
-from tensor_memory.attachment.recompute import FirstRuns, Given, Streamed, in_backward
+from tensor_memory.attachment.recompute import (
+    FirstRuns,
+    Given,
+    Streamed,
+    in_backward,
+    may_run_again,
+)
 from tensor_memory.attachment.rollback import run_and_remember
 from tensor_memory.build import AnyState
 from tensor_memory.config import MemoryConfig
@@ -177,7 +183,7 @@ class BlockHook:
             state = holder.get(slot, self.run)
 
         given = Given(state, mask, reset, where)
-        if not torch.compiler.is_compiling() and (torch.is_grad_enabled() or module.training):
+        if may_run_again(module, args, kwargs):
             self.first_runs.remember(args, kwargs, given)
         keep = calls.rollback if can_go_back(holder, x) else 0
         with call.fixed_weights():

@@ -35,6 +35,7 @@ from tensor_memory.attachment.places import PlaceSource
 from tensor_memory.attachment.rollback import ROLLBACK, Call
 from tensor_memory.attachment.stream import OpenStream, Stream
 from tensor_memory.build import AnyState
+from tensor_memory.ops.autograd import can_ask
 from tensor_memory.ops.prepared import holding
 
 DEPTH = "depth"
@@ -160,13 +161,12 @@ class HostCall:
         """
         B, N = x.shape[:2]
         if self.found is None or self.found_for != (B, N):
-            tracing = torch.compiler.is_compiling()
             mask, shared = self._mask(path, x, before, of_block)
             resets, shared_too = self._resets(path, x, mask, of_block)
             reset = functools.reduce(torch.logical_or, resets) if resets else None
-            if reset is not None and not tracing and not bool(reset.any()):
+            if reset is not None and can_ask(reset) and not bool(reset.any()):
                 reset = None
-            if mask is not None and not tracing and bool(mask.all()):
+            if mask is not None and can_ask(mask) and bool(mask.all()):
                 mask = None  # every row stands at the same place: no bookkeeping per row
             if not (shared and shared_too):
                 return mask, reset

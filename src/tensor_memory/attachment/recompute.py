@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tensor_memory.build import AnyState
@@ -102,6 +102,18 @@ class Streamed:
                 "on; checkpoint its blocks instead (gradient_checkpointing_enable, or "
                 "torch.utils.checkpoint around each), or call it outside a stream"
             )
+
+
+def may_run_again(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a checkpoint may repeat this run of a block in the backward pass.
+
+    A reentrant one has gradients off in the first run, which its input still asks for. torch.func
+    shows no storage, so nothing would tell there which run is repeated.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    x = _first_tensor(args, kwargs)
+    return torch.is_grad_enabled() or module.training or (x is not None and x.requires_grad)
 
 
 def in_backward() -> bool:

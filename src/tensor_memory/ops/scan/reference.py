@@ -76,7 +76,8 @@ def nearest_mask(at: Tensor, grid: tuple[int, ...]) -> Tensor:
     for axis, size in enumerate(grid):
         position = voxel_position(at[..., len(grid) - 1 - axis], size)
         flat = flat * size + (position.nan_to_num() + 0.5).floor().long()
-    return F.one_hot(flat, math.prod(grid)).to(at.dtype).unflatten(-1, grid)
+    voxels = torch.arange(math.prod(grid), device=at.device)
+    return (flat[..., None] == voxels).to(at.dtype).unflatten(-1, grid)
 
 
 def write_volume(content: Tensor, mask: Tensor) -> Tensor:
