@@ -97,16 +97,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("docs/images"),
-        help="folder of the figure, light and dark (default docs/images)",
-    )
-    parser.add_argument(
-        "--seeds", type=int, default=3, help="new memories to average over (default 3)"
-    )
-    parser.add_argument("--record", help="add what came out to this study's file (.jsonl)")
+    add = parser.add_argument
+    folder = "folder of the figure, light and dark (default docs/images)"
+    add("--output", type=Path, default=Path("docs/images"), help=folder)
+    add("--seeds", type=int, default=3, help="new memories to average over (default 3)")
+    add("--record", help="add what came out to this study's file (.jsonl)")
     options = parser.parse_args(argv)
     if options.seeds < 1:
         parser.error(f"--seeds: expected 1 or more, got {options.seeds}")

@@ -89,20 +89,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--draw", action="store_true", help="train nothing, draw from the recordings there are"
-    )
-    parser.add_argument("--data-dir", type=Path, help="folder of WikiText-2")
-    parser.add_argument(
-        "--runs",
-        type=Path,
-        default=Path("runs/gallery"),
-        help="trained models (default runs/gallery)",
-    )
-    parser.add_argument(
-        "--docs", type=Path, default=Path("docs"), help="recordings and pictures (default docs)"
-    )
-    parser.add_argument("--walk", type=Path, help="a page of `make demo`, to photograph it too")
+    add = parser.add_argument
+    draw = "train nothing, draw from the recordings there are"
+    add("--draw", action="store_true", help=draw)
+    add("--data-dir", type=Path, help="folder of WikiText-2")
+    runs = "trained models (default runs/gallery)"
+    add("--runs", type=Path, default=Path("runs/gallery"), help=runs)
+    add("--docs", type=Path, default=Path("docs"), help="recordings and pictures (default docs)")
+    add("--walk", type=Path, help="a page of `make demo`, to photograph it too")
     options = parser.parse_args(argv)
     recordings, images = options.docs / "recordings", options.docs / "images" / "inspect"
     recordings.mkdir(parents=True, exist_ok=True)

@@ -80,15 +80,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("docs/images"),
-        help="folder of the figure, light and dark (default docs/images)",
-    )
-    parser.add_argument("--split", default="test@75%", help="which test split (default test@75%%)")
-    parser.add_argument("--rows", type=int, default=3, help="images to show (default 3)")
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, help="folders of runs")
+    folder = "folder of the figure, light and dark (default docs/images)"
+    add("--output", type=Path, default=Path("docs/images"), help=folder)
+    add("--split", default="test@75%", help="which test split (default test@75%%)")
+    add("--rows", type=int, default=3, help="images to show (default 3)")
     options = parser.parse_args(argv)
     try:
         options.output.mkdir(parents=True, exist_ok=True)  # before the models run

@@ -127,16 +127,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--seeds", type=int, default=3, help="new memories to average over (default 3)"
-    )
-    parser.add_argument(
-        "--rows",
-        type=int,
-        default=320,
-        help="rows per memory, half of them to fit R² on (default 320)",
-    )
-    parser.add_argument("--record", help="add what came out to this study's file (.jsonl)")
+    add = parser.add_argument
+    add("--seeds", type=int, default=3, help="new memories to average over (default 3)")
+    rows = "rows per memory, half of them to fit R² on (default 320)"
+    add("--rows", type=int, default=320, help=rows)
+    add("--record", help="add what came out to this study's file (.jsonl)")
     options = parser.parse_args(argv)
     for name in ("seeds", "rows"):
         if getattr(options, name) < 1:

@@ -136,12 +136,13 @@ def test_class_folders_are_classes_and_a_flat_folder_is_one(tmp_path):
 
 
 def test_a_zip_is_split_like_its_folder_whether_it_holds_the_folder_or_what_is_in_it(tmp_path):
-    for name in ("a.png", "b.png", "more/c.png", "more/d.png"):
+    ours = ("a.png", "b.png", "more/c.png", "more/d.png")
+    for name in (*ours, "more/._c.png", "../__MACOSX/pics/._a.png"):  # what macOS puts beside them
         (tmp_path / "all/pics" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "all/pics" / name).write_bytes(b"")
     inside, around = tmp_path / "all/pics", tmp_path / "all"
     expected = {image.id: image.train for image in folder_images(Source(inside))}
-    assert "more/c.png" in expected
+    assert set(expected) == set(ours)
     for folder in (inside, around):
         images = folder_images(Source(zipped(folder, tmp_path / "pics.zip")))
         assert {image.id: image.train for image in images} == expected

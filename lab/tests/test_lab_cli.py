@@ -84,6 +84,11 @@ def test_a_reader_that_goes_away_is_no_error():
     assert listing.returncode == 141
 
 
+def test_a_command_without_a_place_to_write_to_runs_all_the_same():
+    command = f"{sys.executable} -m tensor_memory_lab.cli list >&- 2>&-"
+    assert subprocess.run(command, shell=True).returncode == 0
+
+
 ROWS = [{"name": "a [b]", "loss": "1.25", "about": "many words"}, {"name": "c", "loss": "10.5"}]
 
 

@@ -145,5 +145,7 @@ def test_a_results_folder_that_cannot_be_is_refused_before_anything_is_trained(c
     for command in ("run", "sweep"):
         assert main([command, SIGN, "--device", "cpu", "--results", "plan.toml"]) == 2
         assert "plan.toml: expected a study to add records to" in capsys.readouterr().err
+        assert main([command, SIGN, "--device", "cpu", "--results", "new.json"]) == 2
+        assert "new.json: expected the name of a study's file" in capsys.readouterr().err
     assert Path("plan.toml").read_text() == "[[stage]]\n"
     assert not list(Path().glob("runs/*"))

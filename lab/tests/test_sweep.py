@@ -134,6 +134,14 @@ def test_a_run_that_is_still_the_best_of_more_tries_says_so(monkeypatch):
     assert told() == ["1e-9", "0.3", "1e-8"]
 
 
+def test_a_tried_field_is_told_as_records_name_it_however_its_flag_is_written(monkeypatch):
+    monkeypatch.setattr("tensor_memory_lab.commands.sweep_runs.do_jobs", do_jobs_here)
+    sweep = ["sweep", SIGN, "--over", "seed=1", "--device", "cpu", "--results", "kept.jsonl"]
+    assert main([*sweep, "--budget.steps", "6", "--tries", "optimizer.weight-decay=0,0.1"]) == 0
+    (run,) = (r for r in read_records(["kept.jsonl"]) if "tries" in r)
+    assert run["tries"]["optimizer.weight_decay"] == ["0", "0.1"]
+
+
 @pytest.mark.parametrize("flag", ["--budget.test", "--budget.no-test"])
 def test_tries_have_no_test_whatever_the_runs_that_count_have(capsys, flag):
     tries = ["--over", "seed=1", "--tries", "optimizer.lr=0.1,0.2"]
@@ -550,6 +558,7 @@ def test_a_command_that_makes_no_sense_is_refused(capsys, arguments, said):
     [
         ("--jobs", "0", "--jobs: expected 1 or more, got 0"),
         ("--timeout", "-3", "--timeout: expected seconds, more than 0, got -3"),
+        ("--timeout", "inf", "--timeout: expected seconds, more than 0, got inf"),
         ("--timeout", "soon", "--timeout: expected seconds, more than 0, got soon"),
     ],
 )

@@ -381,8 +381,9 @@ def test_the_report_compares_methods_each_at_the_rate_that_was_best_for_it(here,
     assert "without a test, as tries are, so left out: 4 runs" in told
     with pytest.raises(ValueError, match=r"--less: expected one of .* base, tensor, got b"):
         report_command(["tried.jsonl", "--less", "bases"])
-    assert report_command(["tried.jsonl", "--where", "seed=9"]) == 0
-    assert "tensor (lr=0.2)" in capsys.readouterr().out
+    for nine in ("9", "9e0"):
+        assert report_command(["tried.jsonl", "--where", f"seed={nine}"]) == 0
+        assert "tensor (lr=0.2)" in capsys.readouterr().out
 
 
 def test_the_report_of_run_folders_names_those_that_are_not_done(here, capsys):
@@ -442,6 +443,8 @@ def test_an_axis_of_no_measure_or_no_number_is_refused(tmp_path):
         figure(frame(seeds()), tmp_path / "a.svg", y="valid.nope")
     with pytest.raises(ValueError, match=r"model\.method: expected a column of numbers"):
         figure(frame(seeds()), tmp_path / "a.svg", x="model.method", y="test.accuracy")
+    with pytest.raises(ValueError, match=r"model\.memory\.grid: expected a column of numbers"):
+        figure(frame(seeds()), tmp_path / "a.svg", x="model.memory.grid", y="test.accuracy")
     with pytest.raises(ValueError, match="expected a column of the records, got nothere"):
         figure(frame(seeds()), tmp_path / "a.svg", x="nothere", y="test.accuracy")
 

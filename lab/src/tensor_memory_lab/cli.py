@@ -33,6 +33,9 @@ MISTAKES = (ValueError, TypeError, OSError, ImportError)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    for name in ("stdout", "stderr"):  # closed, as some schedulers start a command
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):  # an ASCII terminal gets \u03c3 for σ, no error
         sys.stdout.reconfigure(errors="backslashreplace")
     return guarded(lambda: _command(arguments))

@@ -125,32 +125,18 @@ def _parser() -> argparse.ArgumentParser:
         description="Record what the memory of a run does with some of its task's data. "
         "`tensor-memory inspect` shows a saved recording again, with more options.",
     )
-    parser.add_argument("folder", type=Path, metavar="RUN_FOLDER", help="a run with checkpoints")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page for a browser")
-    parser.add_argument("--figures", type=Path, metavar="FOLDER", help="draw every figure there")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="keep the recording there")
-    parser.add_argument(
-        "--rows", type=count, default=4, metavar="N", help="rows to record (default 4)"
-    )
-    parser.add_argument(
-        "--windows",
-        type=count,
-        default=1,
-        metavar="N",
-        help="so many, one after the other, where the task carries its state on (default 1)",
-    )
-    parser.add_argument(
-        "--split", help="of the task's data (default: test, or the first split of that name)"
-    )
-    parser.add_argument(
-        "--which", choices=("best", "last"), default="best", help="checkpoint (default best)"
-    )
-    parser.add_argument(
-        "--data-dir", type=Path, metavar="FOLDER", help="where the data have moved since training"
-    )
-    parser.add_argument(
-        "--recipe",
-        metavar="MODULE:FUNCTION",
-        help="your recipe that made the run, where its task or model is a class of your own",
-    )
+    add = parser.add_argument
+    add("folder", type=Path, metavar="RUN_FOLDER", help="a run with checkpoints")
+    add("--html", type=Path, metavar="FILE", help="write a page for a browser")
+    add("--figures", type=Path, metavar="FOLDER", help="draw every figure there")
+    add("--save", type=Path, metavar="FILE", help="keep the recording there")
+    add("--rows", type=count, default=4, metavar="N", help="rows to record (default 4)")
+    windows = "so many, one after the other, where the task carries its state on (default 1)"
+    add("--windows", type=count, default=1, metavar="N", help=windows)
+    add("--split", help="of the task's data (default: test, or the first split of that name)")
+    add("--which", choices=("best", "last"), default="best", help="checkpoint (default best)")
+    moved = "where the data have moved since training"
+    add("--data-dir", type=Path, metavar="FOLDER", help=moved)
+    own = "your recipe that made the run, where its task or model is a class of your own"
+    add("--recipe", metavar="MODULE:FUNCTION", help=own)
     return parser

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 
 
 def count(text: str) -> int:
@@ -18,6 +19,6 @@ def seconds(text: str) -> float:
         found = float(text)
     except ValueError:
         found = 0.0
-    if not found > 0:  # NaN is not
+    if not 0 < found < math.inf:  # NaN is not
         raise argparse.ArgumentTypeError(f"expected seconds, more than 0, got {text}")
     return found

@@ -63,41 +63,20 @@ def _parser() -> argparse.ArgumentParser:
         "the state carried from window to window. The same tokens are scored at every distance. "
         "Writes a line of JSON per run and one figure.",
     )
-    parser.add_argument(
-        "folders", nargs="+", type=Path, metavar="run_folder", help="language runs with checkpoints"
+    add = parser.add_argument
+    runs = "language runs with checkpoints"
+    add("folders", nargs="+", type=Path, metavar="run_folder", help=runs)
+    times = "read up to N windows in a row, each as long as in training (default 16)"
+    add("--times", type=count, default=16, metavar="N", help=times)
+    rows = (
+        "windows in one batch; the whole text is read in any case, so that N costs memory and "
+        "saves time (default 32)"
     )
-    parser.add_argument(
-        "--times",
-        type=count,
-        default=16,
-        metavar="N",
-        help="read up to N windows in a row, each as long as in training (default 16)",
-    )
-    parser.add_argument(
-        "--rows",
-        type=count,
-        default=32,
-        metavar="N",
-        help="windows in one batch; the whole text is read in any case, so that N costs memory "
-        "and saves time (default 32)",
-    )
-    parser.add_argument(
-        "--data-dir",
-        type=Path,
-        metavar="FOLDER",
-        help="the text, where it has moved since training",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("positions.jsonl"),
-        metavar="FILE",
-        help="gets a line per run, the figure goes beside it (default positions.jsonl)",
-    )
-    parser.add_argument(
-        "--which", choices=("best", "last"), default="best", help="checkpoint (default best)"
-    )
-    parser.add_argument(
-        "--device", default="auto", help="auto, cpu, cuda, cuda:1, … (default auto)"
-    )
+    add("--rows", type=count, default=32, metavar="N", help=rows)
+    moved = "the text, where it has moved since training"
+    add("--data-dir", type=Path, metavar="FOLDER", help=moved)
+    output = "gets a line per run, the figure goes beside it (default positions.jsonl)"
+    add("--output", type=Path, default=Path("positions.jsonl"), metavar="FILE", help=output)
+    add("--which", choices=("best", "last"), default="best", help="checkpoint (default best)")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, … (default auto)")
     return parser

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,8 @@ def _runs(options: argparse.Namespace) -> Frame:
         if not equals:
             raise ValueError(f"report: expected --where FIELD=VALUE, got {condition!r}")
         where.setdefault(name, []).append(value)
+        with suppress(ValueError):  # 3e-4 as 0.0003
+            where[name].append(float(value))
     chosen = select(runs, where)
     if chosen.empty:
         raise ValueError(f"report: expected runs with {' '.join(options.where)}, found none")

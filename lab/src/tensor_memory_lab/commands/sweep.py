@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tensor_memory_lab.commands.option_types import count, seconds
 from tensor_memory_lab.commands.run import RUNS
@@ -32,63 +33,39 @@ def _parser() -> argparse.ArgumentParser:
         "--over seed=0,1,2 --budget.steps 500 --jobs 2 --results results/binding.jsonl",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--over",
-        action="append",
-        default=[],
-        metavar="FIELD=A,B",
-        help="values of one field; several make a grid. A value of several numbers is written "
-        "with spaces: 'model.memory.grid=4 4 4,6 6 6'",
+    add = parser.add_argument
+    several: Any = {"action": "append", "metavar": "FIELD=A,B"}
+    over = (
+        "values of one field; several make a grid. A value of several numbers is written with "
+        "spaces: 'model.memory.grid=4 4 4,6 6 6'"
     )
-    parser.add_argument(
-        "--tries",
-        action="append",
-        default=[],
-        metavar="FIELD=A,B",
-        help="values of which every combination gets the best, tried with seed 0 and chosen on "
-        "the validation split; needs other seeds (--over seed=1,2,3). Their records in "
-        "--results say what was tried",
+    add("--over", **several, default=[], help=over)
+    tries = (
+        "values of which every combination gets the best, tried with seed 0 and chosen on the "
+        "validation split; needs other seeds (--over seed=1,2,3). Their records in --results say "
+        "what was tried"
     )
-    parser.add_argument("--plan", type=Path, help="a TOML file with stages of grids")
-    parser.add_argument(
-        "--stage",
-        type=count,
-        action="append",
-        default=[],
-        metavar="NUMBER",
-        help="a stage of the plan, counted from 1, and no others; may be repeated",
+    add("--tries", **several, default=[], help=tries)
+    add("--plan", type=Path, help="a TOML file with stages of grids")
+    stage = "a stage of the plan, counted from 1, and no others; may be repeated"
+    add("--stage", type=count, action="append", default=[], metavar="NUMBER", help=stage)
+    jobs = (
+        "runs at once (default 1, on a cluster all); on a shared device their timings are marked "
+        "as such"
     )
-    parser.add_argument(
-        "--jobs",
-        type=count,
-        help="runs at once (default 1, on a cluster all); on a shared device their timings are "
-        "marked as such",
+    add("--jobs", type=count, help=jobs)
+    slurm = (
+        "run as jobs of this SLURM partition, with one GPU each unless --device is cpu; sbatch "
+        "takes everything else from its environment (SBATCH_ACCOUNT, …)"
     )
-    parser.add_argument(
-        "--slurm",
-        metavar="PARTITION",
-        help="run as jobs of this SLURM partition, with one GPU each unless --device is cpu; "
-        "sbatch takes everything else from its environment (SBATCH_ACCOUNT, …)",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="list the runs and which of them are finished"
-    )
-    parser.add_argument("--timeout", type=seconds, help="seconds that one run may take")
-    parser.add_argument(
-        "--output", type=Path, default=RUNS, help="parent of the run folders (default runs)"
-    )
-    parser.add_argument(
-        "--results",
-        type=Path,
-        help="a study's file, which gets a line for every finished run (results/NAME.jsonl)",
-    )
-    parser.add_argument(
-        "--device", default="auto", help="where to run; cuda:0,cuda:1 spreads the jobs over two"
-    )
-    parser.add_argument(
-        "--tracker", action="append", default=[], help="log to this tracker; may be repeated"
-    )
-    parser.add_argument(
-        "--keep-checkpoints", action="store_true", help="do not drop those of finished runs"
-    )
+    add("--slurm", metavar="PARTITION", help=slurm)
+    add("--dry-run", action="store_true", help="list the runs and which of them are finished")
+    add("--timeout", type=seconds, help="seconds that one run may take")
+    add("--output", type=Path, default=RUNS, help="parent of the run folders (default runs)")
+    results = "a study's file, which gets a line for every finished run (results/NAME.jsonl)"
+    add("--results", type=Path, help=results)
+    where = "where to run; cuda:0,cuda:1 spreads the jobs over two"
+    add("--device", default="auto", help=where)
+    add("--tracker", action="append", default=[], help="log to this tracker; may be repeated")
+    add("--keep-checkpoints", action="store_true", help="do not drop those of finished runs")
     return parser

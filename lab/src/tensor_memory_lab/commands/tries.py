@@ -24,6 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 from typing import Any
 
+from tensor_memory_lab.commands.arguments import CONFIG_FIELDS
 from tensor_memory_lab.commands.grid import PlannedRun, Stage, expand, field_name
 from tensor_memory_lab.records import config_from_dict
 
@@ -175,7 +176,10 @@ def _choose(stage: Stage, find: Find) -> Stage:
             raise LookupError(f"{runs[0].name}: expected a number on valid, got none of all tries")
         values = list(itertools.product(*stage.tries.values()))
         over |= {name: [value] for name, value in zip(stage.tries, values[best], strict=True)}
-        told = {name: [v[i] for v in values] for i, name in enumerate(stage.tries)}
+        # As records and tables call the field, however the flag was written.
+        names = [n.replace("-", "_") for n in stage.tries]
+        names = [n if "." in n or n in CONFIG_FIELDS else f"task.{n}" for n in names]
+        told = {name: [v[i] for v in values] for i, name in enumerate(names)}
         told["valid"] = [_valid(record) for record in records]
         told["seed"] = SEED
         if stage.tried is not None:

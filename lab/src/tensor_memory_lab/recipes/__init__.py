@@ -11,13 +11,13 @@ import ast
 import difflib
 import importlib
 import inspect
+import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
-
-from tensor_memory_lab.local_modules import find_modules_here
 
 if TYPE_CHECKING:
     from tensor_memory_lab.run_config import RunConfig
@@ -117,7 +117,10 @@ def find_recipe(name: str) -> Recipe:
 
 def _own_recipe(name: str) -> Recipe:
     module, _, function = name.partition(":")
-    find_modules_here()
+    # Under `python -m` the current folder is on the path, in a command it is not. It stays there:
+    # the module may import its neighbours late.
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
     try:
         found = getattr(importlib.import_module(module), function, None)
     except ModuleNotFoundError as error:

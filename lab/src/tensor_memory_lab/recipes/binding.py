@@ -31,24 +31,11 @@ Toy = RunConfig[Any, ToyModelConfig]
 
 
 def diagnostic(
-    name: str,
-    task: TaskConfig,
-    model: ToyModelConfig,
-    optimizer: OptimizerConfig,
-    *,
-    steps: int,
-    batch_size: int = 128,
-    evaluate_every: int = 100,
-    evaluation_batch_size: int = 1024,
+    name: str, task: TaskConfig, model: ToyModelConfig, optimizer: OptimizerConfig, **budget: Any
 ) -> Toy:
-    """A run of a diagnostic."""
-    budget = BudgetConfig(
-        steps=steps,
-        batch_size=batch_size,
-        evaluate_every=evaluate_every,
-        evaluation_batch_size=evaluation_batch_size,
-    )
-    return RunConfig(name, task, model, optimizer, budget)
+    """A run of a diagnostic; `budget` are fields of `BudgetConfig`, steps among them."""
+    usual = {"batch_size": 128, "evaluate_every": 100, "evaluation_batch_size": 1024}
+    return RunConfig(name, task, model, optimizer, BudgetConfig(**usual | budget))
 
 
 @recipe(

@@ -15,21 +15,16 @@ from tensor_memory_lab.recipes import recipe
 from tensor_memory_lab.recipes.binding import LONGER, PUBLISHED, Toy, diagnostic
 from tensor_memory_lab.tasks.occlusion import OcclusionConfig
 
+ROWS = {"batch_size": 64, "evaluation_batch_size": 512}
+"""Of every batch."""
+
 
 @recipe("occlusion-published", expected="25 s on one H200", settings=("task.hidden",))
 def occlusion_published() -> Toy:
     """Occlusion as published, L 4: solvable from the last frame alone."""
     task = OcclusionConfig("published", frames=8, hidden=4)
     model = ToyModelConfig(dim=96, layers=3, heads=4, dropout=0.1)
-    return diagnostic(
-        "occlusion-published",
-        task,
-        model,
-        PUBLISHED,
-        steps=1500,
-        batch_size=64,
-        evaluation_batch_size=512,
-    )
+    return diagnostic("occlusion-published", task, model, PUBLISHED, steps=1500, **ROWS)
 
 
 @recipe("occlusion-valid", expected="50 s on one H200", settings=("task.hidden",))
@@ -47,13 +42,4 @@ def occlusion_long() -> Toy:
 def _valid(name: str, steps: int) -> Toy:
     task = OcclusionConfig("valid", frames=8, hidden=4)
     model = ToyModelConfig(dim=96, layers=3, heads=4, dropout=0.0)
-    return diagnostic(
-        name,
-        task,
-        model,
-        LONGER,
-        steps=steps,
-        batch_size=64,
-        evaluate_every=150,
-        evaluation_batch_size=512,
-    )
+    return diagnostic(name, task, model, LONGER, steps=steps, evaluate_every=150, **ROWS)

@@ -233,7 +233,7 @@ def _points(runs: Frame, x: str, y: str, where: str) -> Frame:
 
 
 def _number(run: Any, name: str) -> float:
-    if isinstance(run[name], str | bool):
+    if isinstance(run[name], str | bool | tuple):
         raise ValueError(f"{name}: expected a column of numbers for an axis, got {run[name]!r}")
     return float(run[name])
 

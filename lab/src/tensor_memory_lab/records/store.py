@@ -99,15 +99,18 @@ def replace_tries(
 def check_study(path: str | os.PathLike[str]) -> None:
     """Refuse to append to a file that holds anything but records, a line each."""
     path = Path(path)
-    if not path.is_file():
-        return
-    try:
-        list(_lines(path))
-    except ValueError as error:
+    if path.is_file():
+        try:
+            list(_lines(path))
+        except ValueError as error:
+            raise ValueError(
+                f"{path}: expected a study to add records to, a line each, or no such file, got a "
+                f"file of other content ({error}); name another"
+            ) from error
+    if path.suffix != ".jsonl":  # it would be read back as the record of one run
         raise ValueError(
-            f"{path}: expected a study to add records to, a line each, or no such file, got a file "
-            f"of other content ({error}); name another"
-        ) from error
+            f"{path}: expected the name of a study's file, NAME.jsonl, got another; rename it"
+        )
 
 
 def write_result(path: str | os.PathLike[str], record: Mapping[str, Any]) -> None:

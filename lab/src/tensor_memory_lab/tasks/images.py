@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import re
 import threading
 import zipfile
 import zlib
@@ -155,7 +156,9 @@ def folder_images(source: Source, *, test_fraction: float = 0.2) -> list[ImageFi
 
     Sub-folders are classes in alphabetical order; images lying directly in the folder have class 0.
     """
-    names = sorted(n for n in source.sizes if n.lower().endswith(SUFFIXES))
+    hidden = re.compile(r"(^|/)(\.|__MACOSX/)")  # what macOS puts beside the files of a zip
+    names = [n for n in source.sizes if n.lower().endswith(SUFFIXES) and not hidden.search(n)]
+    names.sort()
     if not names:
         raise FileNotFoundError(
             f"{source.path}: no image found; expected {PLAIN_LAYOUT} ({', '.join(SUFFIXES)})"

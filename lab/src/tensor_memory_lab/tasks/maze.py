@@ -235,34 +235,20 @@ class Maze(DrawnTask):
             chosen = torch.arange(rows) + (c.test_rows if split == "valid" else 0)
         cells = furnished(known[chosen.numpy()], c.colours, random)  # (B, W, W)
         path = walk(cells, T, random)
-        seen = seen_cells(path, cells.shape[1])
-        asked, age = questions(cells, path, seen, random)
-        return self._told(cells, path, seen, asked, age, setting, random)
-
-    def _told(
-        self,
-        cells: np.ndarray,
-        path: Walks,
-        seen: np.ndarray,
-        asked: np.ndarray,
-        age: np.ndarray,
-        setting: Setting,
-        random: torch.Generator,
-    ) -> Batch:
-        """What is told of walks and questions, and the answers."""
         B, W, _ = cells.shape
-        view = cells.ravel()[seen]
+        seen = seen_cells(path, W)
+        asked, age = questions(cells, path, seen, random)
         answer = np.take_along_axis(cells.reshape(B, -1), asked, 1)
         at, question, heading = place_of(path.cell, W), place_of(asked, W), path.heading
         guess = np.where((question % 2 == 0).all(-1), WALL, FREE)
-        if self.config.pose == "integrated":
+        if c.pose == "integrated":
             at, question = (integrated(x, at, heading) for x in (at, question))
             heading = (heading - heading[:, :1]) % 4
-        around = setting.scale * self.config.side  # a grid so many times as wide has equal voxels
+        around = setting.scale * c.side  # a grid so many times as wide has equal voxels
         where = np.stack([at, question], 2).reshape(B, -1, 2) * (2 / around) - 1
         corner = torch.randint(PERIOD, (B, 1, 2), generator=random)
         return {
-            "view": torch.from_numpy(view),
+            "view": torch.from_numpy(cells.ravel()[seen]),
             "at": torch.from_numpy(at) + corner,
             "asked": torch.from_numpy(question) + corner,
             "where": torch.from_numpy(where).float(),
