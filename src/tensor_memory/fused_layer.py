@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules import module as modules
 
 from tensor_memory.chunking import aligned_calls
 from tensor_memory.config import PlaceConfig
@@ -399,7 +399,17 @@ def _are_plain_heads(heads: Sequence[nn.Module], spread: nn.Module | None = None
 
 def _is_hooked(module: nn.Module) -> bool:
     """Whether a call of this module is waited for: by a hook, or by a forward of its own."""
-    return _has_hooks(module) or bool(_has_any_global_hook())
+    return _has_hooks(module) or _has_any_global_hook()
+
+
+def _has_any_global_hook() -> bool:
+    """As PyTorch's own function of that name, which 2.6 has not."""
+    return bool(
+        modules._global_forward_pre_hooks
+        or modules._global_forward_hooks
+        or modules._global_backward_pre_hooks
+        or modules._global_backward_hooks
+    )
 
 
 def _has_hooks(module: nn.Module) -> bool:
