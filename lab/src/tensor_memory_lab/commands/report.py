@@ -152,7 +152,7 @@ def _runs(options: argparse.Namespace) -> Frame:
             f"report: expected records of finished runs, found none in {', '.join(options.paths)}; "
             "`tensor-memory-lab run` and `sweep` leave them when a run ends"
         )
-    where: dict[str, list[str]] = {}
+    where: dict[str, list[str | float]] = {}
     for condition in options.where:
         name, equals, value = condition.partition("=")
         if not equals:

@@ -34,7 +34,7 @@ def diagnostic(
     name: str, task: TaskConfig, model: ToyModelConfig, optimizer: OptimizerConfig, **budget: Any
 ) -> Toy:
     """A run of a diagnostic; `budget` are fields of `BudgetConfig`, steps among them."""
-    usual = {"batch_size": 128, "evaluate_every": 100, "evaluation_batch_size": 1024}
+    usual: Any = {"batch_size": 128, "evaluate_every": 100, "evaluation_batch_size": 1024}
     return RunConfig(name, task, model, optimizer, BudgetConfig(**usual | budget))
 
 
