@@ -177,6 +177,32 @@ def test_a_task_that_says_so_has_a_graph_for_each_of_its_shapes(device, monkeypa
         graphed({"x": torch.zeros(5, 4, device=device)})
 
 
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)  # a GPU's generator may be lost
+def test_a_capture_that_fails_is_told_and_steps_go_on_eagerly(tmp_path, device, monkeypatch):
+    def capture(work, pool):
+        raise RuntimeError("not permitted when stream is capturing\nmore of it")
+
+    config = tiny_run(model={"dropout": 0.2})
+    eager = run(tmp_path / "eager", replace(config, speed="eager"), device)
+    monkeypatch.setattr(graph, "capture", capture)
+    record = run(tmp_path / "run", config, device)
+    told = "capturing failed: not permitted when stream is capturing"
+    assert record["speed"] == f"eager (no CUDA graph: {told})"
+    assert_same_numbers(record, eager)
+
+    def work(batch):
+        if calls.append(batch) or len(calls) > WARM_UP:
+            raise RuntimeError("Offset increment outside graph capture")
+
+    calls: list[object] = []
+    graphed = Graphed(work)
+    for _ in range(WARM_UP):
+        graphed({"x": torch.zeros(2)})
+    with pytest.raises(RuntimeError, match=rf"{told}\), and no step .*Offset increment") as failed:
+        graphed({"x": torch.zeros(2)})
+    assert "stream is capturing" in str(failed.value.__cause__)
+
+
 @gpu
 def test_a_finished_graph_leaves_no_memory_behind(tmp_path):
     run(tmp_path / "first", tiny_run(speed="graph"), "cuda")

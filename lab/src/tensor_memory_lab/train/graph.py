@@ -100,10 +100,8 @@ class Graphed:
         captured.calls += 1
         if captured.calls <= WARM_UP:
             return self._warm_up(batch, last=captured.calls == WARM_UP)
-        if captured.graph is None:
-            self._capture(batch, captured)
-        if captured.graph is None:
-            return self.work(batch)
+        if captured.graph is None and (error := self._capture(batch, captured)) is not None:
+            return self._instead(batch, error)
         for name, x in batch.items():
             captured.batch[name].copy_(x, non_blocking=True)
         captured.graph.replay()
@@ -131,7 +129,8 @@ class Graphed:
         self.before()  # the call that failed has updated nothing: do it again
         return self.work(batch)
 
-    def _capture(self, batch: Batch, captured: _Captured) -> None:
+    def _capture(self, batch: Batch, captured: _Captured) -> RuntimeError | None:
+        """Capture the work on a batch of this shape; the error where that fails."""
         captured.batch = {name: x.clone() for name, x in batch.items()}
 
         def work() -> None:
@@ -142,7 +141,20 @@ class Graphed:
         try:
             captured.graph = capture(work, next(pools, None))
         except RuntimeError as error:
-            self._give_up(f"capturing failed: {str(error).strip().splitlines()[0]}", error)
+            return error
+        return None
+
+    def _instead(self, batch: Batch, error: RuntimeError) -> Any:
+        """Go on eagerly after a capture that failed, where the device still lets us."""
+        reason = f"capturing failed: {str(error).strip().splitlines()[0]}"
+        self._give_up(reason, error)
+        try:
+            return self.work(batch)
+        except RuntimeError as after:  # the generator may be left in the middle of the capture
+            raise RuntimeError(
+                f"no CUDA graph ({reason}), and no step is possible after it ({after}); run it "
+                "with --speed eager"
+            ) from error
 
     def _give_up(self, reason: str, error: BaseException) -> None:
         if self.required:
