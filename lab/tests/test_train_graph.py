@@ -9,12 +9,14 @@ import warnings
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tensor_memory_lab.recipes import find_recipe
 from tensor_memory_lab.train import RunOptions, evaluation, graph, load_run, step, train
+from tensor_memory_lab.train.compiling import compiled
 from tensor_memory_lab.train.graph import WARM_UP, Graphed, no_waiting
 from tiny_runs import TinyModel, tiny_run
 from tolerances import TOLERANCE, assert_same
@@ -94,6 +96,16 @@ def test_a_graph_of_a_compiled_step_drops_and_gives_the_same(tmp_path, device, m
     compiled = run(tmp_path / "compiled", replace(config, speed="compile"), device)
     assert compiled["speed"] == "compiled, graph"
     assert_same_numbers(eager, compiled)
+
+
+def test_rows_of_a_larger_tensor_and_other_open_sizes_need_no_new_code(monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    whole = torch.arange(12).view(4, 3)
+    loss = compiled(lambda batch: batch["ask"].sum(), SimpleNamespace(any_size=("ask",)))
+    assert loss({"ask": whole[2:]}) == 51  # compiled here, where a run is resumed say
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert loss({"ask": whole[2:].clone()}) == 51  # as a CUDA graph is captured with
+        assert loss({"ask": torch.ones(2, 7, dtype=torch.int64)}) == 14
 
 
 @pytest.mark.parametrize("name", ["dropout", "carried"])

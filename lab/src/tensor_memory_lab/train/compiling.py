@@ -35,9 +35,12 @@ def compiled(loss: Callable[..., Any], task: Any) -> Callable[..., Any]:
     free = frozenset(getattr(task, "any_size", ()))
 
     def call(batch: Batch, *more: Any) -> Any:
-        for name in free & batch.keys():
-            torch._dynamo.maybe_mark_dynamic(batch[name], 1)
-        return made(batch, *more)
+        # Copies: for a size left open, the code of a view is not that of a whole tensor, and to
+        # compile once more fails while a CUDA graph is captured.
+        copies = {name: batch[name].clone() for name in free & batch.keys()}
+        for x in copies.values():
+            torch._dynamo.maybe_mark_dynamic(x, 1)
+        return made(batch | copies, *more)
 
     return call
 
