@@ -100,8 +100,11 @@ class Graphed:
         captured.calls += 1
         if captured.calls <= WARM_UP:
             return self._warm_up(batch, last=captured.calls == WARM_UP)
-        if captured.graph is None and (error := self._capture(batch, captured)) is not None:
-            return self._instead(batch, error)
+        if captured.graph is None:
+            try:
+                captured.graph = self._capture(batch, captured)
+            except RuntimeError as error:
+                return self._instead(batch, error)
         for name, x in batch.items():
             captured.batch[name].copy_(x, non_blocking=True)
         captured.graph.replay()
@@ -129,8 +132,7 @@ class Graphed:
         self.before()  # the call that failed has updated nothing: do it again
         return self.work(batch)
 
-    def _capture(self, batch: Batch, captured: _Captured) -> RuntimeError | None:
-        """Capture the work on a batch of this shape; the error where that fails."""
+    def _capture(self, batch: Batch, captured: _Captured) -> torch.cuda.CUDAGraph:
         captured.batch = {name: x.clone() for name, x in batch.items()}
 
         def work() -> None:
@@ -138,11 +140,7 @@ class Graphed:
 
         # No two graphs run at once, and none reads what another left: they share their memory.
         pools = (other.graph.pool() for other in self._captured.values() if other.graph is not None)
-        try:
-            captured.graph = capture(work, next(pools, None))
-        except RuntimeError as error:
-            return error
-        return None
+        return capture(work, next(pools, None))
 
     def _instead(self, batch: Batch, error: RuntimeError) -> Any:
         """Go on eagerly after a capture that failed, where the device still lets us."""
