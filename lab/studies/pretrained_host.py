@@ -53,7 +53,7 @@ from torch import Tensor, nn
 from tensor_memory import Attachment, MemoryConfig, PlaceConfig, attach
 from tensor_memory_lab.bench.timing import Budget, measure
 from tensor_memory_lab.files import write_whole
-from tensor_memory_lab.provenance import provenance
+from tensor_memory_lab.provenance import provenance, write_record
 from tensor_memory_lab.records import append, read_records
 from tensor_memory_lab.records.config import flatten
 from tensor_memory_lab.records.store import check_study, finite, frame
@@ -580,15 +580,9 @@ class Study:
             found[method] = taken
             rows.append({"method": method, **{n: f"{t['median']:.1f}" for n, t in taken.items()}})
         names = ("rows", "window", "full_window", "segment", "precision", "rank", "layers")
-        record = {
-            "kind": "benchmark",
-            "benchmark": "pretrained-host",
-            "config": {"host": options.host_dir.name} | {n: getattr(options, n) for n in names},
-            "seed": 0,
-            "result": {"ms": found},
-            **provenance(torch.device(options.device)),
-        }
-        append(self.path, record)
+        config = {"host": options.host_dir.name} | {n: getattr(options, n) for n in names}
+        measured = {"seed": 0, "result": {"ms": found}, "device": torch.device(options.device)}
+        write_record(self.path, benchmark="pretrained-host", config=config, **measured)
         return rows
 
 

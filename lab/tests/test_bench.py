@@ -67,7 +67,6 @@ def test_a_quick_scan_writes_all_that_is_promised(tmp_path, capsys):
         per_step = eager["median"] * 1e3 / row["shape"]["steps"]
         assert row["us_per_step"]["forward"]["eager"] == pytest.approx(per_step)
     assert result["shapes"]["language"]["plain_loop"]["ratio"]["forward_backward"] > 0
-    assert result["cpu_memory"]["ratio"] > 0
     assert "forward + backward, ms (eager)" in capsys.readouterr().out
 
 

@@ -1,7 +1,6 @@
 """Text becomes ids without loss, and every token of a split is scored exactly once."""
 
 import math
-import os
 import sys
 from types import SimpleNamespace
 
@@ -64,16 +63,6 @@ def test_a_capped_vocabulary_holds_the_most_frequent_words_and_the_unknown():
     vocabulary = Vocabulary.of_words(["a", "a", "a", "b", "b", "c", "and", "and"], most=3)
     assert vocabulary.words == ("a", "b", "<unk>")
     assert vocabulary.encode(["and", "a"]) == [2, 0]
-
-
-def test_a_text_that_has_changed_is_read_again(tmp_path):
-    folder = write(tmp_path, train="a b\n", valid="a\n", test="b\n")
-    first = read_corpus(folder, wikitext=False)
-    assert read_corpus(folder, wikitext=False) is first
-    write(tmp_path, test="b a\n")
-    os.utime(tmp_path / "test.txt", ns=(1, 1))
-    assert len(read_corpus(folder, wikitext=False).splits["test"]) == 3
-    assert len(read_corpus(folder, wikitext=False, protocol="paper").splits["test"]) == 2
 
 
 def test_rows_of_the_datasets_library_are_lines_the_empty_ones_too(monkeypatch):

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tensor_memory import MemoryConfig, TensorMemory, memory_scan
+from tensor_memory import memory_scan
 from tensor_memory_lab.bench import report
 from tensor_memory_lab.bench.shapes import (
     CPU_LANGUAGE,
@@ -41,9 +41,7 @@ from tensor_memory_lab.bench.timing import (
     captured,
     ceilings,
     measure,
-    measure_alternately,
     peak_bytes,
-    threads,
 )
 from tensor_memory_lab.interruption import terminated_as_interrupted
 from tensor_memory_lab.progress import progress
@@ -129,7 +127,7 @@ class Bench:
     def _measure_all(self) -> None:
         named, swept = self._plan()
         brief = replace(self.budget, seconds=self.budget.seconds / 3)
-        total = len(named) + sum(map(len, swept.values())) + self.on_cpu
+        total = len(named) + sum(map(len, swept.values()))
         with progress("scan", total, unit="shapes") as advance:
             for name, shape in named.items():
                 compiled = self.options.compiled and name == "language"
@@ -137,10 +135,6 @@ class Bench:
                 self._measure(row, partial(self._measure_shape, row, shape, self.budget))
                 self._measure(row, partial(self._measure_loops, row, shape, compiled))
                 advance(note=name)
-            if self.on_cpu:
-                row = self.result["cpu_memory"] = {"errors": {}}
-                self._measure(row, partial(self._measure_cpu_memory, row))
-                advance(note="a whole memory")
             for name, shapes in swept.items():
                 rows = self.result["sweeps"][name] = []
                 for shape in shapes:
@@ -221,36 +215,10 @@ class Bench:
                 raise RuntimeError(f"DISAGREES: {'; '.join(agreed['failures'])}")
             row["compiled_plain_loop"] = compared(scan) | found | {"agreement": agreed}
 
-    def _measure_cpu_memory(self, row: dict[str, Any]) -> None:
-        """A whole `TensorMemory` forward and backward on two threads, against the reference.
-
-        B 32, N 24, d 64, C 16, 6³, K 1: the memory of the binding model.
-        """
-        options = self.options
-        B, N, d, C, grid = (2, 4, 8, 4, (3, 3, 3)) if options.quick else (32, 24, 64, 16, (6, 6, 6))
-        shape = ScanShape(B, N, C, grid, torch.float32)
-        row |= self._row(shape) | {"label": f"{shape.label}, d {d}", "threads": 2}
-        if row["agreement"]["failures"]:
-            return
-
-        def step(backend: str) -> Call:
-            torch.manual_seed(options.seed)
-            config = MemoryConfig(channels=C, grid=grid, chunk_size=1, backend=backend)
-            memory = TensorMemory(d, config)
-            x, grad = torch.randn(B, N, d).requires_grad_(), torch.randn(B, N, d)
-            leaves = [x, *memory.parameters()]
-            return lambda: torch.autograd.grad(memory(x)[0], leaves, grad)
-
-        longer = replace(self.budget, seconds=30 * self.budget.seconds, most=40)
-        with threads(2):
-            turns = {name: step(name) for name in (options.backend, "reference")}
-            row["ms"] = measure_alternately(turns, self.device, longer)
-        row["ratio"] = row["ms"]["reference"]["median"] / row["ms"][options.backend]["median"]
-
 
 def complaints(result: dict[str, Any]) -> list[str]:
     """Parts that disagreed or died, or were not reached."""
-    parts = dict(result["shapes"]) | {"cpu_memory": result.get("cpu_memory", {})}
+    parts = dict(result["shapes"])
     for name, swept in result["sweeps"].items():
         parts |= {f"sweep over {name}, {row['label']}": row for row in swept}
     found = report.failures(parts)
@@ -260,14 +228,10 @@ def complaints(result: dict[str, Any]) -> list[str]:
 
 
 def tables(result: dict[str, Any]) -> list[report.Rows]:
-    """The published shapes, the CPU's row, the sweeps."""
-    cpu, cpu_rows = result.get("cpu_memory", {}), []
-    if "ratio" in cpu:
-        ms = {f"{name}, ms": report.number(t["median"]) for name, t in cpu["ms"].items()}
-        cpu_rows = [{"memory": cpu["label"]} | ms | {"times faster": report.number(cpu["ratio"])}]
+    """The published shapes, the sweeps."""
     swept = [(f"over {name}", row) for name, part in result["sweeps"].items() for row in part]
     shapes = [_cells(name, row) for name, row in result["shapes"].items() if "ms" in row]
-    return [shapes, cpu_rows, [_cells(name, row) for name, row in swept if "ms" in row]]
+    return [shapes, [_cells(name, row) for name, row in swept if "ms" in row]]
 
 
 def _cells(name: str, row: dict[str, Any]) -> dict[str, str]:

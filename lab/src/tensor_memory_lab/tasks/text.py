@@ -112,21 +112,7 @@ def read_corpus(
         level: words split at blanks, or bytes.
         wikitext: the text must be WikiText-2, whole: its counts are compared.
     """
-    files = () if folder is None else tuple(file.absolute() for file in _files(Path(folder)))
-    stamps = tuple((file.stat().st_mtime_ns, file.stat().st_size) for file in files)
-    return _read_corpus(folder, files, stamps, protocol, level, wikitext)
-
-
-@functools.lru_cache(maxsize=2)  # a sweep's worker reads and counts its text once, not per run
-def _read_corpus(
-    folder: str | None,
-    files: tuple[Path, ...],
-    stamps: tuple[tuple[int, int], ...],
-    protocol: Protocol,
-    level: Level,
-    wikitext: bool,
-) -> Corpus:
-    """The corpus of these files as they were at `stamps`, times and sizes; of none: `datasets`."""
+    files = [] if folder is None else _files(Path(folder))
     if files:
         raw = {split: file.read_bytes() for split, file in zip(SPLITS, files, strict=True)}
     else:
