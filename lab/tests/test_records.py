@@ -270,6 +270,18 @@ def test_the_same_record_counts_once_and_two_that_differ_are_refused(tmp_path):
         read_records([tmp_path])
 
 
+def test_a_study_takes_one_record_of_a_config_and_seed(tmp_path):
+    path = tmp_path / "signs.jsonl"
+    append(path, record(sign()))
+    written = path.read_text()
+    append(path, record(sign()))
+    with pytest.raises(ValueError, match=r"signs\.jsonl, line 1: expected no record"):
+        append(path, record(sign(), accuracy=0.1))
+    assert path.read_text() == written
+    append(path, record(replace(sign(), seed=7)))
+    assert len(read_records([path])) == 2
+
+
 def test_json_of_another_kind_is_passed_over_in_folders_and_refused_by_name(tmp_path):
     (tmp_path / "config.json").write_text("[1, 2]")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')

@@ -53,6 +53,16 @@ def test_a_run_that_diverges_is_in_the_study():
     assert record["test"] == {"test": {"accuracy": None}}
 
 
+def test_a_run_that_a_study_has_already_is_refused_before_training(capsys):
+    arguments = ["run", SIGN, "--device", "cpu", "--quiet", "--results", "kept.jsonl"]
+    assert main(arguments) == 0
+    assert main([*arguments, "--resume"]) == 0  # finished: it says the same
+    assert len(read_records(["kept.jsonl"])) == 1
+    assert main([*arguments, "--output", "again"]) == 2
+    assert "kept.jsonl, line 1: expected no record of this config" in capsys.readouterr().err
+    assert not Path("again").exists()
+
+
 def test_a_run_says_at_its_start_what_to_expect_and_where_to_look(capsys):
     assert main(["run", SIGN, "--device", "cpu", "--output", "here"]) == 0
     header = capsys.readouterr().err.splitlines()

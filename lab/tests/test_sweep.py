@@ -502,7 +502,8 @@ def test_a_job_sees_the_gpus_that_its_sweep_sees(monkeypatch):
     assert [environment.get("CUDA_VISIBLE_DEVICES") for environment in seen] == ["1", None]
 
 
-def test_a_result_that_cannot_be_copied_costs_its_run_alone(capsys, monkeypatch):
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("taken")])
+def test_a_result_that_cannot_be_copied_costs_its_run_alone(capsys, monkeypatch, error):
     def done_at_once(found: Any, **_: Any) -> Any:
         for job in found:
             job.folder.mkdir(parents=True)
@@ -512,7 +513,7 @@ def test_a_result_that_cannot_be_copied_costs_its_run_alone(capsys, monkeypatch)
 
     def full(path: Path, found: dict[str, Any]) -> None:
         if found["seed"] == 0:
-            raise OSError(28, "No space left on device", str(path))
+            raise error
         append(path, found)
 
     monkeypatch.setattr("tensor_memory_lab.commands.sweep_runs.do_jobs", done_at_once)
@@ -521,7 +522,7 @@ def test_a_result_that_cannot_be_copied_costs_its_run_alone(capsys, monkeypatch)
     assert main(runs) == 1
     out = capsys.readouterr()
     assert "1 run done, 0 skipped, 1 failed" in out.out
-    assert "its result could not be added to kept.jsonl ([Errno 28]" in out.err
+    assert f"its result could not be added to kept.jsonl ({error})" in out.err
     assert len(read_records(["kept.jsonl"])) == 1
 
 

@@ -37,8 +37,8 @@ def run_command(arguments: Sequence[str]) -> int:
     recipe = find_recipe(arguments[0])
     # Imported here, since torch takes seconds: a wrong name and --help are told at once.
     from tensor_memory_lab.commands.arguments import parse_run
-    from tensor_memory_lab.records import append, declared, read_result, run_name
-    from tensor_memory_lab.records.store import check_study
+    from tensor_memory_lab.records import append, config_dict, declared, read_result, run_name
+    from tensor_memory_lab.records.store import check_study, check_untaken
     from tensor_memory_lab.train import RunOptions, train
     from tensor_memory_lab.train.record import DivergedError
 
@@ -47,6 +47,8 @@ def run_command(arguments: Sequence[str]) -> int:
     if settings.results is not None:
         make_folder_of(settings.results, "results")  # now, not after hours of training
         check_study(settings.results)
+        if not (folder / "result.json").exists():
+            check_untaken(settings.results, config_dict(config))
     speaks = os.environ.get("RANK", "0") == "0"  # of the processes that a launcher started
     if speaks and not settings.quiet:
         _print_header(recipe, config, settings.device, folder)

@@ -277,7 +277,7 @@ def _outcome(
     if options.results is not None:
         try:
             append(options.results, {**record, **told})
-        except OSError as error:  # the others go on
+        except (OSError, ValueError) as error:  # the others go on
             why = f"its result could not be added to {options.results} ({error})"
             return True, f"{name}: failed after {took}: {why}; its own folder has it"
     return False, f"{name}: {took}, {_measures(record)}"

@@ -54,10 +54,7 @@ def read_records(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]
     found: dict[str, tuple[str, dict[str, Any]]] = {}
     for path in paths:
         for where, record in _records(Path(path)):
-            key = where
-            if record["kind"] == "run":
-                key = f"{plain_hash(record['config'])}-{record['seed']}"
-            first, known = found.setdefault(key, (where, record))
+            first, known = found.setdefault(_run_key(record) or where, (where, record))
             if _content(known) != _content(record):
                 raise ValueError(
                     f"{first} and {where}: expected one record per config and seed, got two that "
@@ -67,7 +64,7 @@ def read_records(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]
 
 
 def append(path: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
-    """Add a record to a study's file.
+    """Add a record to a study's file, unless it is there.
 
     The file is replaced as a whole, so a process that is killed leaves it as it was or with the
     whole line. Several processes may append at once.
@@ -77,9 +74,34 @@ def append(path: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
     line = _line({k: v for k, v in _public(record).items() if k != "study"})
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path.parent):
+        if (found := find_run(path, record)) is not None:
+            if _content(found[1]) == _content(json.loads(line)):
+                return
+            raise _taken(found[0])
         before = path.read_text(encoding="utf-8") if path.exists() else ""
         end = "" if not before or before.endswith("\n") else "\n"
         write_text(path, f"{before}{end}{line}\n")
+
+
+def check_untaken(path: Path, config: Mapping[str, Any]) -> None:
+    """Raise where a study has a record of this config and seed."""
+    found = find_run(path, {"kind": "run", "config": config, "seed": config["seed"]})
+    if found is not None:
+        raise _taken(found[0])
+
+
+def find_run(path: Path, record: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """Where a study has a record of the same config and seed, and that record."""
+    key = _run_key(record)
+    lines = _lines(path) if key is not None and path.exists() else ()
+    return next((found for found in lines if _run_key(found[1]) == key), None)
+
+
+def _taken(where: str) -> ValueError:
+    return ValueError(
+        f"{where}: expected no record of this config and seed, got that of another run; delete the "
+        "line, or name another study"
+    )
 
 
 def replace_tries(
@@ -259,6 +281,13 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _checked(record: Any, where: str, study: str) -> tuple[str, dict[str, Any]]:
     check_record(record, where)
     return where, {"study": study} | record
+
+
+def _run_key(record: Mapping[str, Any]) -> str | None:
+    """What all records of one run have and no others; None for what is no run."""
+    if record["kind"] != "run":
+        return None
+    return f"{plain_hash(record['config'])}-{record['seed']}"
 
 
 def _content(record: Mapping[str, Any]) -> dict[str, Any]:
