@@ -355,6 +355,28 @@ def test_models_may_scale_their_embeddings_in_place(ids):
     assert report.gradient == "with respect to the embedded ids"
 
 
+@pytest.mark.parametrize("embedded", ["positions alone", "in a tuple"])
+def test_an_embedding_that_does_more_than_look_ids_up_accuses_nobody(ids, embedded):
+    class Embedding(nn.Embedding):
+        def forward(self, input):
+            if embedded == "positions alone":
+                return super().forward(torch.arange(input.shape[1]))  # (N, d)
+            return (super().forward(input),)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens, self.other = nn.Embedding(IDS, WIDTH), Embedding(LENGTH, WIDTH)
+
+        def forward(self, ids):
+            other = self.other(ids)
+            return (self.tokens(ids) + (other[0] if isinstance(other, tuple) else other)).cumsum(1)
+
+    report = find_leak(Model(), ids[:, :6])
+    assert not report
+    assert report.gradient == "with respect to the embedded ids"
+
+
 def test_a_model_that_ignores_its_input_is_not_praised():
     report = find_leak(lambda x: torch.zeros_like(x), make_tokens(2, 8, 4))
     assert not report

@@ -118,6 +118,20 @@ def test_one_graph_takes_calls_of_every_length_in_one_chunk():
     assert graphs.frame_count <= 2  # of one length, and then of any
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_layers_of_different_dropout_are_one_graph_each(dynamic):
+    torch.compiler.reset()
+    x = torch.randn(2, 5, DIM)
+    for rate in (0.0, 0.3, 0.6):
+        layer = MemoryResidual(build("gaussian places"), dropout=rate)
+        compiled = torch.compile(layer, backend="eager", fullgraph=True, dynamic=dynamic)
+        found = []
+        for call in (compiled, layer):
+            torch.manual_seed(0)
+            found.append(call(x)[0])
+        assert_same(*found)
+
+
 @pytest.mark.parametrize("name", ["paper", "gaussian places"])
 def test_an_exported_layer_is_saved_loaded_and_called_with_its_state(name, tmp_path):
     layer = MemoryResidual(build(name)).eval().requires_grad_(False)

@@ -155,7 +155,8 @@ class MemoryResidual(nn.Module):
         source = x if mask is None else x.masked_fill(~mask[..., None], 0)
         m, after = self.memory(self.norm(source), state, mask=mask, reset=reset, **options)
         dropout, drop_path = drop
-        m = F.dropout(m, dropout, dropout > 0)
+        if dropout:
+            m = F.dropout(m, dropout)
         if drop_path:
             kept = torch.rand(m.shape[0], 1, 1, device=m.device) >= drop_path
             m = m * (kept.to(m.dtype) / (1 - drop_path))

@@ -139,6 +139,18 @@ def test_marks_are_followed_as_the_memory_followed_them():
 
 
 @torch.no_grad()
+def test_a_chunk_that_waits_knows_nothing_of_the_document_before():
+    memory = make_memory(OPTIONS["paper"])
+    N = 2 * memory.config.chunk_size + 1
+    with record(memory, dtype=torch.float64) as recording:
+        m, _ = memory(make_tokens(1, N, DIM), reset=torch.arange(N)[None] == N - 1)
+    assert (m[0, -1] == 0).all()
+    trace = recording[0].trace([2])
+    assert (trace.read == 0).all()
+    assert (trace.effect == 0).all()
+
+
+@torch.no_grad()
 def test_a_longer_stream_forgets_its_beginning_and_keeps_the_state_that_it_left(tmp_path):
     memory = make_memory(SMALL)
     x, state = make_tokens(1, 40, DIM), None

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memories import stirred
-from tensor_memory import MemoryResidual, PlaceConfig, PlaceMemory, PlaceState
+from tensor_memory import MemoryResidual, PlaceConfig, PlaceMemory, PlaceState, place_scan
 from tensor_memory.ops.places import chunked
-from tolerances import assert_same
+from tolerances import assert_same, assert_same_rms
 
 DIM = 4
 EXACT = 1e-10
@@ -221,6 +221,21 @@ def test_sparse_survives_any_decay_in_float32(rule, keep):
     exact, exact_after = memory.double()(x.double())
     torch.testing.assert_close(m.double(), exact, atol=2e-4, rtol=2e-4)
     torch.testing.assert_close(after.values.double(), exact_after.values, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("grid", [(3, 4), (20, 20)])
+@pytest.mark.parametrize("rule", ["linear", "delta"])
+def test_a_token_that_forgets_all_costs_the_others_no_digits(grid, rule):
+    at, content = torch.rand(1, 60, 1, 2) * 2 - 1, torch.randn(1, 60, 1, 2)
+    rate, state = torch.rand(1, 60, 1), torch.randn(1, 1, *grid, 2)
+    log_keep = torch.full((1, 60, 1), -0.01)
+    log_keep[:, 20] = torch.finfo(torch.float32).min
+    given = [at, None, content, rate, log_keep, None, state]
+    exact = place_scan(
+        *(t if t is None else t.double() for t in given), rule=rule, backend="reference"
+    )
+    for got, expected in zip(place_scan(*given, rule=rule), exact, strict=True):
+        assert_same_rms("", got, expected, torch.float32)
 
 
 @given(call=calls(least=2, most=70), data=st.data())

@@ -178,6 +178,7 @@ class ChunkHistoryStore:
         if own is None or not torch.equal(own.left, state.cpu()):
             self._rows.pop(row, None)  # rows have moved since: what was kept is another's
             return
+        own.emptied |= not bool(state.any())  # a reset in this call may be in no written chunk
         values = {
             name: value.new_zeros(1, *value.shape[1:])
             for name, value in _empty(self.memory.config).items()

@@ -241,6 +241,9 @@ def _embeddings_as_leaves(
         modules = [m for m in model.modules() if isinstance(m, nn.Embedding) or m is declared]
 
     def capture(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Tensor | None:
+        # Positions may be embedded by a module that is given the ids, and have no rows: (N, d).
+        if not isinstance(output, Tensor) or output.shape[:2] != example.shape:
+            return None
         given = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
         if not any(v.shape == example.shape and torch.equal(v.cpu(), example.cpu()) for v in given):
             return None
