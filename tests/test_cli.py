@@ -188,21 +188,28 @@ def test_an_example_that_cannot_be_drawn_is_no_leak(
     assert "leak-check: no example can be drawn: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [[], ["leak-check"], ["inspect"]])
-def test_a_bare_command_prints_its_help(
-    command: list[str], capsys: pytest.CaptureFixture[str]
+def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: tensor-memory")
+
+
+@pytest.mark.parametrize("command", ["leak-check", "inspect", "watch"])
+def test_a_command_without_its_argument_is_no_success(
+    command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
-        main(command)
-    assert stopped.value.code == 0
-    assert capsys.readouterr().out.startswith(" ".join(["usage: tensor-memory", *command]))
+        main([command])
+    assert stopped.value.code == 2
+    assert "the following arguments are required" in capsys.readouterr().err
 
 
 def test_help_and_version_load_no_torch() -> None:
     code = """
 import sys
 from tensor_memory.cli import main
-for command in (["--help"], ["--version"], ["doctor", "--help"], ["leak-check"], ["inspect"]):
+for command in (["--help"], ["--version"], ["doctor", "--help"], ["leak-check", "--help"]):
     try:
         main(command)
     except SystemExit as stopped:

@@ -98,6 +98,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--docs", type=Path, default=Path("docs"), help="recordings and pictures (default docs)")
     add("--walk", type=Path, help="a page of `make demo`, to photograph it too")
     options = parser.parse_args(argv)
+    if options.data_dir is not None and not options.data_dir.is_dir():
+        parser.error(f"--data-dir: expected a folder of WikiText-2, got {options.data_dir}")
     recordings, images = options.docs / "recordings", options.docs / "images" / "inspect"
     recordings.mkdir(parents=True, exist_ok=True)
     for name in RECIPES:

@@ -31,6 +31,12 @@ def test_two_steps_of_every_method(tmp_path, method):
     assert (record["state_bytes"] > 0) == (method != "nothing")
 
 
+def test_an_error_names_the_command_that_works(capsys):
+    with pytest.raises(SystemExit):
+        main(["run", RECIPE, "--task.gap", "-1"])
+    assert f"tensor-memory-lab run {RECIPE} --help" in " ".join(capsys.readouterr().err.split())
+
+
 def test_the_sweep_that_the_file_shows_lists_nine_runs(capsys):
     text = (FOLDER / "own_task_and_method.py").read_text(encoding="utf-8")
     (command,) = re.findall(r"tensor-memory-lab (sweep .*?)\n    tensor", text, re.S)

@@ -280,6 +280,17 @@ def test_a_study_takes_one_record_of_a_config_and_seed(tmp_path):
     assert path.read_text() == written
     append(path, record(replace(sign(), seed=7)))
     assert len(read_records([path])) == 2
+    older = json.loads(written)
+    del older["config"]["optimizer"]["place_rate"]  # as written before there was such a field
+    path.write_text(json.dumps(older) + "\n")
+    with pytest.raises(ValueError, match="expected no record of this config"):
+        append(path, record(sign(), accuracy=0.1))
+
+
+def test_a_study_that_is_no_text_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text("{}", encoding="utf-16")
+    with pytest.raises(ValueError, match=r"a\.jsonl: expected records as lines of text"):
+        read_records([tmp_path])
 
 
 def test_json_of_another_kind_is_passed_over_in_folders_and_refused_by_name(tmp_path):

@@ -100,6 +100,7 @@ def test_an_unknown_recipe_is_refused_with_the_nearest(capsys):
         ("--budget.step", "3", "--budget.steps"),
         ("--task.numbers", "0", "task.numbers: expected 1 or more, got 0"),
         ("--seed", "x", "--seed"),
+        ("--seed", str(2**64), "seed: expected a number from -2**63"),
         ("--model.method", "tensr", "'base', 'tensor'"),
         ("--recipe", "other", "Unrecognized options: --recipe"),
     ],

@@ -147,7 +147,9 @@ def test_every_setting_is_a_split_of_its_own(birds):
         )
     with pytest.raises(ValueError, match=r"task.tests: expected more glimpses than the 128"):
         config_for(birds, tests=("test@blind128",))
-    with pytest.raises(ValueError, match=r"task.tests: expected some of test, .*got 'test@far'"):
+    with pytest.raises(ValueError, match=r"task.tests: expected some of test, .*got none; --bud"):
+        config_for(birds, tests=())
+    with pytest.raises(ValueError, match=r"task.tests: expected some of test, .*got test@far"):
         config_for(birds, tests=("test@far",))
 
 

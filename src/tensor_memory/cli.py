@@ -42,9 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):  # σ is no reason to end, in ASCII it is \u03c3
         sys.stdout.reconfigure(errors="backslashreplace")
-    if arguments in ([], ["leak-check"], ["inspect"], ["watch"]):
-        arguments.append("--help")
-    options = _parser().parse_args(arguments)
+    options = _parser().parse_args(arguments or ["--help"])
     return guarded(lambda: _run(options))
 
 

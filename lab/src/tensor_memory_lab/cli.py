@@ -10,6 +10,7 @@ import select
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 PROGRAM = "tensor-memory-lab"
@@ -49,13 +50,16 @@ def _command(arguments: list[str]) -> int:
         return 0
     name, *rest = arguments
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.0)[0]
-        raise ValueError(
-            f"expected a command, got {name!r}; did you mean {near!r}? `{PROGRAM} --help` lists all"
-        )
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"expected a command, got {name!r}; {hint}`{PROGRAM} --help` lists all")
     module, _, function = COMMANDS[name][1].partition(":")
     command = getattr(importlib.import_module(f"tensor_memory_lab.{module}"), function)
-    return command(rest or ["--help"] if name not in ("list", "tables") else rest)
+    if rest or name in ("list", "tables"):
+        return command(rest)
+    with suppress(SystemExit):
+        command(["--help"])
+    return 2  # nothing was done, and no script may take it for a success
 
 
 def guarded(run: Callable[[], int]) -> int:

@@ -105,3 +105,5 @@ class RunConfig(Generic[T, M]):
 
     def __post_init__(self) -> None:
         check_choices(self)
+        if not -(2**63) <= self.seed < 2**64:  # what PyTorch takes
+            raise ValueError(f"seed: expected a number from -2**63 to 2**64 - 1, got {self.seed}")

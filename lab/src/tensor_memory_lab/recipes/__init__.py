@@ -14,7 +14,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -132,7 +132,7 @@ def _own_recipe(name: str) -> Recipe:
             name=error.name,
         ) from error
     if isinstance(found, Recipe):
-        return found
+        return replace(found, name=name)  # as the command line finds it
     needed = _needed_arguments(found) if callable(found) else []
     if needed or not callable(found):
         got = f"one that needs {', '.join(needed)}" if needed else repr(found)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tensor_memory_lab.files import read_json, write_text
-from tensor_memory_lab.records.config import flatten, local_places, plain_hash
+from tensor_memory_lab.records.config import current, flatten, local_places, plain_hash
 from tensor_memory_lab.records.text import label_text, not_measured, variant_text
 
 if TYPE_CHECKING:
@@ -54,7 +54,10 @@ def read_records(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]
     found: dict[str, tuple[str, dict[str, Any]]] = {}
     for path in paths:
         for where, record in _records(Path(path)):
-            first, known = found.setdefault(_run_key(record) or where, (where, record))
+            key = where
+            if record["kind"] == "run":
+                key = f"{plain_hash(record['config'])}-{record['seed']}"
+            first, known = found.setdefault(key, (where, record))
             if _content(known) != _content(record):
                 raise ValueError(
                     f"{first} and {where}: expected one record per config and seed, got two that "
@@ -85,16 +88,25 @@ def append(path: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
 
 def check_untaken(path: Path, config: Mapping[str, Any]) -> None:
     """Raise where a study has a record of this config and seed."""
-    found = find_run(path, {"kind": "run", "config": config, "seed": config["seed"]})
+    found = find_run(path, dict(config) | {"kind": "run", "config": config})
     if found is not None:
         raise _taken(found[0])
 
 
 def find_run(path: Path, record: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
     """Where a study has a record of the same config and seed, and that record."""
-    key = _run_key(record)
-    lines = _lines(path) if key is not None and path.exists() else ()
-    return next((found for found in lines if _run_key(found[1]) == key), None)
+
+    def of_today(config: Mapping[str, Any]) -> str:  # with the fields that configs got since
+        return plain_hash(current(config))
+
+    if record["kind"] != "run" or not path.exists():
+        return None
+    wanted = of_today(record["config"])
+    for where, known in _lines(path):
+        alike = all(known.get(key) == record[key] for key in ("kind", "recipe", "seed"))
+        if alike and of_today(known["config"]) == wanted:
+            return where, known
+    return None
 
 
 def _taken(where: str) -> ValueError:
@@ -266,7 +278,13 @@ def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path}: expected records as lines of text, got other content ({error}); {_REMEDY}"
+        ) from error
+    for number, line in enumerate(text.splitlines(), 1):
         where = f"{path}, line {number}"
         try:
             record = json.loads(line)
@@ -281,13 +299,6 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _checked(record: Any, where: str, study: str) -> tuple[str, dict[str, Any]]:
     check_record(record, where)
     return where, {"study": study} | record
-
-
-def _run_key(record: Mapping[str, Any]) -> str | None:
-    """What all records of one run have and no others; None for what is no run."""
-    if record["kind"] != "run":
-        return None
-    return f"{plain_hash(record['config'])}-{record['seed']}"
 
 
 def _content(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -122,12 +122,8 @@ class MazeConfig(DrawnConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._at_least(1, "colours", "steps", "layouts")
-        for name in self.tests:
-            if name not in SETTINGS:
-                raise ValueError(
-                    f"task.tests: expected some of {', '.join(SETTINGS)}, got {name!r}"
-                )
-        least = 7 + max((SETTINGS[name].fewer for name in self.tests), default=0)
+        self._check_tests(self.tests, SETTINGS)
+        least = 7 + max(SETTINGS[name].fewer for name in self.tests)
         if self.side % 2 == 0 or self.side < least:
             raise ValueError(
                 f"task.side: expected an odd number of {least} or more cells, got {self.side}"

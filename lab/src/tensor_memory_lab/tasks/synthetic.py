@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, Self
@@ -41,6 +42,15 @@ class DrawnConfig:
                 raise ValueError(
                     f"task.{name}: expected {least} or more, got {getattr(self, name)}"
                 )
+
+    def _check_tests(self, tests: Sequence[str], known: Iterable[str]) -> None:
+        """Raise unless there are test splits, and all of them are known."""
+        wrong = [name for name in tests if name not in known]
+        if wrong or not tests:
+            raise ValueError(
+                f"task.tests: expected some of {', '.join(known)}, got {', '.join(wrong) or 'none'}"
+                "; --budget.no-test measures none"
+            )
 
 
 def generator(seed: int, *what: str | int) -> torch.Generator:

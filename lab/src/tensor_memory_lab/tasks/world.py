@@ -131,11 +131,8 @@ class WorldConfig(DrawnConfig):
                 f"task.patch: expected 1 pixel or more and less than task.side = {self.side}, got "
                 f"{self.patch}"
             )
+        self._check_tests(self.tests, SETTINGS)
         for name in self.tests:
-            if name not in SETTINGS:
-                raise ValueError(
-                    f"task.tests: expected some of {', '.join(SETTINGS)}, got {name!r}"
-                )
             if SETTINGS[name].blind >= self.glimpses:
                 raise ValueError(
                     f"task.tests: expected more glimpses than the {SETTINGS[name].blind} of {name} "
