@@ -79,9 +79,22 @@ def test_a_part_that_is_told_nothing_has_the_mask_of_the_same_tokens() -> None:
     assert torch.equal(seen[0][0], MASK.bool())
 
 
-def test_a_mask_of_other_tokens_says_nothing() -> None:
-    model, seen = whole(lambda part, x, mask: part(x[:, :5]))
-    model(tokens(), attention_mask=MASK)
+@pytest.mark.parametrize(
+    "change", [lambda x: x[:, :5], lambda x: torch.cat([x[:, :2], x], 1)], ids=["fewer", "more"]
+)
+def test_a_mask_of_fewer_or_more_tokens_is_refused_where_it_holds_padding(change: Any) -> None:
+    model, seen = whole(lambda part, x, mask: part(change(x)))
+    model(tokens(), attention_mask=torch.ones_like(MASK))
+    assert seen == [(None, None)]
+    with pytest.raises(
+        ValueError, match=r"attention_mask: expected \d+ columns, one for each token"
+    ):
+        model(tokens(), attention_mask=MASK)
+
+
+def test_a_mask_of_other_rows_says_nothing() -> None:
+    model, seen = whole(lambda part, x, mask: part(torch.cat([x] * 3)[:, :5]))
+    model(tokens(rows=2), attention_mask=torch.cat([MASK] * 2))
     assert seen == [(None, None)]
 
 
@@ -194,7 +207,7 @@ def test_a_mask_that_the_host_shortens_and_does_not_hand_on_is_refused() -> None
     attach(model, SMALL, layers="encoder.blocks.*.*")
     text = torch.randint(1, VOCABULARY, (2, 8))
     model(text)
-    with pytest.raises(ValueError, match=r"'encoder.blocks.1.0' .* host may shorten its tokens"):
+    with pytest.raises(ValueError, match=r"'encoder.blocks.1.0' .* host may drop or add tokens"):
         model(text, attention_mask=MASK.expand(2, 8))
 
 

@@ -201,9 +201,9 @@ def refuse_mask(mask: Tensor, path: str, B: int, N: int, before: int | None) -> 
     cached = f", or {before + N} with those of the cache" if before else ""
     raise ValueError(
         f"attention_mask: expected {N} columns, one for each token that block '{path}' "
-        f"sees{cached}, and {B} rows or one, got {tuple(mask.shape)}; the host may shorten its "
-        "tokens inside and hand the block no mask of what is left. Pass a mask of these tokens, or "
-        "none; a mask of pairs must go by another name"
+        f"sees{cached}, and {B} rows or one, got {tuple(mask.shape)}; the host may drop or add "
+        "tokens inside and hand the block no mask of them. Pass a mask of these tokens, or none; a "
+        "mask of pairs must go by another name"
     )
 
 

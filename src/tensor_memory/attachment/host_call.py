@@ -178,13 +178,16 @@ class HostCall:
     ) -> tuple[Tensor | None, bool]:
         """The mask, and whether it serves other blocks too."""
         B, N = x.shape[:2]
-        given, same = self._innermost("mask")
+        given, same, near = self._innermost("mask")
         if given is None:
             return None, True
         found = columns_of_call(given, B, N, before) if same else None
         if found is not None:
             return found, True
         found = mask_of_block(of_block, B, N)
+        if near and not same and len(given) in (1, B):
+            # A host that adds tokens, or drops some: where all are real, all of these are.
+            same = can_ask(given) and not bool(given.all())
         if found is None and same:
             refuse_mask(given, path, B, N, before)
         return found, False
@@ -196,7 +199,7 @@ class HostCall:
         B, N = x.shape[:2]
         packed, shared = self._packed(path, x, of_block)
         found = [packed]
-        positions, same = self._innermost("positions")
+        positions, same, _ = self._innermost("positions")
         if positions is not None and same:
             by_caller = self.levels[0][1].positions is not None
             # The positions of several axes that a host makes itself are those of one document.
@@ -205,7 +208,7 @@ class HostCall:
                 if starts is not None and not by_caller:  # one position for all packs nothing
                     starts = starts & (positions.diff() > 0).any(-1, keepdim=True)
                 found.append(starts)
-        documents, same = self._innermost("documents")
+        documents, same, _ = self._innermost("documents")
         if documents is not None and same:
             found.append(changes(documents, B, N))
         return [starts for starts in found if starts is not None], shared
@@ -216,7 +219,7 @@ class HostCall:
         A tower knows its images. Its blocks know what attends to itself alone: a frame, a window.
         """
         B, N = x.shape[:2]
-        lengths, same = self._innermost("lengths")
+        lengths, same, _ = self._innermost("lengths")
         lengths = lengths if same else None
         starts = None if lengths is None else length_starts(lengths, B, N)
         if starts is not None:
@@ -271,23 +274,25 @@ class HostCall:
             found |= given.named
         return found
 
-    def _innermost(self, name: str) -> tuple[Tensor | None, bool]:
-        """What the innermost level says that says anything; was it given the same tokens?
+    def _innermost(self, name: str) -> tuple[Tensor | None, bool, bool]:
+        """What the innermost level says that says anything, whether it was given the same tokens,
+        and whether it was given tokens at all, the same or more or fewer.
 
         A text's mask says nothing about the patches of an image in the same call, nor a source's
         about its target.
         """
         inner: tuple[int, ...] | None = None
-        same = True
+        near = True
         for outward, (_, given) in enumerate(reversed(self.levels)):
             if outward and given.two_sided:
                 break
             value = getattr(given, name)
             if value is not None:
-                return value, same and (None in (inner, given.tokens) or inner == given.tokens)
-            same = same and given.holds_tokens
+                same = None in (inner, given.tokens) or inner == given.tokens
+                return value, near and same, near
+            near = near and given.holds_tokens
             inner = inner or given.tokens
-        return None, False
+        return None, False, False
 
 
 class HostCalls:
