@@ -181,7 +181,7 @@ def test_wide_has_the_weights_of_tensor(dim, attention):
 )
 def test_compared_states_have_the_memorys_bytes(method):
     with torch.device("meta"):
-        model = LanguageModel(LanguageModelConfig(method=method), 100, 512)
+        model = LanguageModel(LanguageModelConfig(method=method), 100, 512, carried=True)
     memory = 8 * 2 * 32 * 8**3 * 4
     if method == "conv-local":  # three tokens a layer: next to nothing
         memory = 8 * 3 * 384 * 4

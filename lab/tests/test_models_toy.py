@@ -48,7 +48,7 @@ SMALL = {
 def sized(name, method, **options):
     if name in ("map", "occlusion"):
         options = {"dim": 96, "layers": 3} | options
-    if method == "recurrent-slots":
+    if method in ("recurrent-slots", "xl"):  # which carry from segment to segment
         options = {"window": 4} | options
     return ToyModelConfig(method=method, **options)
 
@@ -75,7 +75,7 @@ def test_wide_has_the_weights_of_tensor_at_every_width(dim):
 
 
 @pytest.mark.parametrize(
-    "method", ["slots-matched", "xl", "recurrent-slots", "linear", "tensor", "tensor-long", "place"]
+    "method", ["xl", "recurrent-slots", "linear", "tensor", "tensor-long", "place"]
 )
 @pytest.mark.parametrize("name", TASKS)
 def test_compared_states_have_the_memorys_bytes(name, method):
@@ -84,6 +84,20 @@ def test_compared_states_have_the_memorys_bytes(name, method):
     memory = layers * 2 * 16 * 6**3 * 4
     origin = layers * 3 * 4 if method == "place" else 0  # where a moving frame stands
     assert 0.99 * memory <= model.state_bytes() <= memory + origin
+
+
+@pytest.mark.parametrize("method", ["slots", "slots-matched"])
+def test_slots_before_a_causal_sequence_are_weights_and_no_state(method):
+    task = TASKS["map"].build(0)
+    model, seen = sized("map", method).build(task).eval(), []
+    slots = model.stack.config.registers
+    assert slots == 8 if method == "slots" else 0.99 < slots * 96 / (2 * 16 * 6**3) <= 1
+    model.stack.blocks[-1].register_forward_hook(
+        lambda block, args, output: seen.append(output[0][:, :slots])
+    )
+    model(task.batch("valid", 0, 3))
+    assert_same(seen[0], seen[0][:1].expand_as(seen[0]))  # whatever the row
+    assert model.state_bytes() == 0
 
 
 @pytest.mark.parametrize("name", PEERS)

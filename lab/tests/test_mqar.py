@@ -242,6 +242,16 @@ UNREAD = {
 
 
 @pytest.mark.filterwarnings("ignore::tensor_memory.ForgettingWarning")  # the published start
+@pytest.mark.parametrize("method", get_args(RecallMethod)[1:])
+def test_around_the_mixer_all_methods_start_from_the_same_weights(method):
+    ours, theirs = (built(name).state_dict() for name in ("place", method))
+    around = [name for name in ours if not name.startswith("layers.1.")]
+    assert len(around) == 5 + 2 * 4 + 2
+    for name in around:
+        assert torch.equal(ours[name], theirs[name]), name
+
+
+@pytest.mark.filterwarnings("ignore::tensor_memory.ForgettingWarning")  # the published start
 @pytest.mark.parametrize("method", get_args(RecallMethod))
 def test_a_field_changes_the_mixer_or_is_refused(method):
     plain = RecallModelConfig(method=method)

@@ -52,6 +52,13 @@ def test_a_graph_serves_valid_alone_where_splits_change_the_model(monkeypatch):
     assert evaluator.split("test") == expected != stale
 
 
+def test_streams_are_as_many_in_evaluation_as_in_training(tmp_path):
+    config = tiny_run(task={"carries": True}, budget={"evaluation_batch_size": 3})
+    with pytest.raises(ValueError, match="expected that of training for a task that carries, 12, "):
+        run(tmp_path / "run", config)
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("size", [64, 128])  # of 70 rows: the last batch, or the only one, is short
 def test_processes_count_every_row_once_and_none_where_they_have_none(size):
     config = tiny_run(budget={"evaluation_batch_size": size})

@@ -195,10 +195,11 @@ class RecallModel(Model):
     def _draw_linear_layers(self) -> None:
         """Linear layers of these peers start from N(0, 0.02²), in zoology and in their own code.
 
-        Mamba-2 and RWKV-7 have starts of their own, and so have the memories.
+        Mamba-2 and RWKV-7 have starts of their own, and so have the memories and, by `initialise`,
+        the convolution.
         """
         for mixer in self.layers:
-            if isinstance(mixer, GatedConvolution | GatedLinearAttention | DeltaNet):
+            if isinstance(mixer, GatedLinearAttention | DeltaNet):
                 for module in mixer.modules():
                     if isinstance(module, nn.Linear):
                         module.weight.normal_(std=0.02)

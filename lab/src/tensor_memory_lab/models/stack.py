@@ -231,16 +231,19 @@ class Stack(nn.Module):
     def state_bytes(self) -> int:
         """Bytes one row carries past what attention sees."""
         config = self.config
-        # Each layer holds its own view of the registers; the slots are beside the layers.
-        tokens = config.layers * config.registers + config.recurrent_slots
+        # Registers see each other alone, so that they are the same for every row: weights.
+        slots = FLOAT_BYTES * config.recurrent_slots * config.dim
         attention = [part.state_bytes() for part, _ in self._mechanisms()]
+        whole = config.segment is None or config.segment >= config.length
+        if config.attention == "relative" and whole and not config.carried:
+            attention = []  # one segment that starts empty
         side = [carried_bytes(part.memory) for _, part in self._mechanisms() if part is not None]
         if config.thread_depth:
             side = side[:1]  # one state goes through all layers
         if config.extra_keys and not config.carried:
             kept = config.layers * config.extra_keys
             attention = [extra_bytes(config.dim, kept, config.cache_type)]
-        return FLOAT_BYTES * tokens * config.dim + sum(attention) + sum(side)
+        return slots + sum(attention) + sum(side)
 
     def _mechanisms(self) -> list[tuple[Any, Any]]:
         """Attention and side path of every layer, None where there is none."""

@@ -64,7 +64,8 @@ NEUTRAL = (
     "budget.evaluation_batch_size",
     "model.non_causal",
 )
-"""Fields that change no number beyond rounding, are averaged over, or go with the method."""
+"""Fields that are averaged over, go with the method, or change no number beyond rounding and what
+dropout draws."""
 
 _registered: dict[str, type] = {}
 

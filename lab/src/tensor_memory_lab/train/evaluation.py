@@ -41,7 +41,13 @@ class Evaluator:
     ) -> None:
         self.model, self.task, self.config = model, task, config
         self.accelerator, self.device = accelerator, accelerator.device
-        self.size = config.budget.evaluation_batch_size or config.budget.batch_size
+        rows = config.budget.batch_size
+        self.size = config.budget.evaluation_batch_size or rows
+        if task.carries and self.size != rows:
+            raise ValueError(
+                "budget.evaluation_batch_size: expected that of training for a task that carries, "
+                f"{rows}, since it is the number of streams, got {self.size}; leave it out"
+            )
         self._graphed: Graphed | None = None
         graph = config.speed != "eager" and not task.carries
         if graph and why_not_graph(self.device, accelerator.num_processes) is None:

@@ -154,6 +154,7 @@ class _Run:
         self.model = config.model.build(self.task).to(self.device)
         self.described = describe_run(config, self.task, self.model) | dict(options.declared)
         self.optimizer = make_optimizer(self.model, config.optimizer, self.device)
+        self.evaluator = Evaluator(self.model, self.task, config, accelerator)
         self.journal, carry = self._restore()
         self.saved = self.journal.step
         self.best: dict[str, Tensor] | None = None  # weights not yet in a checkpoint
@@ -161,7 +162,6 @@ class _Run:
             atexit.register(_leave_processes)
         self.step = Step(self.model, self.task, self.optimizer, config, accelerator, carry=carry)
         self.step.loss_sum.fill_(self.journal.loss_sum)
-        self.evaluator = Evaluator(self.model, self.task, config, accelerator)
         self.watch = Stopwatch()
         self.log_every = max(1, config.budget.evaluate_every // 10)
 
