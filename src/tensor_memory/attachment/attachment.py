@@ -132,7 +132,11 @@ class Attachment(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def stream(self, state: Mapping[str, AnyState] | None = None) -> Stream:
-        """Calls that belong together: `with attachment.stream() as s:`, see `Stream`."""
+        """Calls that belong together: `with attachment.stream() as s:`, see `Stream`.
+
+        `state` has the states of an earlier stream by the path of their blocks; a block that is not
+        in it starts empty.
+        """
         return Stream(self._calls.opened, state, require=self._require_states)
 
     def _require_states(self, state: Mapping[str, AnyState]) -> None:
