@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -73,6 +74,9 @@ class HostCall:
     """What `mask_and_reset` found for the rows and tokens in `found_for`."""
 
     found_for: tuple[int, int] = (-1, -1)
+
+    warned: bool = False
+    """Whether this call has warned of padding in a mask that is not of a block's tokens."""
 
     made: tuple[int, Any] | None = None
     """What `where=` made of the arguments of the modules entered; how many levels deep that was."""
@@ -185,12 +189,26 @@ class HostCall:
         if found is not None:
             return found, True
         found = mask_of_block(of_block, B, N)
-        if near and not same and len(given) in (1, B):
-            # A host that adds tokens, or drops some: where all are real, all of these are.
-            same = can_ask(given) and not bool(given.all())
         if found is None and same:
             refuse_mask(given, path, B, N, before)
+        elif found is None and near and len(given) in (1, B) and can_ask(given):
+            self._warn_of_padding(given, path, N)
         return found, False
+
+    def _warn_of_padding(self, mask: Tensor, path: str, N: int) -> None:
+        """Once per call, of a mask of more or fewer tokens: a host may add some, or drop some.
+
+        Or they are others: the queries of an image beside a text.
+        """
+        if self.warned or bool(mask.all()):
+            return
+        self.warned = True
+        warnings.warn(
+            f"attention_mask: it marks padding among {mask.shape[1]} tokens, and block '{path}' "
+            f"sees {N} and is given no mask of them: the memory takes all of them as real. If they "
+            "are not the mask's tokens, that is right",
+            stacklevel=2,
+        )
 
     def _resets(
         self, path: str, x: Tensor, mask: Tensor | None, of_block: ArgumentOf
