@@ -40,6 +40,13 @@ def test_one_command_trains_records_and_draws(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "runs" / "binding" / "result.json").stat().st_mtime_ns == trained
 
 
+def test_a_folder_that_is_none_is_told_before_training(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        gallery.main(["--data-dir", str(tmp_path / "none"), "--docs", str(tmp_path / "docs")])
+    assert "--data-dir: expected a folder of WikiText-2, got " in capsys.readouterr().err
+    assert not (tmp_path / "docs").exists()
+
+
 @pytest.mark.exhaustive
 def test_the_recordings_can_be_drawn_again_without_training(tmp_path):
     pytest.importorskip("playwright.sync_api", reason="the viewer needs playwright")

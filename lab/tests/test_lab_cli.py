@@ -45,6 +45,8 @@ def test_an_unknown_command_is_refused_with_the_nearest(capsys):
         "tensor-memory-lab: expected a command, got 'swep'; did you mean 'sweep"
     )
     assert "Traceback" not in error
+    assert main(["--version"]) == 2  # near to nothing
+    assert "got '--version'; `tensor-memory-lab --help`" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_with_its_status(capsys):

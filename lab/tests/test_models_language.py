@@ -188,6 +188,10 @@ def test_compared_states_have_the_memorys_bytes(method):
     assert 0.99 * memory <= model.state_bytes() <= memory
 
 
+def test_a_cache_that_every_window_starts_without_is_no_state():
+    assert tiny("xl", segment=None).state_bytes() == 0
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_dropout_is_for_training_alone(method):
     dropped, plain = tiny(method, dropout=0.5), tiny(method).eval()

@@ -83,12 +83,14 @@ def test_a_part_that_is_told_nothing_has_the_mask_of_the_same_tokens() -> None:
     "change", [lambda x: x[:, :5], lambda x: torch.cat([x[:, :2], x], 1)], ids=["fewer", "more"]
 )
 def test_a_mask_of_fewer_or_more_tokens_says_nothing_and_warns_of_padding(change: Any) -> None:
-    model, seen = whole(lambda part, x, mask: part(change(x)))
+    model, seen = whole(lambda part, x, mask: part(part(change(x))))
     model(tokens(), attention_mask=torch.ones_like(MASK))
-    assert seen == [(None, None)]
-    with pytest.warns(UserWarning, match="marks padding among 8 tokens, and block 'part.block'"):
-        model(tokens(), attention_mask=MASK)
     assert seen == [(None, None)] * 2
+    told = "marks padding among 8 tokens, and block 'part.block'"
+    with pytest.warns(UserWarning, match=told) as warned:
+        model(tokens(), attention_mask=MASK)
+    assert len(warned) == 1  # once in a call
+    assert seen == [(None, None)] * 4
 
 
 def test_a_mask_of_other_rows_says_nothing() -> None:

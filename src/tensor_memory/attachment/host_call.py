@@ -196,17 +196,17 @@ class HostCall:
         return found, False
 
     def _warn_of_padding(self, mask: Tensor, path: str, N: int) -> None:
-        """Once per call, of a mask of more or fewer tokens: a host may add some, or drop some.
+        """Warn, once per call, of padding in a mask of more or fewer tokens than the block's.
 
-        Or they are others: the queries of an image beside a text.
+        The host may add or drop tokens. Or they are others: queries of an image beside a text.
         """
         if self.warned or bool(mask.all()):
             return
         self.warned = True
         warnings.warn(
             f"attention_mask: it marks padding among {mask.shape[1]} tokens, and block '{path}' "
-            f"sees {N} and is given no mask of them: the memory takes all of them as real. If they "
-            "are not the mask's tokens, that is right",
+            f"sees {N} and is given no mask of them: the memory takes all of them as real. Ignore "
+            "this if they are not the tokens of the mask",
             stacklevel=2,
         )
 

@@ -35,8 +35,8 @@ def compiled(loss: Callable[..., Any], task: Any) -> Callable[..., Any]:
     free = frozenset(getattr(task, "any_size", ()))
 
     def call(batch: Batch, *more: Any) -> Any:
-        # Copies: for a size left open, the code of a view is not that of a whole tensor, and to
-        # compile once more fails while a CUDA graph is captured.
+        # Copies: code with an open size serves either views or whole tensors, and to compile once
+        # more would break the capture of a CUDA graph.
         copies = {name: batch[name].clone() for name in free & batch.keys()}
         for x in copies.values():
             torch._dynamo.maybe_mark_dynamic(x, 1)

@@ -90,7 +90,7 @@ def run_places(
 ) -> tuple[Tensor, Tensor]:
     """`place_scan` of inputs that have been checked; a fused backend multiplies in `products`."""
     inputs, device = inputs.prepared(), inputs.state.device
-    # e to this is 0 already. Smaller ones would leave nothing of the others in sums over a chunk.
+    # exp of this is 0 already. Smaller values would take the digits of others in sums over a chunk.
     least = 1.2 * math.log(torch.finfo(inputs.dtype).tiny)
     inputs = inputs._replace(log_keep=inputs.log_keep.clamp(min=least))
     chosen = place_backend(inputs, backend, device)
